@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from qeffect import report
-from qeffect.report import UnusableError, require_place, write_json
+from qeffect.report import require_place, write_json
 
 from .backends import nvidia_smi
 
@@ -76,19 +76,20 @@ class Report:
         return self.to_json()
 
 
-def environment(commit: str | None) -> dict[str, Any]:
+def environment(commit: str | None, out: Path | None = None) -> dict[str, Any]:
     """
     Record the device beside the environment that every report of the project records.
 
     Args:
         commit: The commit of a tree outside git; None asks git.
+        out: The report's file, if any.
 
     Raises:
-        UnusableError: Git does not know the commit and none is given, or the given one is
-            malformed.
+        UnusableError: The given commit is malformed, or the commit is unknown and the file is in
+            one of the repository's folders of reports.
     """
     identity = nvidia_smi.query(nvidia_smi.IDENTITY) or {}
-    record = report.environment(
+    return report.environment(
         commit_given=commit,
         device={
             "gpu": identity.get("name"),
@@ -96,7 +97,5 @@ def environment(commit: str | None) -> dict[str, Any]:
             "gpu_memory_mib": identity.get("memory.total"),
             "clocks": nvidia_smi.query(nvidia_smi.STATE) or {},
         },
+        out=out,
     )
-    if record["commit"] == "unknown":
-        raise UnusableError("this is not a git checkout; name the commit with --commit")
-    return record

@@ -15,7 +15,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,10 @@ PACKAGES = (
 )  # fmt: skip
 #: What stands for a package that is not installed.
 ABSENT = "not installed"
+#: What stands for the commit of code outside a git checkout.
+UNKNOWN = "unknown"
+#: Folders of the repository whose reports pages and tests quote.
+_KEPT = ("verification/reports", "gpu_runtime/lab/reports")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -51,6 +57,7 @@ def environment(
     commit_given: str | None = None,
     *,
     device: Mapping[str, Any] | None = None,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """
     Record the hardware, the versions and the commit that a report is made with.
@@ -59,18 +66,23 @@ def environment(
         argv: The command's arguments, by default those of this process; folders are left out.
         commit_given: The commit, where the code is not in a git checkout.
         device: What the runtime adds about its device.
+        out: The report's file. Where the commit is unknown, standard error says so once.
 
     Raises:
-        UnusableError: The commit that is given is not one.
+        UnusableError: The given commit is malformed, or the commit is unknown and the file is in
+            one of the repository's folders of reports.
     """
     given = sys.argv[1:] if argv is None else argv
+    made_at = commit(commit_given)
+    if made_at == UNKNOWN and out is not None:
+        _require_own_place(out)
     return {
         "cpu": _processor(),
         "cores": os.cpu_count(),
         "load_1min": os.getloadavg()[0],
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "commit": commit(commit_given),
+        "commit": made_at,
         "program": program(),
         "argv": [_without_folder(argument) for argument in given],
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -147,12 +159,35 @@ def commit(given: str | None = None) -> str:
     top = _git(root, "rev-parse", "--show-toplevel")
     # A package installed below somebody's own checkout is not at that checkout's commit.
     if top is None or Path(top).resolve() != root:
-        return "unknown"
+        return UNKNOWN
     head = _git(root, "rev-parse", "HEAD")
     if head is None:
-        return "unknown"
+        return UNKNOWN
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     return head + ("+changes" if changed else "")
+
+
+def _require_own_place(out: Path) -> None:
+    """Say once that a report has no commit; refuse a report without one in the repository."""
+    root = Path(__file__).resolve().parents[1]
+    if any(out.resolve().is_relative_to(root / folder) for folder in _KEPT):
+        raise UnusableError(
+            f"--out {out}: a report in this folder needs a commit, and {root} is not a git "
+            "checkout; name the commit with --commit where the command has that option, or write "
+            "the report elsewhere"
+        )
+    _say_unknown()
+
+
+@cache
+def _say_unknown() -> None:
+    if sys.stderr is not None and os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            print(
+                "qeffect: this is not a git checkout: the report's commit is 'unknown'",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def finite(value: float) -> float | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["escaped", "is_name", "shown", "spelled", "within"]
+__all__ = ["counted", "decoded", "escaped", "is_name", "shown", "spelled", "within"]
 
 #: Longest passage of a log that a message repeats.
 _LONGEST: Final = 300
@@ -34,6 +34,32 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def decoded(text: str) -> str:
+    r"""
+    Return text with the bytes decoded that the locale could not decode, as in a file's name.
+
+    >>> decoded("\udcc3\udca9.csv"), decoded("\udce9.csv")
+    ('é.csv', '\\xe9.csv')
+    """
+    if text.isascii():
+        return text
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
+        return text
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    Return a number with its noun.
+
+    >>> counted(1, "step"), counted(2000, "step"), counted(2, "microbatch")
+    ('1 step', '2,000 steps', '2 microbatches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def within(text: str, most: int = _LONGEST) -> str:

@@ -5,11 +5,13 @@ The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``che
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from math import comb, perm
 from pathlib import Path
 from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
+from qeffect.countdown import Countdown
 from qeffect.report import environment, require_place, write_json, write_text
 
 __all__ = [
@@ -140,12 +142,8 @@ class Explore:
         else:
             chosen = list(scopes.values())
         try:
-            reports = needs(
-                "verify",  # the batch reading imports NumPy and Z3 only now
-                lambda: [
-                    explorer.run(scope, batch=args.batch, symmetry=args.symmetry, progress=progress)
-                    for scope in chosen
-                ],
+            reports = needs(  # the batch reading imports NumPy and Z3 only now
+                "verify", lambda: list(_explored(explorer, chosen, args, progress))
             )
         except ValueError as error:
             raise UnusableError(str(error)) from error
@@ -167,6 +165,26 @@ class Explore:
             text.append("every transition was accepted and every refusal clause witnessed.")
         verdict = "refused" if violation or missing else "accepted"
         return Outcome(verdict, {"scopes": rows, "unwitnessed": missing}, text)
+
+
+def _explored(
+    explorer: Any, scopes: Sequence[Any], args: argparse.Namespace, progress: Progress
+) -> Iterator[Any]:
+    """Yield a report for each scope, and note the first violation at once."""
+    count = Countdown("scopes", len(scopes))
+    violated = False
+    for number, scope in enumerate(scopes):
+        where = f" Scope {scope.name}, {count(number)}." if len(scopes) > 1 else ""
+        report = explorer.run(
+            scope,
+            batch=args.batch,
+            symmetry=args.symmetry,
+            progress=lambda line: progress(f"{line}{where}"),  # noqa: B023 - called within the turn
+        )
+        if report.violation and not violated:
+            violated = True
+            progress.note(f"First finding. {scope.name}: {report.violation}")
+        yield report
 
 
 def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
@@ -241,6 +259,7 @@ class Prove:
         if not 1 <= args.depth <= DEPTH:
             raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
         require_place(args.out)
+        environment(out=args.out)  # refuses now what the report would refuse after the proofs
         prove = needs("verify", _prove)
         if args.only is not None:
             if not needs("verify", _mutants).sites_with(args.only):
@@ -255,7 +274,11 @@ class Prove:
         if args.cvc5:
             needs("cvc5", _cvc5)
         report = prove.run(
-            progress=progress, seeds=range(args.seeds), solvers=solvers, depth=args.depth
+            progress=progress,
+            note=progress.note,
+            seeds=range(args.seeds),
+            solvers=solvers,
+            depth=args.depth,
         )
         data: dict[str, Any] = report.asdict()
         taken = len(data["witnesses"]) - data["covered"]
@@ -298,7 +321,7 @@ class Prove:
 def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Run the mutants; return their part of the report, and what to print."""
     mutants = _mutants()
-    report = mutants.run(progress, args.only)
+    report = mutants.run(progress, args.only, note=progress.note)
     found = report.asdict()
     by_class = ", ".join(f"{count} because {name}" for name, count in found["by_class"].items())
     lines = [
@@ -348,7 +371,7 @@ def _summary(data: dict[str, Any]) -> dict[str, Any]:
 def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Run ``qeffect check --random N --seed S``."""
     machine = needs("verify", _machine)
-    report = machine.run(args.random, args.seed, progress=progress)
+    report = machine.run(args.random, args.seed, progress=progress, note=progress.note)
     data = report.asdict()
     missing = data["uncovered"]
     ran = (

@@ -1,6 +1,6 @@
 """
-The specification over plain memory: the contract's columns, the history beside them, and which
-predicates hold.
+The specification over plain memory: the contract's columns, the history beside them, and the
+predicates that hold of both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from qeffect.spec.predicates import Predicate
 from qeffect.spec.promises import ASSUMED, STEPS
 
 from .induction import HISTORY, INVARIANTS
-from .induction.history import GHOSTS, advance
+from .induction.ghosts import GHOSTS
+from .induction.history import advance
 from .judging import failing, members_of, seen, speaks_of
 from .process import Process
 
@@ -30,7 +31,7 @@ __all__ = ["ConcreteRun", "Focus"]
 @frozen
 class Focus:
     """
-    What the history follows in particular.
+    The arbitrary members that the history follows.
 
     Args:
         slot, link, stage: The arbitrary ones.
@@ -45,7 +46,7 @@ class Focus:
     ticket: int = 1
 
     def about(self, arguments: Mapping[str, Any], returned: int | None) -> Focus:
-        """Return the same about what an action names."""
+        """Return a focus on the members that an action names."""
         changes = {
             n: arguments[n] for n in ("slot", "link", "stage", "ref", "ticket") if n in arguments
         }
@@ -61,7 +62,7 @@ class Focus:
 
 
 class _Total(dict[Any, Any]):
-    """A column of the history; outside of it an unspecified value."""
+    """A column of the history; an index outside reads 0, an unspecified value."""
 
     def __missing__(self, index: Any) -> int:
         return 0
@@ -70,11 +71,11 @@ class _Total(dict[Any, Any]):
 @define
 class ConcreteRun:
     """
-    A memory and the history beside it.
+    A run of transitions over a memory, with the history beside it.
 
     Args:
         process: The process.
-        focus: What the history follows in particular.
+        focus: The arbitrary members that the history follows.
         relations: Relations that take part; predicates that need another do not apply.
     """
 
@@ -123,11 +124,11 @@ class ConcreteRun:
         h.ref_slot[0], h.ref_generation[0] = a.ref.slot, a.ref.generation
         h.ref_incarnation[0], h.ticket[0] = a.ref.incarnation, a.ticket
 
-    # Running
+    # Transitions
 
     def take(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """
-        Run a transition and, if it is accepted, tell the history.
+        Run a transition and, if it is accepted, advance the history.
 
         Raises:
             Refused: As the transition.
@@ -151,7 +152,7 @@ class ConcreteRun:
             column.update(getattr(self.h, name))
         return twin
 
-    # Judging
+    # Predicates
 
     def broken_invariants(self) -> Iterator[tuple[str, str]]:
         """Yield the invariants that do not hold, as (class, name)."""
@@ -161,13 +162,13 @@ class ConcreteRun:
     def broken_steps(
         self, transition: str, arguments: tuple[Any, ...]
     ) -> Iterator[tuple[str, str]]:
-        """Yield the step properties that do not hold if the transition is accepted now."""
+        """Yield the step properties that would not hold if the transition were accepted now."""
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
         steps = (p for p in STEPS if transition in p.transitions)
         yield from self._broken("step", steps, self._seen, self.h, given)
 
     def trusted(self, transition: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether the arguments are what the caller is trusted to give."""
+        """Whether the arguments satisfy what the contract assumes of its caller."""
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
         assumed = (p for p in ASSUMED if transition in p.transitions)
         return not list(self._broken("assumed", assumed, self._seen, self.h, given))

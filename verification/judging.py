@@ -1,5 +1,5 @@
 """
-Which predicates a composition is judged by, of which values, and which of them a memory breaks.
+Judging a memory: the predicates that a composition claims, their instances, and those that fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Members = Mapping[str, Sequence[Any]]
 
 
 def speaks_of(predicate: Predicate, relations: frozenset[str]) -> bool:
-    """Whether a predicate is claimed, or assumed, where some optional relations take part."""
+    """Whether a predicate is claimed, or assumed, for a choice of optional relations."""
     return predicate.needs <= relations | MANDATORY and predicate.without not in relations
 
 
@@ -37,12 +37,13 @@ def failing(
     predicates: Iterable[Predicate], members: Members, *subjects: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """
-    Yield the predicates that do not hold, by name, each with the first values it fails of.
+    Yield the name of each predicate that does not hold, with the first values of its variables.
 
     Args:
         predicates: What should hold.
         members: The members of each index sort.
-        subjects: What the predicates speak of: the memory, perhaps the history and the arguments.
+        subjects: The arguments of the predicates: the memory, and for some the history and the
+            transition's arguments.
     """
     for predicate in predicates:
         for values in instances(predicate, members):
@@ -73,9 +74,10 @@ def members_of(memory: Memory, stages: Sequence[StageConfig]) -> dict[str, Seque
 
 def seen(memory: Memory) -> Any:
     """
-    Return a memory as predicates read it: outside of a column there is an unspecified value.
+    Return a view of a memory for predicates: an index outside a column reads 0, an unspecified
+    value.
 
-    It stays in step with the memory, whose columns are written in place.
+    The view follows the memory, whose columns are written in place.
     """
     columns = {name: _Column(getattr(memory, name)) for name in memory._names}
     return SimpleNamespace(**columns, stage_of=_Stages(), fill=Memory.fill)
@@ -95,7 +97,7 @@ class _Column:
 
 
 class _Stages:
-    """What ``stage_of`` reads: a cell's first part."""
+    """The column ``stage_of``: a cell's first part."""
 
     def __getitem__(self, cell: Any) -> int:
         return int(cell[0]) if cell else 0

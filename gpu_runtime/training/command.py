@@ -21,6 +21,7 @@ import torch
 from qeffect.cli.command import Outcome, Progress
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, require_place
+from qeffect.text import counted
 
 from ..ranks.consent import StoppedError
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
@@ -120,7 +121,7 @@ def carry_out(
     """
     data = opened(config)  # before any rank waits for another
     if args.out is not None:
-        environment(args.commit)  # refuses now what the report would refuse after the training
+        environment(args.commit, args.out)  # refuses now what it would refuse after the run
         require_place(args.out)
     require_processes(config, data.job, f"train {args.config}")
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
@@ -131,7 +132,7 @@ def carry_out(
     what = (
         f"{config.source.name}: {config.model.layers} layers as {list(job.cut)}, "
         f"{_count(config):,} parameters, {config.parallel.schedule}, PP={job.pp}, DP={job.dp}, "
-        f"{job.microbatches} microbatches, {backend_of(config)} on {config.run.device}"
+        f"{counted(job.microbatches, 'microbatch')}, {backend_of(config)} on {config.run.device}"
     )
     try:
         outcome = train(Run(config, data, member, what))
@@ -189,10 +190,13 @@ def _trained(run: Run, progress: Progress, *, resume: bool) -> Outcome:
         lines += nonfinite_lines(trainer.began, losses)
     else:
         lines.append(
-            f"  no step to train: the checkpoint is of {trainer.began} steps, [run] steps is "
-            f"{config.run.steps}"
+            f"  no step to train: the checkpoint is after {counted(trainer.began, 'step')}, "
+            f"[run] steps is {config.run.steps}"
         )
-    lines += [f"  held out, after {n} steps: {loss:.4f}" for n, loss in trainer.evaluations.items()]
+    lines += [
+        f"  held out, after {counted(n, 'step')}: {loss:.4f}"
+        for n, loss in trainer.evaluations.items()
+    ]
     if trainer.log is not None and trainer.log.ended is not None:
         lines.append(f"  the log ends before the run: {trainer.log.ended}")
     return Outcome("accepted", record, lines)
@@ -202,7 +206,9 @@ def launch_lines(record: Mapping[str, Any]) -> list[str]:
     """A line where launches were asked for: how many there were, or why there were none."""
     if record["guarded_replays"]:
         return [f"  guarded replays, not one launch a step: {record['guarded_replays']}"]
-    return [f"  {record['launches']} steps were one launch each"] if record["launches"] else []
+    return (
+        [f"  steps that were one launch each: {record['launches']}"] if record["launches"] else []
+    )
 
 
 def loss_line(losses: Sequence[float]) -> str:
@@ -212,7 +218,11 @@ def loss_line(losses: Sequence[float]) -> str:
 def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
     """A line where the loss was not finite; a report has null for it."""
     odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
-    return [f"  NOT FINITE: the loss of {len(odd)} steps, step {odd[0]} first"] if odd else []
+    return (
+        [f"  NOT FINITE: the loss of {counted(len(odd), 'step')}, step {odd[0]} first"]
+        if odd
+        else []
+    )
 
 
 def release(member: Member) -> None:

@@ -383,6 +383,8 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         if name == "parallel":
             found = _with_mode(path, found)
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
+        if over:  # a bad value of the file is refused also where the command line replaces it
+            _table(path, name, kind, {**over, **found})
         tables[name] = _table(path, name, kind, {**found, **over})
     cut = tables["parallel"].cut
     for name in ("embedding_cost", "head_cost"):

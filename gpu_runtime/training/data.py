@@ -25,6 +25,8 @@ __all__ = ["DataError", "Loader", "Tokens", "shuffled"]
 _TYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
 _ROUNDS = 4
 _CHUNK = 1 << 24
+#: How every NumPy array file begins.
+_MAGIC = b"\x93NUMPY"
 
 
 class DataError(ValueError):
@@ -74,8 +76,8 @@ class Tokens:
             ) from None
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
-                f"{path}: expected a NumPy array (.npy) of uint16 or uint32, found a file that "
-                f"cannot be read as one ({str(error).splitlines()[0]})"
+                f"{path}: expected a NumPy array (.npy) of uint16 or uint32, found "
+                f"{_found(path, error)}; make one with qeffect runtime corpus, or name another"
             ) from None
         if values.dtype not in _TYPES or values.ndim != 1:
             found = (
@@ -212,3 +214,17 @@ class Loader:
                     f"was written with, found {own[name]}; the windows to come would be others"
                 )
         self.position, self.step = own["position"], step
+
+
+def _found(path: Path, error: Exception) -> str:
+    """Say what a file is that NumPy cannot read; NumPy's own words advise its callers."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"a file that cannot be read ({error.strerror})"
+    try:
+        with path.open("rb") as file:
+            begins = file.read(len(_MAGIC))
+    except OSError as unreadable:
+        return f"a file that cannot be read ({unreadable.strerror})"
+    if not begins:
+        return "an empty file"
+    return "a damaged array" if begins == _MAGIC else "a file of another format"

@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 
 from ..refusals import Refused
 from ..report import commit
-from ..text import escaped
+from ..text import decoded, escaped
 from .bench import Bench
 from .check import Check
 from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief
@@ -226,7 +226,7 @@ def _text(outcome: Outcome, as_json: bool) -> str:
     if as_json:
         return json.dumps(outcome.record())
     # A name in the input may hold what moves a cursor, or what the terminal cannot spell.
-    text = "\n".join(escaped(line) for lines in outcome.text for line in lines.split("\n"))
+    text = "\n".join(escaped(decoded(line)) for lines in outcome.text for line in lines.split("\n"))
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -51,7 +51,7 @@ class Bench:
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Measure and report."""
         require_place(args.out)
-        data: dict[str, Any] = {"environment": environment()}
+        data: dict[str, Any] = {"environment": environment(out=args.out)}
         progress.note("Measuring. the guarded actions")
         data |= actions()
         progress("Measuring. the price of each relation")

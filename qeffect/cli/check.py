@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from ..countdown import Countdown
 from ..report import write_text
 from ..schedule.actions import Schedule
 from ..schedule.check import Verdict, check
@@ -19,6 +20,7 @@ from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
 from ..schedule.transport import QUEUES, RENDEZVOUS
+from ..text import counted
 from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unused
 from .source import SHAPE, add_source, one_rank, read_source, read_transport, refuse_one_file
 
@@ -83,9 +85,9 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
     if verdict.finding is None:
         return [
             f"accepted: {schedule.source}",
-            f"  {_extent(schedule)}, "
-            f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked in two "
-            f"optimizer steps; slots a stage: {verdict.slots_text}",
+            f"  {_extent(schedule)}, {counted(schedule.num_microbatches, 'microbatch')}, "
+            f"{counted(verdict.actions, 'action')} checked in two optimizer steps; slots per "
+            f"stage: {verdict.slots_text}",
             *one_rank(schedule),
             *_channels(verdict),
         ]
@@ -104,9 +106,9 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
 
 
 def _extent(schedule: Schedule) -> str:
-    ranks = f"{schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
+    ranks = counted(schedule.num_ranks, "rank")
     if schedule.complete:
-        return f"{ranks}, {schedule.num_stages} stage{'s' * (schedule.num_stages > 1)}"
+        return f"{ranks}, {counted(schedule.num_stages, 'stage')}"
     own = sorted(schedule.stage_to_rank)
     return f"{ranks} with stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
 
@@ -162,9 +164,13 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     pairing = _pairing(args)
     rows: list[dict[str, Any]] = []
     text = []
-    for name in fixture_names():
-        progress(f"Checking. {name}")
+    names = fixture_names()
+    count = Countdown("tables", len(names))
+    for number, name in enumerate(names):
+        progress(f"Checking. {count(number)}: {name}")
         verdict = check(read_fixture(name), pairing=pairing, shared_pool=args.shared_pool)
+        if verdict.finding is not None and all(row["verdict"] == "accepted" for row in rows):
+            progress.note(f"First refusal. {name}: {verdict.finding}")
         rows.append({"table": name, **verdict.record()})
         said = "accepted" if verdict.finding is None else f"refused  {verdict.finding}"
         text.append(f"{said:9} {name} ({verdict.actions} actions)")

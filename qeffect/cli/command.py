@@ -15,7 +15,7 @@ from typing import Any, Protocol, TextIO
 from attrs import field, frozen
 
 from ..report import UnusableError
-from ..text import escaped
+from ..text import decoded, escaped
 from .interrupts import INTERRUPTED
 
 __all__ = [
@@ -127,9 +127,10 @@ class Progress:
             self.note(line)
 
     def note(self, line: str) -> None:
-        """Show a line that is worth showing however soon it comes, such as one result of many."""
+        """Show a line that is worth showing however soon it comes, such as a first finding."""
         if self.enabled:
-            print(line, file=self.stream, flush=True)
+            self.stream.write(f"{line}\n")  # in one piece: an interrupt's line may come from beside
+            self.stream.flush()
 
 
 def refuse_unused(
@@ -170,7 +171,7 @@ def brief(message: str, values: Iterable[str] = ()) -> str:
     for value in values:
         if len(value) > _VALUE and any(c.isspace() for c in value):
             message = message.replace(value, _middle_out(value))
-    line = escaped(" ".join(message.split()))
+    line = escaped(decoded(" ".join(message.split())))
     return re.sub(rf"\S{{{_VALUE + 1},}}", lambda found: _middle_out(found[0]), line)
 
 

@@ -5,11 +5,16 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 from typing import Any
 
 from .command import Outcome, Progress
 
 __all__ = ["Faults"]
+
+#: Columns of the widest line, and of the narrowest terminal that the table is fitted to.
+_WIDEST, _NARROWEST = 100, 40
 
 
 class Faults:
@@ -31,16 +36,29 @@ class Faults:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    columns = ("injection", "detected_at", "result", "clause", "preserved")
-    cells = [columns] + [tuple(str(row[c]) for c in columns) for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+    """A block of lines for each injection, none wider than the terminal or 100 columns."""
+    width = min(shutil.get_terminal_size((_WIDEST, 0)).columns, _WIDEST)
+    lines: list[str] = []
+    for row in rows:
+        lines += _wrapped(f"{row['injection']}: {row['result']}", width, "")
+        lines += _wrapped(f"refused by  {row['clause']}, at {row['detected_at']}", width, "  ")
+        lines += _wrapped(f"preserved   {row['preserved']}", width, "  ")
     refused = sum(bool(row["refused"]) for row in rows)
     families = len({row["family"] for row in rows})
-    return [
-        lines[0],
-        "-" * len(lines[0]),
-        *(line.rstrip() for line in lines[1:]),
+    total = (
         f"{refused} of {len(rows)} injections in {families} families refused at their first "
-        "invalid operation.",
-    ]
+        "invalid operation."
+    )
+    return [*lines, *_wrapped(total, width, "")]
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    hanging = indent + " " * (12 if indent else 2)
+    return textwrap.wrap(
+        text,
+        max(width, _NARROWEST),
+        initial_indent=indent,
+        subsequent_indent=hanging,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -58,6 +58,7 @@ class Plan:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Plan and report."""
+        layers = _layers(args)
         if args.hidden is None:
             refuse_unused(
                 args,
@@ -77,10 +78,6 @@ class Plan:
                 "only a schedule that keeps the contract can be planned, and this one does not: "
                 f"{findings[0]}"
             )
-        try:
-            layers = _layers(args)
-        except ScheduleError as error:
-            raise UnusableError(str(error)) from error
         planned = plan(schedule, layers)
         lines = [
             f"{planned.source}",
@@ -160,18 +157,22 @@ def _where(span: Span) -> str:
 
 
 def _layers(args: argparse.Namespace) -> Layers | None:
-    if args.hidden is None:
-        return None
+    """Return the layers, and refuse a bad value also where nothing would use it."""
     for option in ("hidden", "ffn", "layers"):
         size = getattr(args, option)
         if size is not None and size > _MOST:
             raise UnusableError(f"--{option} must be at most {_MOST:,}, not {size}")
-    return Layers(
-        args.hidden,
-        4 * args.hidden if args.ffn is None else args.ffn,
-        1 if args.layers is None else args.layers,
-        "bf16" if args.dtype is None else args.dtype,
-    )
+    hidden = 1 if args.hidden is None else args.hidden
+    try:
+        layers = Layers(
+            hidden,
+            4 * max(hidden, 1) if args.ffn is None else args.ffn,
+            1 if args.layers is None else args.layers,
+            "bf16" if args.dtype is None else args.dtype,
+        )
+    except ScheduleError as error:
+        raise UnusableError(f"--{error}") from error
+    return None if args.hidden is None else layers
 
 
 def _bytes(provision: Provision) -> str:

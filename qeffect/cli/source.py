@@ -6,6 +6,7 @@ how the runtime carries its messages.
 from __future__ import annotations
 
 import argparse
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from .command import UnusableError, refuse_unused
 
 __all__ = ["SHAPE", "add_source", "one_rank", "read_source", "read_transport", "refuse_one_file"]
 
+#: The file name that stands for standard input.
+STDIN = "-"
 _OF_TORCH = ("--pp", "--vpp", "--comms", "--defer-receives")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
 #: Options that shape the schedule that another one names, or say how its messages are carried.
@@ -113,11 +116,25 @@ def read_source(args: argparse.Namespace) -> Schedule:
             from ..schedule.te_order import te_order
 
             return te_order(args.te_order)
-        from ..schedule.tables import read_table
-
-        return read_table(args.file, num_microbatches=args.microbatches)
+        return _read_file(args.file, args.microbatches)
     except ScheduleError as error:
         raise UnusableError(str(error)) from error
+
+
+def _read_file(file: str, microbatches: int | None) -> Schedule:
+    from ..schedule.tables import MAX_BYTES, decode_table, read_table
+
+    name = "standard input" if file == STDIN else file
+    try:
+        if file != STDIN:
+            return read_table(file, num_microbatches=microbatches)
+        if sys.stdin is None:
+            raise ScheduleError("standard input: closed; name a file")
+        data = sys.stdin.buffer.read(MAX_BYTES + 1)
+        return decode_table(data, source=name, num_microbatches=microbatches)
+    except ScheduleError as error:
+        said = str(error)
+        raise ScheduleError(said if name in said else f"{name}: {said}") from error
 
 
 def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
@@ -162,7 +179,7 @@ def refuse_one_file(args: argparse.Namespace) -> None:
     given = {
         name: None if path is None else Path(path)
         for name, path in (
-            ("FILE.csv", args.file),
+            ("FILE.csv", None if args.file == STDIN else args.file),
             ("--durations", getattr(args, "durations", None)),
             ("--svg", args.svg),
             ("--trace", args.trace),

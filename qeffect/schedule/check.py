@@ -40,6 +40,7 @@ from .findings import Finding, Place, place
 from .pairing import Discipline, Work, discipline
 from .plan import Plan, plan
 from .ranks import check_ranks
+from .schedule_object import read_object
 from .transport import DEFAULT, Transport
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
@@ -130,7 +131,7 @@ class Verdict:
 
 
 def check(
-    schedule: Schedule,
+    schedule: Schedule | Any,
     pairing: str = "contract",
     *,
     steps: int = 2,
@@ -141,7 +142,8 @@ def check(
     Check a schedule against the contract.
 
     Args:
-        schedule: The schedule.
+        schedule: The schedule; or a schedule object of torch.distributed.pipelining, of torch's own
+            classes or a subclass, whose table is read.
         pairing: How the runtime pairs dW with retained work; see `qeffect.schedule.pairing`.
         steps: Optimizer steps to run the table for.
         shared_pool: Let all graphs of a rank share one capture-memory pool, captured all F, then
@@ -153,6 +155,8 @@ def check(
             in a table that does not say when its sends end, or sends are to block in one that does
             not name them.
     """
+    if not isinstance(schedule, Schedule):
+        schedule = read_object(schedule)
     transport = transport or DEFAULT
     transport.require(schedule)
     discipline(pairing)

@@ -131,19 +131,19 @@ def read_durations(path: Path) -> Durations:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ScheduleError(f"{path.name}: cannot be read: {reason}") from None
+        raise ScheduleError(f"{path}: cannot be read: {reason}") from None
     if len(data) > MAX_BYTES:
-        raise ScheduleError(f"{path.name}: larger than the limit of {MAX_BYTES >> 20} MiB")
+        raise ScheduleError(f"{path}: larger than the limit of {MAX_BYTES >> 20} MiB")
     try:
         given = json.loads(
             data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         raise ScheduleError(
-            f"{path.name}: not JSON: {error or type(error).__name__}; expected one object such as "
+            f"{path}: not JSON: {error or type(error).__name__}; expected one object such as "
             '{"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.3, "message": 0.04}'
         ) from None
-    return parse_durations(given, source=path.name)
+    return parse_durations(given, source=str(path))
 
 
 def parse_durations(given: object, *, source: str = "durations") -> Durations:

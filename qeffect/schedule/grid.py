@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
+from ..text import counted
 from .actions import Schedule
 from .findings import Finding
 
@@ -52,7 +53,7 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
     lines = [(" " * (len("Step ") + digits + 2) + _join(heads, widths)).rstrip()]
     first, last = _window(schedule.num_steps, finding, context)
     if first > 0:
-        lines.append(f"... {first} steps")
+        lines.append(f"... {counted(first, 'step')}")
     for step, entries in enumerate(zip_longest(*columns, fillvalue="")):
         if first <= step <= last:
             label = f"Step {step:0{digits}d}: "
@@ -61,7 +62,7 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
                 tail = f" <-- {finding.clause} on rank {finding.rank}"
             lines.append((label + _join(list(entries), widths)).rstrip() + tail)
     if last < schedule.num_steps - 1:
-        lines.append(f"... {schedule.num_steps - 1 - last} steps")
+        lines.append(f"... {counted(schedule.num_steps - 1 - last, 'step')}")
     shown = "".join("".join(column[first : last + 1]) for column in columns)
     lines += [""] * any(mark in shown for mark in _LEGEND)
     lines += [f"  {mark}  {meaning}" for mark, meaning in _LEGEND.items() if mark in shown]

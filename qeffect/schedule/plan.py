@@ -64,13 +64,13 @@ class Layers:
         Raises:
             ScheduleError: A dimension is below one, or the type is unknown.
         """
-        sizes = {"hidden": self.hidden, "ffn": self.ffn, "layers in a stage": self.per_stage}
+        sizes = {"hidden": self.hidden, "ffn": self.ffn, "layers": self.per_stage}
         for name, size in sizes.items():
             if size < 1:
                 raise ScheduleError(f"{name} must be at least 1, not {size}")
         if self.dtype not in DTYPE_BYTES:
             raise ScheduleError(
-                f"layers: gradient type {self.dtype!r}; expected one of {', '.join(DTYPE_BYTES)}"
+                f"dtype: expected one of {', '.join(DTYPE_BYTES)}, found {self.dtype!r}"
             )
 
     @property

@@ -48,6 +48,29 @@ def read_table(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ScheduleError(f"{name}: cannot be read: {reason}") from None
+    return decode_table(data, source=name, num_stages=num_stages, num_microbatches=num_microbatches)
+
+
+def decode_table(
+    data: bytes,
+    *,
+    source: str = "table",
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+) -> Schedule:
+    """
+    Read a schedule table from the bytes of a file.
+
+    Args:
+        data: The bytes, at most one more than the limit.
+        source: Where they came from, for people.
+        num_stages: Stages of the pipeline; inferred from the table when left out.
+        num_microbatches: Microbatches; inferred from the table when left out.
+
+    Raises:
+        ScheduleError: The table is empty, binary, larger than 16 MiB or malformed.
+    """
+    name = source
     if len(data) > MAX_BYTES:
         raise ScheduleError(f"{name}: larger than the limit of {MAX_BYTES >> 20} MiB")
     if b"\0" in data:

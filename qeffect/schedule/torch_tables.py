@@ -24,6 +24,7 @@ from typing import Any
 
 from .actions import Schedule, ScheduleError
 from .infer import MAX_ENTRIES, from_actions
+from .own_class import base_name, own_class
 
 SINGLE = ("Schedule1F1B", "ScheduleGPipe")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
@@ -33,7 +34,7 @@ _SINCE = {"defer_pp_recv": "2.13", "max_outstanding_sends": "2.15"}
 
 
 def torch_schedule(
-    name: str,
+    name: str | type,
     *,
     pp: int,
     microbatches: int,
@@ -48,7 +49,8 @@ def torch_schedule(
     The table of one of torch's schedule classes.
 
     Args:
-        name: The class, with or without its leading "Schedule", in any case.
+        name: The class of torch, with or without its leading "Schedule", in any case; or a
+            subclass of one's own, as `module:Class` or the class itself.
         pp: Ranks of the pipeline.
         microbatches: Microbatches of one step.
         vpp: Stages (model chunks) a rank; 1 for 1F1B and GPipe and 2 for the others when left out.
@@ -65,10 +67,16 @@ def torch_schedule(
         ScheduleError: torch is missing, the class is unknown, it refuses this combination, or this
             torch does not have an option.
     """
-    cls_name = class_name(name)
-    vpp = (1 if cls_name in SINGLE else 2) if vpp is None else vpp
+    own = None
+    if isinstance(name, type) or ":" in name:
+        _import_torch()
+        own = own_class(name) if isinstance(name, str) else name
+        cls_name, base = own.__name__, base_name(own, CLASSES)
+    else:
+        cls_name = base = class_name(str(name))
+    vpp = (1 if base in SINGLE else 2) if vpp is None else vpp
     what = f"{cls_name} pp={pp} vpp={vpp} microbatches={microbatches}"
-    _check_arguments(cls_name, what, pp, vpp, microbatches, comms, drawn)
+    _check_arguments(base, what, pp, vpp, microbatches, comms, drawn)
     torch, schedules = _import_torch()
     version = str(torch.__version__).split("+")[0]
     if release is not None:
@@ -80,15 +88,15 @@ def torch_schedule(
         options["max_outstanding_sends"] = max_outstanding_sends
     if options and not comms:
         raise ScheduleError(f"{what}: {' and '.join(options)} shape messages; ask for comms too")
-    _check_options(schedules, version, cls_name, options)
+    cls = getattr(schedules, base) if own is None else own
+    _check_options(cls, version, cls_name, options)
     try:
-        if cls_name in SINGLE and not drawn:
+        if base in SINGLE and not drawn:
             rows = [
-                _run_single(schedules, cls_name, rank, pp, microbatches, comms)
-                for rank in range(pp)
+                _run_single(schedules, cls, rank, pp, microbatches, comms) for rank in range(pp)
             ]
         else:
-            rows = _table(torch, schedules, cls_name, pp, vpp, microbatches, comms, options)
+            rows = _table(torch, schedules, cls, base, pp, vpp, microbatches, comms, options)
     except ScheduleError:
         raise
     except Exception as error:
@@ -140,12 +148,12 @@ def _check_arguments(
         raise ScheduleError(f"{what}: more than {MAX_ENTRIES} entries, the limit")
 
 
-def _check_options(
-    schedules: ModuleType, version: str, cls_name: str, options: dict[str, Any]
-) -> None:
-    known = inspect.signature(getattr(schedules, cls_name).__init__).parameters
+def _check_options(cls: type[Any], version: str, cls_name: str, options: dict[str, Any]) -> None:
+    known = inspect.signature(cls.__init__).parameters
+    # A subclass of one's own may hand all that it is given to torch's.
+    anything = any(p.kind is p.VAR_KEYWORD for p in known.values()) and cls_name not in CLASSES
     for option in options:
-        if option not in known:
+        if option not in known and not anything:
             since = (
                 "no release so far" if cls_name in SINGLE else f"torch {_SINCE[option]} and later"
             )
@@ -236,12 +244,12 @@ def _quietly(schedules: ModuleType, make: Callable[[], Any]) -> Any:
 
 
 def _run_single(
-    schedules: ModuleType, cls_name: str, rank: int, pp: int, microbatches: int, comms: bool
+    schedules: ModuleType, cls: type[Any], rank: int, pp: int, microbatches: int, comms: bool
 ) -> list[str]:
     stage = _RecordingStage(rank, pp, comms)
 
     def run() -> None:
-        schedule = getattr(schedules, cls_name)(stage, microbatches)
+        schedule = cls(stage, microbatches)
         # Initialisation negotiates tensor shapes with other processes; there are none.
         schedule._initialize_stage = lambda *_, **__: None
         schedule._step_microbatches([()] * microbatches, [{}] * microbatches, return_outputs=False)
@@ -253,7 +261,8 @@ def _run_single(
 def _table(
     torch: ModuleType,
     schedules: ModuleType,
-    cls_name: str,
+    cls: type[Any],
+    base: str,
     pp: int,
     vpp: int,
     microbatches: int,
@@ -261,15 +270,12 @@ def _table(
     options: dict[str, Any],
 ) -> list[list[Any]]:
     submod = torch.nn.Identity()
-    local = [0, 2 * pp - 1] if cls_name in V_SHAPED else [pp * chunk for chunk in range(vpp)]
+    local = [0, 2 * pp - 1] if base in V_SHAPED else [pp * chunk for chunk in range(vpp)]
     stages = [_Stage(index, 0, pp, vpp, submod) for index in local]
-    made = _quietly(
-        schedules,
-        lambda: getattr(schedules, cls_name)(
-            stages[0] if cls_name in SINGLE else stages, microbatches, **options
-        ),
-    )
-    order = made.pipeline_order_with_comms if comms else made.pipeline_order
-    if order is None:
-        raise ScheduleError(f"this torch has no table for {cls_name}")
+    given: Any = stages[0] if base in SINGLE else stages
+    made = _quietly(schedules, lambda: cls(given, microbatches, **options))
+    order = getattr(made, "pipeline_order_with_comms" if comms else "pipeline_order", None)
+    if not order:
+        hint = "; leave out the messages (--comms)" if comms else ""
+        raise ScheduleError(f"{cls.__name__} has no table{' with messages' * comms}{hint}")
     return [list(order[rank]) for rank in range(pp)]

@@ -26,7 +26,7 @@ LONG = {
     "check --random 100000": "Checking. ",
     "explore --scope pool-4-5-4": "Exploring. ",
     "explore --scope pool-4-5-4 --batch": "Exploring. ",
-    "prove": "proving ",
+    "prove": "Proving. ",
     "ranks": "Proving. ",
     "bench": "Measuring. ",
     "runtime compare --sets stepwise --device cpu": "Comparing. ",

@@ -190,8 +190,8 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
 def _counted(cell: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The cost of counting on the device, per step."""
     for name, goal, said in (
-        ("device_counts", "step counted by", "`device_counts=True`"),
-        ("late_counts", "step counted and", "`late_counts=True` as well"),
+        ("device_counts", "step counted by", "`counts='commit'`"),
+        ("late_counts", "step counted and", "`counts='next step'`"),
     ):
         counts = cell.get(name)
         if counts is not None:

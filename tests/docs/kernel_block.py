@@ -11,7 +11,7 @@ from typing import Any
 from qeffect.faults import run as run_faults
 from qeffect.verification.failures.catalogue import FAILURES
 from qeffect.verification.failures.command import counts
-from qeffect.verification.failures.model import KINDS, Failure, Outcome, run
+from qeffect.verification.failures.failure import KINDS, Failure, Outcome, run
 from tests.docs.bench_block import conditions, cost, figures, missed
 from tests.docs.blocks import KERNEL_REPORTS, load, markdown
 
@@ -182,7 +182,7 @@ def _vacuity(data: Mapping[str, Any]) -> str:
     text = (
         f"{'Of' if unnamed else 'Nothing is vacuous: of'} {data['witnesses']} paths {taken} are "
         f"taken from some state; {data['covered']} are proved unreachable, and "
-        "[verification/targets.py](../targets.py) gives the reason to keep each."
+        "[verification/coverage.py](../coverage.py) gives the reason to keep each."
     )
     if unnamed:
         never = sum(row["verdict"] == "unsat" for row in unnamed)

@@ -10,7 +10,7 @@ from typing import Any
 
 from qeffect.gpu_runtime.lab.commands.plots import swept
 from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
-from qeffect.gpu_runtime.training.config import TABLES, read
+from qeffect.gpu_runtime.training.config import TABLES, read, translated
 from qeffect.report import package
 from tests.docs import device_block, scale_block, summary_block, tables_block
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
@@ -297,6 +297,7 @@ def example_of(report: Mapping[str, Any]) -> str | None:
     if "optimizer" not in asked:
         return None
     tables = [name for name in TABLES if name != "checkpoint"]
+    asked = {**asked, "parallel": translated(asked["parallel"])}  # older reports have flags
     for path in sorted(EXAMPLES.glob("*.toml")):
         options = {name: asked["run"][name] for name in ("steps", "device")}
         made = read(path, run=options).record()

@@ -4,6 +4,7 @@ The contributor's tour leads somewhere: its files and commands exist, and it sta
 
 from __future__ import annotations
 
+import ast
 import re
 
 from qeffect.cli import parser
@@ -32,6 +33,33 @@ def test_every_command_that_is_named_exists() -> None:
     assert [] == [c for c in commands if not re.search(rf"^ +{c} ", known, re.MULTILINE)]
     assert {"test", "slow", "lint", "types", "check"} <= made
     assert [] == [t for t in made if not re.search(rf"^{t}:", targets, re.MULTILINE)]
+
+
+def test_the_way_of_a_step_names_what_its_files_define() -> None:
+    """Each class, method and function from the command to the launch is in a named file."""
+    section = TOUR.split("## The way of a training step")[1].split("\n## ")[0]
+    named = re.findall(r"`([^`]+)`", section)
+    files = [ROOT / name for name in named if name.endswith(".py")]
+    names = {name for name in named if re.fullmatch(r"[A-Za-z_]+(\.[a-z_]+)?", name)}
+    defined = {"check_forward", "eager"}  # the contract's call, and a mode
+    for node in (n for file in files for n in ast.parse(file.read_text("utf-8")).body):
+        inner = node.body if isinstance(node, ast.ClassDef) else []
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            defined.add(node.name)
+            defined |= {f"{node.name}.{each.name}" for each in inner if hasattr(each, "name")}
+
+    assert len(files) > 15
+    assert names - defined == set()
+    assert {"Trainer.run", "OneLaunch.step", "GraphExecutor.forward"} <= names
+
+
+def test_the_independent_oracle_is_named() -> None:
+    """A reader finds what the contract is compared with, and that it does not read the contract."""
+    oracle = (ROOT / "verification" / "walks" / "oracle.py").read_text("utf-8")
+    assert "verification/walks/oracle.py" in CODE
+    assert "from the paper alone" in " ".join(TOUR.split())
+    assert "from the paper alone" in oracle
+    assert "import Contract" not in oracle
 
 
 def test_the_tour_is_two_pages() -> None:

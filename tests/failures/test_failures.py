@@ -31,8 +31,8 @@ from qeffect.spec.clauses import CLAUSES, SCHEDULE_CLAUSES
 from qeffect.verification.failures import catalogue
 from qeffect.verification.failures.catalogue import FAILURES
 from qeffect.verification.failures.command import counts
+from qeffect.verification.failures.failure import KINDS, Failure, Outcome, Rows, run
 from qeffect.verification.failures.history import History
-from qeffect.verification.failures.model import KINDS, Failure, Outcome, Rows, run
 
 BY_NAME = {failure.name: failure for failure in FAILURES}
 REFUSED = [f.name for f in FAILURES if f.verdict == "refused"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from qeffect.gpu_runtime.lab.commands import pipeline
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.report import UnusableError
 from qeffect.schedule.tables import read_fixture, write_table
+from tests.docs.code import blocks
 from tests.ranks import bodies
 from tests.ranks.ranks import launch
 
@@ -128,14 +128,15 @@ def test_without_torchrun_the_command_says_how_to_start(
     assert "start the ranks with torchrun" in capsys.readouterr().err
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    """A model of one's own, as it is written there: three steps, each microbatch's loss."""
-    text = (Path(__file__).parents[2] / "gpu_runtime" / "README.md").read_text(encoding="utf-8")
-    (source,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Worker" in b)
-    said = launch(2, tmp_path, bodies.example, source)
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of one's own and its checkpoint, as written: three steps, each microbatch's loss."""
+    _, pipeline, checkpoints = blocks("gpu_runtime/README.md", "python")
+    monkeypatch.chdir(tmp_path)
+    said = launch(2, tmp_path, bodies.example, pipeline.text + checkpoints.text)
     assert said.codes == [0, 0]
     lines = [line.split() for words in said.words.values() for line in words.splitlines()]
     assert [line[:2] for line in lines] == [[str(s), str(m)] for s in range(3) for m in range(4)]
+    assert ["step-00000003"] == [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
 
 
 @pytest.mark.parametrize(

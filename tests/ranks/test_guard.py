@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from qeffect.gpu_runtime.guards.pipelining import guard
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import ScheduleError
+from tests.docs.code import blocks
 from tests.ranks import guard_bodies as bodies
 from tests.ranks.ranks import launch
 
@@ -25,7 +25,6 @@ INTERLEAVED, ZERO_BUBBLE, ZBV = (
     "ScheduleZBVZeroBubble",
 )
 NAMES = (INTERLEAVED, ZERO_BUBBLE, ZBV, "Schedule1F1B", "ScheduleGPipe")
-README = Path(__file__).parents[2] / "README.md"
 
 
 class TestTwoRanks:
@@ -77,11 +76,7 @@ class TestTwoRanks:
 
     def test_the_example_runs(self, tmp_path: Path) -> None:
         """The example of the README trains for two guarded steps, in ten lines and imports."""
-        (text,) = re.findall(
-            r"```python\n([^`]*parallel\.guard import guard.*?)```",
-            README.read_text(encoding="utf-8"),
-            re.DOTALL,
-        )
+        text = blocks("README.md", "python")[2].text
         lines = [line for line in text.splitlines() if line and "import" not in line]
         said = launch(2, tmp_path, bodies.example, text).words
 

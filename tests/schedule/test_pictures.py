@@ -98,7 +98,7 @@ class TestGrid:
         """What is cut off is counted."""
         lines = grid(read_fixture(ZBV), mismatch, context=1).splitlines()
 
-        assert ("... 21 steps", "... 1 steps", "") == (lines[1], *lines[5:7])
+        assert ("... 21 steps", "... 1 step", "") == (lines[1], *lines[5:7])
 
     def test_nothing_is_cut_unless_asked(self, mismatch: Finding) -> None:
         """Nothing is cut when nothing is asked to be."""

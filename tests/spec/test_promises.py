@@ -25,9 +25,9 @@ from qeffect.spec.promises import (
 )
 from qeffect.spec.transitions import TRANSITIONS
 from qeffect.spec.world import WORDS
+from qeffect.verification.column_reads import ColumnReads
 from qeffect.verification.induction import HISTORY, INVARIANTS, LEMMAS
-from qeffect.verification.induction.history import GHOSTS
-from qeffect.verification.watched import Watched
+from qeffect.verification.induction.ghosts import GHOSTS
 
 PROMISES = [*MEMORY, *WORLD, *STEPS, *CHANGES, *LEGAL]
 
@@ -46,7 +46,7 @@ class _Columns:
 
 def reads(predicate: Predicate) -> tuple[set[str], set[str]]:
     """The columns of the memory, and the words for the world, that a predicate reads."""
-    st, other = Watched(_Columns()), Watched(_Columns())
+    st, other = ColumnReads(_Columns()), ColumnReads(_Columns())
     key = SimpleNamespace(cell=0, epoch=0, stage=0)
     ref = SimpleNamespace(slot=0, generation=0, incarnation=0)
     names = {name for transition in TRANSITIONS for name in transition.arguments}

@@ -129,5 +129,5 @@ class TestFiles:
         path = noise(tmp_path)
         path.write_bytes(path.read_bytes()[:-100])
 
-        with pytest.raises(DataError, match="cannot be read as one"):
+        with pytest.raises(DataError, match="found a damaged array"):
             Tokens.open(path, vocabulary=64, sequence=16)

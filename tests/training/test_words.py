@@ -19,6 +19,7 @@ from qeffect.gpu_runtime.ranks.processes import stopped_outcome
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.figures import derive_train
 from qeffect.gpu_runtime.training.metrics import Log
+from qeffect.text import counted
 from tests.ranks.ranks import launch
 
 from . import language_bodies as bodies
@@ -80,7 +81,8 @@ def test_a_run_that_diverges_is_reported(runs: tuple[Path, dict[str, Any]]) -> N
     logged = [strictly(line) for line in (folder / "nan.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in logged if "loss" in line][: len(losses)] == losses
     assert f"step {losses.index(None)}  NOT FINITE: the loss is" in err
-    assert f"NOT FINITE: the loss of {losses.count(None)} steps, step " in said["nan in words"][1]
+    odd = counted(losses.count(None), "step")
+    assert f"NOT FINITE: the loss of {odd}, step " in said["nan in words"][1]
 
 
 def test_a_log_that_cannot_be_written_ends(runs: tuple[Path, dict[str, Any]]) -> None:
@@ -97,7 +99,7 @@ def test_a_run_with_no_step_left_says_so(runs: tuple[Path, dict[str, Any]]) -> N
     folder, said = runs
     code, out, err = said["past"]
     assert code == 0, err
-    assert "no step to train: the checkpoint is of 3 steps, [run] steps is 3" in out
+    assert "no step to train: the checkpoint is after 3 steps, [run] steps is 3" in out
     (run,) = json.loads((folder / "no.json").read_text())["derived"]["runs"]
     assert (run["steps"], run["first_loss"], run["last_loss"]) == (0, None, None)
 

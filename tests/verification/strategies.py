@@ -14,8 +14,8 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from qeffect.verification.calls import Call
+from qeffect.verification.coverage import CLAUSE_IDS, TARGETS
 from qeffect.verification.process import Process
-from qeffect.verification.targets import CLAUSE_IDS, TARGETS
 from qeffect.verification.walks.attempts import aimed
 from qeffect.verification.walks.machine import numbers, processes
 from qeffect.verification.walks.oracle import violations

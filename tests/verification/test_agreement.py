@@ -16,10 +16,10 @@ from attrs import evolve
 
 from qeffect.engine.stage import Transitions, transitions
 from qeffect.verification.mutants import Mutant, sites
-from qeffect.verification.proofs import prove, second
+from qeffect.verification.proofs import prove, second_solver
 from qeffect.verification.proofs.finite import SCOPE
 from qeffect.verification.proofs.obligations import Composition, Goal, changes, obligations
-from qeffect.verification.proofs.second import ATTEMPTS, Cvc5
+from qeffect.verification.proofs.second_solver import ATTEMPTS, Cvc5
 from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding
 
@@ -156,7 +156,7 @@ def test_every_lemma_answers_what_few_leave_open(
     """cvc5 proves both from every lemma, and the record says by which attempt."""
     goal = named(goals, name, transition, path)
     few, *others = ATTEMPTS
-    monkeypatch.setattr(second, "ATTEMPTS", (evolve(few, most=200), *others))
+    monkeypatch.setattr(second_solver, "ATTEMPTS", (evolve(few, most=200), *others))
 
     [answer] = Cvc5(full).prove([goal])
 

@@ -21,11 +21,11 @@ from attrs import evolve
 import qeffect
 import qeffect.contract
 from qeffect.engine.stage import Transitions, transitions
+from qeffect.verification.coverage import COVERED
 from qeffect.verification.explorer import run as explore
 from qeffect.verification.explorer import standard_scopes, unwitnessed
 from qeffect.verification.mutants import Site, sites
 from qeffect.verification.mutants.sites import Mutant
-from qeffect.verification.targets import COVERED
 from qeffect.verification.walks import machine
 
 #: Random schedules that a deleted guard must be found within.

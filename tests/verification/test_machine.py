@@ -25,8 +25,8 @@ from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transition
 from qeffect.spec.clauses import CLAUSES, DEVICE
 from qeffect.spec.predicates import Register
 from qeffect.verification import calls, explorer, walks
+from qeffect.verification.coverage import CLAUSE_IDS, COVERED, TARGETS, TRANSITION_NAMES
 from qeffect.verification.process import Process
-from qeffect.verification.targets import CLAUSE_IDS, COVERED, TARGETS, TRANSITION_NAMES
 from qeffect.verification.walks import driver, entities, machine, oracle, shadow
 from qeffect.verification.walks.processes import PROCESSES
 from tests.profiles import by_profile
@@ -139,7 +139,7 @@ class TestRun:
         machine.run(5, progress=told.append)
 
         assert len(told) == 5
-        assert told[-1].startswith("Checking. schedules=5 actions=")
+        assert told[-1].startswith("Checking. 5 of 5 random schedules: ")
 
 
 class TestTargets:

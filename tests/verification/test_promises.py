@@ -12,10 +12,10 @@ from qeffect.engine.stage import TRANSITIONS
 from qeffect.relations.columns import CONFIG
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.promises import STEPS
+from qeffect.verification.column_reads import ColumnReads
 from qeffect.verification.proofs.obligations import Composition
 from qeffect.verification.proofs.vocabulary import Vocabulary
 from qeffect.verification.symbolic import Encoding
-from qeffect.verification.watched import Watched
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_no_guard_is_restated(predicate: Predicate, words: Vocabulary) -> None:
     for transition in predicate.transitions:
         names = TRANSITIONS[transition]
         given = SimpleNamespace(**dict(zip(names, enc.arguments(transition), strict=True)))
-        memory = Watched(words.state(words.before))
+        memory = ColumnReads(words.state(words.before))
         predicate.function(memory, words.history(words.before), given, **variables)
 
         assert memory.read <= set(CONFIG) | {"stage_of"}

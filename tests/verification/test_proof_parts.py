@@ -11,9 +11,9 @@ from typing import NoReturn
 import pytest
 
 from qeffect.verification.mutants import Mutant, sites
-from qeffect.verification.proofs.apart import apart
 from qeffect.verification.proofs.bounded import SCOPE, Unrolling
 from qeffect.verification.proofs.obligations import Composition
+from qeffect.verification.proofs.parallel import run_parallel
 from qeffect.verification.symbolic import Encoding
 
 Tell = Callable[[str], None]
@@ -32,7 +32,7 @@ def test_parts_give_what_they_find() -> None:
         tell("little")
         return "little"
 
-    found = apart({"much": much, "little": little}, told.append)
+    found = run_parallel({"much": much, "little": little}, told.append)
 
     assert ["much", "little"] == list(found)
     assert list(range(50_000)) == found["much"].found
@@ -52,19 +52,19 @@ def test_an_error_in_a_part_is_raised() -> None:
 
     for parts in ({"one": fails, "two": works}, {"one": works, "two": fails}):
         with pytest.raises(ValueError, match="no such scope"):
-            apart(parts, lambda line: None)
+            run_parallel(parts, lambda line: None)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="parts are forked on Linux only")
 def test_a_part_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends without a result is an error that names the part, not a wait for ever."""
-    monkeypatch.setattr("qeffect.verification.proofs.apart._cores", lambda: 2)
+    monkeypatch.setattr("qeffect.verification.proofs.parallel._cores", lambda: 2)
 
     def dies(tell: Tell) -> NoReturn:
         os._exit(3)
 
     with pytest.raises(RuntimeError, match="dying"):
-        apart({"dying": dies, "other": lambda tell: 1}, lambda line: None)
+        run_parallel({"dying": dies, "other": lambda tell: 1}, lambda line: None)
 
 
 #: A transition, a guard or an update of it, and how many steps a violation takes without that.

@@ -11,6 +11,7 @@ from qeffect.engine.stage import OPTIONAL
 from qeffect.spec import document
 from qeffect.spec.promises import PAPER
 from qeffect.verification import kept
+from qeffect.verification.coverage import COVERED, UNTAKEN
 from qeffect.verification.mutants import Mutant, sites
 from qeffect.verification.proofs import prove
 from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
@@ -22,7 +23,6 @@ from qeffect.verification.proofs.obligations import (
 )
 from qeffect.verification.proofs.witnesses import CONDITIONS
 from qeffect.verification.symbolic import Encoding
-from qeffect.verification.targets import COVERED, UNTAKEN
 from tests.kernel.helpers import Rig, refused
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG
 from qeffect.verification.explorer import Scope, pool_scope, standard_scopes
 from qeffect.verification.explorer.cone import dependence, visible_columns
-from qeffect.verification.explorer.findings import Seen
+from qeffect.verification.explorer.findings import Occurrence
 from qeffect.verification.explorer.plain import explore
 from qeffect.verification.explorer.runs import plain_findings
 from qeffect.verification.explorer.scopes import configuration
@@ -106,7 +106,7 @@ def test_witnesses_replay_on_real_memory(name: str) -> None:
     memory = real_memory(walker)
     start = memory.snapshot()
     for what, seen in plain_findings(found, (1.0, 1.0)).witnesses.items():
-        assert isinstance(seen, Seen)
+        assert isinstance(seen, Occurrence)
         assert seen.move is not None
         restored(memory, start)
         steps, _ = guide.schedule(seen.chain)

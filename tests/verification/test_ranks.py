@@ -21,14 +21,14 @@ from qeffect.schedule.torch_tables import torch_schedule
 from qeffect.schedule.transport import QUEUES, RENDEZVOUS, Transport
 from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from qeffect.verification.ranks import command, kernel
+from qeffect.verification.ranks.concrete_state import ConcreteState, broken
 from qeffect.verification.ranks.explore import SCOPES, explore
+from qeffect.verification.ranks.interleavings import interleavings
 from qeffect.verification.ranks.kernel import KERNEL_SCOPES, match
 from qeffect.verification.ranks.lemmas import CONFIGURATION, LEMMAS
-from qeffect.verification.ranks.memory import State, broken
-from qeffect.verification.ranks.mutants import WRITES, Mutant, caught, mutants
+from qeffect.verification.ranks.mutants import WRITES, ProtocolMutant, caught, mutants
 from qeffect.verification.ranks.protocol import TRANSITIONS
 from qeffect.verification.ranks.prove import INVARIANTS, prove
-from qeffect.verification.ranks.tables import walk
 
 #: States and steps of each scope, exactly.
 COUNTS = {
@@ -96,7 +96,7 @@ class TestExplorer:
     def test_configurations_are_what_is_assumed(self) -> None:
         """The explored configurations are ones that the proofs speak of."""
         for scope in SCOPES.values():
-            state = State(scope.size)
+            state = ConcreteState(scope.size)
             state.members = {**state.members, "count": range(scope.size.steps + 2)}
 
             assert [] == list(broken(CONFIGURATION, state))
@@ -148,7 +148,7 @@ class TestMutants:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("mutant", BY_NAME.values(), ids=BY_NAME)
-    def test_every_one_is_caught(self, mutant: Mutant) -> None:
+    def test_every_one_is_caught(self, mutant: ProtocolMutant) -> None:
         """Whatever is left out, ranks break a promise or do not come to the end."""
         found = caught(mutant)
 
@@ -204,14 +204,14 @@ class TestTables:
         for queues in QUEUES:
             for held in RENDEZVOUS:
                 transport = Transport(queues, rendezvous=held)
-                found = walk(schedule, transport)
+                found = interleavings(schedule, transport)
                 stuck = bool(rendezvous(index_of(schedule, transport), transport))
 
                 assert int(stuck) == found.stuck
                 assert (found.states if stuck else 0) == found.lost
             buffered = Transport(queues)
             if not check_ranks(schedule, buffered):
-                found = walk(schedule, buffered)
+                found = interleavings(schedule, buffered)
                 assert (0, 0) == (found.stuck, found.lost)
 
     def test_a_circle(self) -> None:
@@ -222,11 +222,11 @@ class TestTables:
         ]
         schedule = from_actions(rows)
 
-        assert 0 == walk(schedule, Transport()).stuck
+        assert 0 == interleavings(schedule, Transport()).stuck
         rows[0].remove("0SEND_F0")
         rows[0].insert(rows[0].index("2B0"), "0SEND_F0")
 
-        assert 1 == walk(from_actions(rows), Transport()).stuck
+        assert 1 == interleavings(from_actions(rows), Transport()).stuck
 
 
 @pytest.mark.slow

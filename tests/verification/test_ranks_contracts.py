@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from qeffect import Contract, Refused, StageConfig, TapeKey, TapeRef
 from qeffect.checkpoint import Checkpoint
 from qeffect.spec.ranks import AGREED, RANK_PROMISES
+from qeffect.verification.ranks.concrete_state import ConcreteState, Impossible, Size, broken
 from qeffect.verification.ranks.kernel import seen
-from qeffect.verification.ranks.memory import Impossible, Size, State, broken
 from qeffect.verification.ranks.protocol import TRANSITIONS
 
 _MATRICES = ("w",)
@@ -38,7 +38,7 @@ class Job:
     """
 
     def __init__(self, ranks: int) -> None:
-        self.state = State(Size(ranks, attempts=64))
+        self.state = ConcreteState(Size(ranks, attempts=64))
         self.contracts = [self._fresh(rank) for rank in range(ranks)]
         self.tapes: list[tuple[TapeKey, TapeRef] | None] = [None] * ranks
         self.kept: list[Checkpoint] = [contract.checkpoint() for contract in self.contracts]

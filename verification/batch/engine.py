@@ -35,7 +35,7 @@ __all__ = ["Arrival", "Engine"]
 @frozen(eq=False, slots=True)
 class Arrival:
     """
-    Where one move leads from some states of a chunk.
+    The states to which one move leads from some states of a chunk.
 
     Args:
         move: Position of the move.

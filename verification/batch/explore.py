@@ -23,7 +23,7 @@ Canonical = Callable[[Words], Words]
 State = tuple[int, ...]
 
 _CHUNK: Final = 1 << 15  # a chunk's entries then stay in a core's cache
-_SETTLE: Final = 1 << 22  # arrivals to gather before they are told apart
+_SETTLE: Final = 1 << 22  # arrivals to gather before duplicates are removed
 _SALTS: Final = 4
 
 
@@ -53,9 +53,9 @@ class BatchExploration:
 
     def chains(self, sightings: Iterable[Sighting]) -> dict[State, list[State]]:
         """
-        Return the states on a shortest way to each state sighted, the initial one first.
+        Return the states on a shortest path to each state sighted, the initial state first.
 
-        No parents are kept while exploring: each level is expanded once more, from the last on.
+        No parents are kept while exploring: each level is expanded once more, from the last back.
         """
         wanted: dict[int, set[State]] = {}
         for sighting in sightings:

@@ -10,9 +10,9 @@ import numpy as np
 
 from qeffect.spec.predicates import Predicate
 
-from ..explorer.findings import Findings, Seen, Stopwatch
+from ..coverage import refusal_name
+from ..explorer.findings import Findings, Occurrence, Stopwatch
 from ..explorer.walker import Walker
-from ..targets import refusal_name
 from .engine import Engine
 from .explore import BatchExploration, explore
 from .packing import Packing
@@ -80,9 +80,9 @@ def batch_findings(
     sightings = [sighting for sighting, _ in named.values()]
     chains = found.chains([*sightings, broken[1]] if broken else sightings)
 
-    def seen(sighting: Sighting, clause: str | None) -> Seen:
+    def seen(sighting: Sighting, clause: str | None) -> Occurrence:
         chain = [frozen_state(packing, walker, state) for state in chains[sighting.state]]
-        return Seen(chain, sighting.move, clause)
+        return Occurrence(chain, sighting.move, clause)
 
     return Findings(
         states=len(found.seen),

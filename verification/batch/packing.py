@@ -26,14 +26,14 @@ _LIMIT: Final = 1 << 63
 
 
 class OutOfRangeError(ArithmeticError):
-    """A transition left a value that the scope has no room for; nothing is silently cut off."""
+    """A transition left a value outside its column's range; values are never silently cut off."""
 
 
 def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     """
     Return the least and greatest value that each column can hold in normal form.
 
-    A bound too tight is found out while exploring and stops it; it never merges states.
+    A bound that is too tight stops the exploration; it never merges states.
     """
     n, config = sizes(scope), configuration(scope)
     epoch = (-1, 0) if scope.fresh_keys else (-1, scope.epochs - 1)

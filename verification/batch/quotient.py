@@ -1,7 +1,7 @@
 """
 The normal form of ``qeffect.verification.explorer.quotient``, over many states at a time.
 
-Only entries that a move changed are looked at: the states it started from were in normal form.
+Only entries that a move changed are read: the states before the move were in normal form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _upto(value: Value) -> Value:
 
 
 def _rank(marks: Value, value: Value) -> Value:
-    """How many marks are at most the value."""
+    """Return the number of marks up to the value."""
     return _count(marks & _upto(value))
 
 

@@ -28,7 +28,7 @@ class Tally:
     What happened, counted, with one state for each thing that did.
 
     Args:
-        level: Level of the states being expanded; the explorer says so.
+        level: Level of the states being expanded, set by the explorer.
         accepted: Accepted moves by move.
         refused: Refused moves by (move, clause).
         first_path: Where an accepting path of a transition was first taken.

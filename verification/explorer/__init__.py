@@ -8,7 +8,8 @@ counts, the first violation with its schedule, and a witness for everything that
 
 from .report import ExploreReport
 from .runs import run
-from .scopes import Scope, large_scopes, pool_scope, standard_scopes
+from .scope_catalogue import large_scopes, pool_scope, standard_scopes
+from .scopes import Scope
 from .witnesses import unwitnessed
 
 __all__ = [

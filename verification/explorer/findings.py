@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
-__all__ = ["Findings", "Seen", "Stopwatch"]
+__all__ = ["Findings", "Occurrence", "Stopwatch"]
 
 
 class Stopwatch:
@@ -25,7 +25,7 @@ class Stopwatch:
 
 
 @frozen
-class Seen:
+class Occurrence:
     """
     One thing that was seen.
 
@@ -61,5 +61,5 @@ class Findings:
     accepted: Mapping[int, int]
     refused: Mapping[tuple[int, str], int]
     took: tuple[float, float]
-    witnesses: Mapping[str, Seen] = field(factory=dict)
-    violation: tuple[str, Seen] | None = None
+    witnesses: Mapping[str, Occurrence] = field(factory=dict)
+    violation: tuple[str, Occurrence] | None = None

@@ -1,11 +1,10 @@
 """
-Moves: the arguments worth presenting to each transition, right ones and wrong ones.
+Moves: the arguments to present to each transition, right and wrong ones.
 
-They follow from the transitions' parameters alone. A *frame* says what a parameter means where:
-the right value of each argument, read from the state; the values that are the caller's choice;
-and what a wrong value looks like. A frame expands into every combination of choices with all
-arguments right, and then into one move for each argument made wrong. No move is there for the
-sake of a clause.
+Moves follow from the transitions' parameters alone. A *frame* gives the meaning of the parameters
+in one place: the right value of each argument, read from the state; the values that the caller may
+choose; and the wrong values. A frame expands into every combination of choices with all arguments
+right, and into one move for each argument made wrong. No move is made for a particular clause.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from attrs import frozen
 
 __all__ = ["ACTIONS", "EVIDENCE", "Move", "Rel", "Value", "Where"]
 
-#: Physical actions: what reserves one, what redeems it, and what gives it up.
+#: Physical actions: the transitions that reserve, redeem and abort each.
 ACTIONS: Final[Mapping[str, tuple[str, str, str]]] = {
     name: (f"check_{name}", f"commit_{name}", f"abort_{name}")
     for name in ("refresh", "forward", "dgrad", "wgrad")
 }
 
-#: Arguments in which an action's success is told.
+#: Arguments that report an action's success.
 EVIDENCE: Final = (
     "queued",
     "covered",

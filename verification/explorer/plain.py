@@ -32,13 +32,13 @@ class Exploration:
     Args:
         walker: The memory and moves that it ran.
         parents: Every state in normal form, with the state that first led to it.
-        accepted: Accepted moves by move.
-        refused: Refused moves by (move, clause).
+        accepted: Number of acceptances of each move.
+        refused: Number of refusals by (move, clause).
         first_accepted: First state in which each move was accepted.
         first_refused: First state in which each (move, clause) was refused.
         depth: Levels below the initial state.
-        violation: What was broken, in which state, by which move there if by one, and the clause
-            if by its refusal; or None.
+        violation: The violation, the state, the move if a move broke it, and the clause if a
+            refusal broke it; or None.
     """
 
     walker: Walker
@@ -51,7 +51,7 @@ class Exploration:
     violation: tuple[str, bytes, int | None, str | None] | None = None
 
     def chain(self, state: bytes) -> list[bytes]:
-        """Return the states on a shortest way to a state, the initial one first."""
+        """Return the states on a shortest path to a state, the initial state first."""
         found = [state]
         while self.parents[found[-1]] != found[-1]:
             found.append(self.parents[found[-1]])
@@ -70,9 +70,9 @@ def explore(
 
     Args:
         walker: The scope's memory and moves.
-        check: Says which invariant a state breaks; checked on every distinct state.
+        check: Returns the invariant that a state breaks; called once per distinct state.
         canonical: Brings the memory's state to the representative of its orbit, in place.
-        progress: Called with a line now and then.
+        progress: Called with a progress line.
     """
     memory = walker.memory
     buffer, frozen = memory.buffer, memory.buffer.tobytes

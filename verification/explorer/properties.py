@@ -13,8 +13,8 @@ from attrs import define, field
 from qeffect.engine.stage import STATE
 from qeffect.spec.predicates import Predicate
 
+from ..column_reads import ColumnReads
 from ..judging import instances, speaks_of
-from ..watched import Watched
 from .flat import FlatMemory
 from .scopes import members_in
 from .walker import Walker
@@ -26,7 +26,7 @@ _KNOWN_MAX = 200_000  # remembered verdicts of one group; more would cost more t
 
 def _columns(predicate: Predicate, memory: FlatMemory) -> frozenset[str]:
     """Columns that a predicate reads."""
-    watched = Watched(memory)
+    watched = ColumnReads(memory)
     predicate.function(watched, *(0 for _ in predicate.variables))
     return frozenset(watched.read)
 

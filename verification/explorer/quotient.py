@@ -1,5 +1,5 @@
 """
-The normal form of a state: what no guard can ever tell apart is written one way.
+The normal form of a state: states that no guard can ever distinguish have one form.
 
 Serials only ever grow, counters of stream work too, and a freed slot remembers its last tenant.
 Without a normal form nearly every path would end in a state of its own. Each rule replaces

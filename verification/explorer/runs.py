@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from qeffect.engine.stage import Transitions
 from qeffect.spec.predicates import Predicate
 
+from ..coverage import refusal_name
 from ..induction import INVARIANTS
-from ..targets import refusal_name
-from .findings import Findings, Seen, Stopwatch
+from .findings import Findings, Occurrence, Stopwatch
 from .plain import Exploration, explore
 from .properties import Checker, claimed
 from .report import ExploreReport, peak_rss_mb
@@ -40,13 +40,13 @@ def run(
     Explore a scope.
 
     Args:
-        scope: What is explored.
-        batch: Use the batch reading, else the plain one.
+        scope: The scope.
+        batch: Use the batch reading instead of the plain one.
         symmetry: Explore one state of each orbit.
-        progress: Called with a line now and then.
+        progress: Called with a progress line.
         composed: Transitions to run; the scope's own by default.
-        invariants: What is checked of every state, as far as the scope remembers it.
-        witnesses: Find a shortest schedule for everything that happened.
+        invariants: Invariants to check in every state, as far as the scope keeps their columns.
+        witnesses: Find a shortest schedule for every transition and refusal that occurs.
 
     Raises:
         ValueError: The batch reading cannot pack the scope's states.
@@ -107,7 +107,7 @@ def report_of(
     )
 
 
-def _told(guide: Guide, violation: tuple[str, Seen] | None) -> str | None:
+def _told(guide: Guide, violation: tuple[str, Occurrence] | None) -> str | None:
     if violation is None:
         return None
     what, seen = violation
@@ -134,20 +134,20 @@ def plain_findings(
 ) -> Findings:
     """Return what a plain exploration found."""
     walker = found.walker
-    seen: dict[str, Seen] = {}
+    seen: dict[str, Occurrence] = {}
     if witnesses:
         for index, state in found.first_accepted.items():
             for name in walker.moves[index].steps:
                 if name not in seen:
-                    seen[name] = Seen(found.chain(state), index)
+                    seen[name] = Occurrence(found.chain(state), index)
         for (index, clause), state in found.first_refused.items():
             name = refusal_name(walker.moves[index].steps, clause)
             if name not in seen:
-                seen[name] = Seen(found.chain(state), index, clause)
+                seen[name] = Occurrence(found.chain(state), index, clause)
     violation = None
     if found.violation is not None:
         told, state, move, refusal = found.violation
-        violation = (told, Seen(found.chain(state), move, refusal))
+        violation = (told, Occurrence(found.chain(state), move, refusal))
     return Findings(
         states=len(found.parents),
         depth=found.depth,

@@ -1,5 +1,5 @@
 """
-A walker: one memory that goes to a state, tries every move there, and comes back.
+A walker: one memory that is set to a state, tries every move there, and is set back.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Walker:
     Args:
         scope: What is explored.
         composed: Transitions to run; the scope's own by default. A test gives mutants.
-        also: Columns that a state must remember although no guard sees them.
+        also: Columns that a state must remember although no guard reads them.
     """
 
     def __init__(
@@ -273,10 +273,10 @@ def _value(st: Any, value: int | Rel) -> int:
 
 def broken_promise(walker: Walker, index: int, clause: str, state: bytes) -> str | None:
     """
-    Return what a refusal broke, or None: it changed the state, or refused to redeem a ticket.
+    Return how a refusal breaks a promise, or None: it changed the state, or refused a valid ticket.
 
-    The walker's memory holds what the refused move left; ``state`` is what it started from.
-    A ticket in flight with whole evidence is owed acceptance, whatever happened in between.
+    The walker's memory holds the state after the refused move; ``state`` is the state before it. A
+    ticket in flight with whole evidence must be accepted, whatever happened in between.
     """
     move = walker.moves[index]
     changed = walker.memory.freeze() != state

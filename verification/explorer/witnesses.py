@@ -13,8 +13,8 @@ from attrs import define, field
 
 from qeffect.engine.stage import transitions
 
-from ..targets import GUARDS, TRANSITION_NAMES, refusal_name
-from .findings import Seen
+from ..coverage import GUARDS, TRANSITION_NAMES, refusal_name
+from .findings import Occurrence
 from .report import ExploreReport
 from .walker import Step, Walker
 
@@ -58,7 +58,7 @@ class Guide:
         self._known[last] = found
         return found
 
-    def texts(self, seen: Seen) -> list[str]:
+    def texts(self, seen: Occurrence) -> list[str]:
         """Return the schedule of something that was seen, step by step."""
         steps, state = self.schedule(seen.chain)
         if seen.move is None:
@@ -94,7 +94,7 @@ class Guide:
         Return the first move from a state that is wanted, and where it leads.
 
         Raises:
-            ValueError: There is no such move.
+            ValueError: No move leads from one state to the next.
         """
         for index, clause, after in self.walker.edges(state):
             if wanted(index, clause, after):

@@ -4,8 +4,8 @@ Failures of the gradient arena: a gradient lost, added twice, or written over an
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 from .transcript import addresses
 
 ROWS = Rows("arena")

@@ -4,8 +4,8 @@ Failures of capture memory: a replay overwrites what another graph still needs.
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 from .transcript import stage
 
 ROWS = Rows("capture")

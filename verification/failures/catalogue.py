@@ -18,7 +18,7 @@ from . import (
     schedule,
     version,
 )
-from .model import Failure
+from .failure import Failure
 
 __all__ = ["FAILURES"]
 

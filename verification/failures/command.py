@@ -14,9 +14,10 @@ from attrs import asdict
 
 from qeffect.cli.command import Outcome as CommandOutcome
 from qeffect.cli.command import Progress, UnusableError
+from qeffect.countdown import Countdown
 
 if TYPE_CHECKING:
-    from .model import Failure, Outcome
+    from .failure import Failure, Outcome
 
 __all__ = ["Failures", "counts", "record"]
 
@@ -40,13 +41,17 @@ class Failures:
     def run(self, args: argparse.Namespace, progress: Progress) -> CommandOutcome:
         """Run every re-enactment asked for; nothing of an outcome is stored."""
         from .catalogue import FAILURES
-        from .model import run
+        from .failure import run
 
         chosen = _chosen(FAILURES, args.names)
-        pairs = []
+        pairs: list[tuple[Failure, Outcome]] = []
+        count = Countdown("failures", len(chosen))
         for number, failure in enumerate(chosen):
-            progress(f"Re-enacting. {number} of {len(chosen)}: {failure.name}")
-            pairs.append((failure, run(failure)))
+            progress(f"Re-enacting. {count(number)}: {failure.name}")
+            outcome = run(failure)
+            if outcome.problem and not any(earlier.problem for _, earlier in pairs):
+                progress.note(f"First finding. {failure.name}: {outcome.problem}")
+            pairs.append((failure, outcome))
         problems = [(f, o) for f, o in pairs if o.problem]
         data: dict[str, Any] = {
             "counts": counts(pairs),
@@ -92,7 +97,7 @@ def counts(pairs: Iterable[tuple[Failure, Outcome]]) -> dict[str, Any]:
         by kind too; how many were never explained; in how many a detail was guessed, and in how
         many of the refused ones the whole cause; and how many did not come out as stated.
     """
-    from .model import WHOLE_CAUSE
+    from .failure import WHOLE_CAUSE
 
     rows = list(pairs)
     verdicts = Counter(outcome.verdict for _, outcome in rows)

@@ -4,8 +4,8 @@ Failures of completion: something was read before it was written, or on another 
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 from .transcript import stage
 
 ROWS = Rows("completion")

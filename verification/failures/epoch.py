@@ -4,8 +4,8 @@ Failures of the epoch: an optimizer step that was scaled, ended or counted wrong
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 
 ROWS = Rows("epoch")
 

@@ -4,8 +4,8 @@ Failures of order: a scaling update skipped, doubled, or read at another time th
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 from .transcript import addresses, stage
 
 ROWS = Rows("order")

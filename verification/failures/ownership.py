@@ -4,8 +4,8 @@ Failures of ownership: a buffer that was given away too early, work that was tak
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 
 ROWS = Rows("ownership")
 

@@ -4,8 +4,8 @@ Failures of persistence: a resumed run that trusts what did not survive.
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 
 ROWS = Rows("persistence")
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from qeffect import Bucket
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 
 ROWS = Rows("reduction")
 

@@ -4,8 +4,8 @@ Failures of schedules: a table that cannot run, or that its runtime runs otherwi
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 
 ROWS = Rows("schedule")
 

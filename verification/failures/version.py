@@ -4,8 +4,8 @@ Failures of version: a quantized weight cache that is not of the weights it is u
 
 from __future__ import annotations
 
+from .failure import Rows
 from .history import History
-from .model import Rows
 
 ROWS = Rows("version")
 

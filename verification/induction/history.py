@@ -7,298 +7,43 @@ the configuration, never the contract's own state and never a guard, so that a p
 history is a claim about the world and not the guard said twice. (A reference's generation and
 incarnation are read from the memory, because that is what the caller is handed.) Time is told
 conservatively: from its check to its commit an action may touch the device at any moment.
-
-Some ghosts follow one thing only, chosen once and for all and arbitrary: a reference, a ticket, a
-slot, a link and a stage. A property proved of an arbitrary one holds of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from qeffect.spec.constants import DGRAD_BIT, NEVER, READ_BITS, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
 from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
 
-__all__ = ["ADVANCE", "GHOSTS", "Ghost", "advance"]
+from .effects import (
+    begin,
+    begin_update,
+    break_update,
+    content,
+    end,
+    end_update,
+    enqueue,
+    enter_pool,
+    forget_epoch,
+    issue,
+    key_in,
+    redeem,
+    replay,
+    replayed_on,
+    reserve_ticket,
+    trade,
+    transferred,
+    vacate,
+    visit,
+    write,
+)
+from .ghosts import History, State
 
-State = Any
-History = Any
-
-
-class Ghost(NamedTuple):
-    """A column of the history: sorts of its indices and values, and what it starts with."""
-
-    indices: tuple[str, ...]
-    values: str = "int"
-    initial: int | None = 0
-
-
-def _each(index: str, *names: str, **options: Any) -> dict[str, Ghost]:
-    return {name: Ghost(tuple(index.split()), **options) for name in names}
-
-
-#: The history's columns. An initial value of None is arbitrary.
-GHOSTS: Final[Mapping[str, Ghost]] = {
-    # The work that was last put into a slot, its key, the consumers that still have to visit it,
-    # transfers under way through it and the messages that the work has received, actions in flight
-    # on it, what its dI left queued, whether its F fills the cache, and the fill
-    # that its F read.
-    **_each("slot", "tenant", values="cell", initial=None),
-    **_each("slot", "tenant_epoch", initial=NEVER),
-    **_each("slot", "owing", "moving", "arrived", values="mask"),
-    **_each("slot", "acting"),
-    **_each("slot", "queued", values="opaque", initial=None),
-    **_each("slot", "filling", values="flag"),
-    **_each("slot", "fill_read"),
-    # The scaling updates that its F had seen, and the forwards that had rolled scales with it.
-    **_each("slot", "scaled_by", "rolls_seen"),
-    # How often each action of a cell succeeded since the weights last changed, where it was
-    # bound, and what its dW covered.
-    **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
-    **_each("cell", "bound_to", "covered", values="opaque", initial=None),
-    # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
-    # did, then those whose F did, then the others.
-    **_each("stage", "num_forwards", "num_dgrads", "num_wgrads"),
-    **_each("cell", "place", initial=None),
-    **_each("stage place", "placed", values="cell", initial=None),
-    # The optimizer updates of the weights, the version of the weights in each cache, how often
-    # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
-    # was lost, and the scaling updates that the fill had seen.
-    **_each("one", "weights"),
-    **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
-    **_each("stage", "fills", "filled_after"),
-    **_each("stage", "lost", values="flag"),
-    # The last epoch in which the cache was lost while an F or dI read it, or had yet to.
-    **_each("stage", "lost_in_use", initial=NEVER),
-    # The last epoch whose gradients a failure spoiled, or left half written.
-    **_each("stage", "spoiled", "half_written", initial=NEVER),
-    # How often a stage was finalized since the weights last changed, and on which caller's link;
-    # a bucket's reduction of the epoch, on whose link it was awaited, and how many were started.
-    **_each("stage", "finals"),
-    **_each("stage", "finalized_by", values="link", initial=None),
-    **_each("bucket", "reduction"),
-    **_each("bucket", "awaited_by", values="link", initial=None),
-    **_each("one", "begun"),
-    # Scaling updates since the last restore, and of this epoch; F, dI and refreshes in flight;
-    # whether scaling state is broken, whether it was touched since the last commit and by whose F
-    # or refresh; whether device work may be unfinished and on which slot or stage it began last.
-    **_each("domain", "updates", "updates_of_epoch", "running"),
-    # Forwards that ever rolled the domain's scales.
-    **_each("domain", "rolls"),
-    # What was enqueued on a domain's graph stream since the last restore.
-    **_each("domain", "enqueued"),
-    **_each("domain", "broken", "touched", "device", values="flag"),
-    **_each("domain", "toucher", "refresher", values="stage", initial=None),
-    **_each("domain", "updater", "beginner", values="slot", initial=None),
-    # The epoch whose gradients a buffer holds, and who is writing it.
-    **_each("buffer", "content", initial=NEVER),
-    **_each("buffer", "writers"),
-    **_each("buffer", "writer", values="slot", initial=None),
-    # How many slots keep memory in a pool, and the pool's slots in some order, those first; the
-    # capture rank of a slot's latest replay, and the slot that a pool last replayed.
-    **_each("pool", "tapes"),
-    **_each("pool", "slots", initial=None),
-    **_each("slot", "in_pool", values="flag"),
-    **_each("slot", "seat", initial=None),
-    **_each("pool place", "seated", values="slot", initial=None),
-    **_each("slot", "last_rank"),
-    **_each("pool", "last_replayed", values="slot", initial=None),
-    # The caller's stream that the latest optimizer update was enqueued on, and whether it may run
-    # beside what a domain's graph stream is given.
-    **_each("one", "updated_on", values="caller", initial=None),
-    **_each("domain", "updating", values="flag"),
-    # Whether the graph stream has yet to wait for work of a caller.
-    **_each("link", "behind", values="flag"),
-    # The ends of transfers told on a link, and those that the graph stream has waited for; and the
-    # latest end of a slot: on which link, and which of those.
-    **_each("link", "told", "heard"),
-    **_each("slot", "last_end_on", values="link", initial=None),
-    **_each("slot", "last_end"),
-    # Arbitrary ones.
-    **_each("one", "slot", values="slot", initial=None),
-    **_each("one", "link", values="link", initial=None),
-    **_each("one", "stage", values="stage", initial=None),
-    # The slot's retained memory was overwritten by an earlier graph; the link waited for the
-    # replay that wrote the slot's output; and for the one that wrote the stage's gradients.
-    **_each("one", "clobbered", "seen", values="flag"),
-    # The link waited for every replay on the slot; for every one of the slot's former work; and a
-    # transfer of the slot ended on the link and the graph stream has not waited for it.
-    **_each("one", "saw", "clear", values="flag", initial=1),
-    **_each("one", "trailing", values="flag"),
-    **_each("one", "seen_gradients", values="flag", initial=1),
-    # An arbitrary reference: was it issued, for what, and is the work it named gone.
-    **_each("one", "ref_slot", values="slot", initial=None),
-    **_each("one", "ref_generation", values="generation", initial=None),
-    **_each("one", "ref_incarnation", initial=None),
-    **_each("one", "issued", "dead", values="flag"),
-    **_each("one", "ref_cell", values="cell", initial=None),
-    **_each("one", "ref_epoch", initial=NEVER),
-    # An arbitrary ticket: what it is good for now, and where.
-    **_each("one", "ticket", values="ticket", initial=None),
-    **_each("one", "outstanding"),
-    **_each("one", "ticket_slot", values="slot", initial=None),
-    **_each("one", "ticket_stage", values="stage", initial=None),
-}
-
-
-# What happens to the arbitrary reference and ticket
-
-
-def issue(st: State, h: History, key: Any, slot: Any) -> None:
-    """A reference to the slot is handed to the key's owner."""
-    same = (
-        (slot == h.ref_slot[0])
-        & (st.generation[slot] == h.ref_generation[0])
-        & (st.incarnation[0] == h.ref_incarnation[0])
-    )
-    h.ref_cell[0] = choose(same, key.cell, h.ref_cell[0])
-    h.ref_epoch[0] = choose(same, key.epoch, h.ref_epoch[0])
-    h.issued[0] = choose(same, 1, h.issued[0])
-
-
-def bury(h: History, slot: Any) -> None:
-    """The work in the slot is gone; references handed out for it are dead."""
-    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1), 1, h.dead[0])
-
-
-def reserve_ticket(h: History, ticket: Any, kind: int, slot: Any, stage: Any) -> None:
-    same = ticket == h.ticket[0]
-    h.outstanding[0] = choose(same, kind, h.outstanding[0])
-    h.ticket_slot[0] = choose(same, slot, h.ticket_slot[0])
-    h.ticket_stage[0] = choose(same, stage, h.ticket_stage[0])
-
-
-def redeem(h: History, ticket: Any) -> None:
-    h.outstanding[0] = choose(ticket == h.ticket[0], NONE, h.outstanding[0])
-
-
-# What happens to capture memory
-
-
-def replay(st: State, h: History, slot: Any, rank: Any) -> None:
-    """A graph of the slot is replayed: it scratches on what later graphs of its pool keep."""
-    pool = st.pool_of[slot]
-    kept = (h.in_pool[h.slot[0]] == 1) & (st.pool_of[h.slot[0]] == pool)
-    h.clobbered[0] = choose(kept & (rank <= h.last_rank[h.slot[0]]), 1, h.clobbered[0])
-    h.last_rank[slot] = rank
-    h.last_replayed[pool] = slot
-
-
-def trade(numbers: Any, members: Any, group: Any, member: Any, number: Any) -> None:
-    """A member of a numbered group takes a number; whoever had it gets the member's."""
-    other, before = members[group, number], numbers[member]
-    numbers[other] = before
-    numbers[member] = number
-    members[group, before] = other
-    members[group, number] = member
-
-
-def enter_pool(st: State, h: History, slot: Any) -> None:
-    pool = st.pool_of[slot]
-    h.clobbered[0] = choose(slot == h.slot[0], 0, h.clobbered[0])
-    h.in_pool[slot] = 1
-    trade(h.seat, h.seated, pool, slot, h.tapes[pool])
-    h.tapes[pool] = h.tapes[pool] + 1
-
-
-def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
-    """Where ``leaves``, the slot keeps no memory in its pool any more."""
-    pool = st.pool_of[slot]
-    last = h.tapes[pool] - 1
-    trade(h.seat, h.seated, pool, slot, choose(leaves, last, h.seat[slot]))
-    h.in_pool[slot] = choose(leaves, 0, h.in_pool[slot])
-    h.tapes[pool] = choose(leaves, last, h.tapes[pool])
-
-
-def vacate(st: State, h: History, slot: Any) -> None:
-    """The work in a slot is lost; what is still read of it stays, and what arrives is nobody's."""
-    unread = (h.moving[slot] & READ_BITS) == 0
-    leave_pool(st, h, slot, (h.in_pool[slot] == 1) & unread)
-    h.owing[slot] = 0
-    h.arrived[slot] = 0
-    h.clear[0] = choose(slot == h.slot[0], h.saw[0], h.clear[0])
-    bury(h, slot)
-
-
-def visit(st: State, h: History, slot: Any, bit: Any) -> None:
-    """A consumer is done with the work in a slot; the last one frees it."""
-    left = h.owing[slot] & ~bit
-    gone = (left == 0) & (h.owing[slot] != 0)
-    unread = (h.moving[slot] & READ_BITS) == 0
-    leave_pool(st, h, slot, (left == 0) & unread & (h.in_pool[slot] == 1))
-    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1) & gone, 1, h.dead[0])
-    h.arrived[slot] = choose(left == 0, 0, h.arrived[slot])
-    h.clear[0] = choose((slot == h.slot[0]) & gone, h.saw[0], h.clear[0])
-    h.owing[slot] = left
-
-
-def replayed_on(h: History, slot: Any) -> None:
-    """A replay may touch a slot; who fills the slot next has to wait for it."""
-    h.saw[0] = choose(slot == h.slot[0], 0, h.saw[0])
-
-
-def transferred(h: History, slot: Any, link: Any) -> None:
-    """A transfer through a slot ended on a caller's stream."""
-    mine = (slot == h.slot[0]) & (link == h.link[0])
-    h.trailing[0] = choose(mine, 1, h.trailing[0])
-    h.behind[link] = 1
-    h.told[link] = h.told[link] + 1
-    h.last_end_on[slot] = link
-    h.last_end[slot] = h.told[link]
-
-
-# What happens between a check and its commit
-
-
-def begin(st: State, h: History, slot: Any) -> None:
-    d = domain_of_slot(st, slot)
-    h.acting[slot] = h.acting[slot] + 1
-    h.device[d] = 1
-    h.beginner[d] = slot
-
-
-def end(st: State, h: History, slot: Any) -> None:
-    """Also what was enqueued after a drain is device work."""
-    h.acting[slot] = h.acting[slot] - 1
-    h.device[domain_of_slot(st, slot)] = 1
-
-
-def enqueue(h: History, d: Any) -> None:
-    """A replay was enqueued; one that failed may have been in part."""
-    h.enqueued[d] = h.enqueued[d] + 1
-
-
-# What happens to scaling state
-
-
-def begin_update(h: History, d: Any) -> None:
-    h.running[d] = h.running[d] + 1
-    h.touched[d] = 1
-
-
-def end_update(h: History, d: Any, updates: Any) -> None:
-    """Scaling state was updated as often as the backend says; once, where it cannot say."""
-    h.running[d] = h.running[d] - 1
-    h.updates[d] = h.updates[d] + updates
-    h.updates_of_epoch[d] = h.updates_of_epoch[d] + updates
-
-
-def break_update(h: History, d: Any) -> None:
-    h.running[d] = h.running[d] - 1
-    h.broken[d] = 1
-
-
-# What happens to a weight cache
-
-
-def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> Any:
-    """The weights that a fill left in the cache: those reported, if that was every matrix; where
-    the backend cannot say, the current ones."""
-    reported = choose(filled == st.matrices[stage], fill_epoch, NEVER)
-    return choose(st.reports_fills[stage] != 0, reported, h.weights[0])
+__all__ = ["ADVANCE", "advance"]
 
 
 # What each accepted transition means
@@ -400,7 +145,7 @@ def commit_forward(
     h.fills[s] = choose(unasked, h.fills[s] + 1, h.fills[s])
     h.owing[slot] = st.owes[s]
     h.seen[0] = choose(slot == h.slot[0], 0, h.seen[0])
-    issue(st, h, _key(h, slot), slot)
+    issue(st, h, key_in(h, slot), slot)
     redeem(h, ticket)
 
 
@@ -446,13 +191,6 @@ def commit_dgrad(
 
 def abort_dgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
     abort_forward(st, h, slot, ticket)
-
-
-def write(st: State, h: History, cell: Any, more: int) -> None:
-    """A dW begins or ends to write a cell's own buffer, and the shared one if that is another."""
-    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
-    h.writers[own] = h.writers[own] + more
-    h.writers[shared] = h.writers[shared] + choose(own == shared, 0, more)
 
 
 def check_wgrad(
@@ -592,18 +330,6 @@ def fail_reduction(st: State, h: History, bucket: Any) -> None:
     h.spoiled[st.tied_at[bucket]] = h.weights[0]
 
 
-def forget_epoch(st: State, h: History) -> None:
-    """The weights are others now; what ran, ran for the old ones."""
-    for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
-        st.fill(count, 0)
-    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.reduction):
-        st.fill(count, 0)
-    h.begun[0] = 0
-    st.fill(h.fill_of_epoch, NEVER)
-    st.fill(h.updates_of_epoch, 0)
-    st.fill(h.touched, 0)
-
-
 def commit_epoch(st: State, h: History, epoch: Any, caller: Any) -> None:
     """The optimizer updates the weights of every stage of the process, once, on one stream."""
     h.weights[0] = h.weights[0] + 1
@@ -639,15 +365,6 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     h.clear[0] = 1
     h.trailing[0] = 0
     h.dead[0] = choose(h.issued[0] == 1, 1, h.dead[0])
-
-
-class _Key(NamedTuple):
-    cell: Any
-    epoch: Any
-
-
-def _key(h: History, slot: Any) -> _Key:
-    return _Key(h.tenant[slot], h.tenant_epoch[slot])
 
 
 #: What each transition means for the world; one that is absent means nothing.

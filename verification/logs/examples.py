@@ -19,7 +19,7 @@ from .edits import Edit, edits
 from .recorded import MATRICES, RecordedCaller, placed
 from .scenarios import SCENARIOS
 
-__all__ = ["UNREACHED", "Rejected", "apart", "files", "outcomes", "rejected", "valid"]
+__all__ = ["UNREACHED", "Rejected", "files", "outcomes", "rejected", "single_edit_logs", "valid"]
 
 #: Clauses that no change of one place in a valid log breaks; part 15 of the contract says why.
 UNREACHED: Final = frozenset(
@@ -124,7 +124,7 @@ def two_writes_at_once() -> list[str]:
 
 
 #: Valid logs that exist for the sake of one edit.
-_APART: Final[Mapping[str, Callable[[], list[str]]]] = {
+_SINGLE_EDIT_LOGS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "given-up": given_up,
     "two-writes-at-once": two_writes_at_once,
 }
@@ -140,14 +140,14 @@ _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
 
 
 @cache
-def apart() -> Mapping[str, list[str]]:
+def single_edit_logs() -> Mapping[str, list[str]]:
     """Return the valid logs that exist for the sake of one edit, by name."""
-    return {name: scenario() for name, scenario in _APART.items()}
+    return {name: scenario() for name, scenario in _SINGLE_EDIT_LOGS.items()}
 
 
 def _made(clause: str) -> Rejected:
     log, text, path, now = _MADE[clause]
-    lines = apart()[log]
+    lines = single_edit_logs()[log]
     line = next(number for number, found in enumerate(lines, 1) if f'"{text}"' in found)
     was = json.loads(lines[line - 1])
     for part in path:
@@ -191,7 +191,10 @@ def files() -> Mapping[str, str]:
     """Return the text of every example file by its path under ``spec/logs``."""
     examples = rejected()
     return {
-        **{f"valid/{name}.jsonl": "".join(lines) for name, lines in {**valid(), **apart()}.items()},
+        **{
+            f"valid/{name}.jsonl": "".join(lines)
+            for name, lines in {**valid(), **single_edit_logs()}.items()
+        },
         **{f"rejected/{clause}.jsonl": "".join(e.lines) for clause, e in examples.items()},
         "rejected/index.json": _index(examples),
     }

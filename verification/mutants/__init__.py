@@ -10,6 +10,8 @@ from typing import Any
 
 from attrs import define, field
 
+from qeffect.countdown import Countdown
+
 from .program import program
 from .sites import Mutant, Site, mutant, sites
 from .verdicts import CLASSES, Verdict, judge, prepare
@@ -90,13 +92,19 @@ def sites_with(text: str) -> list[Site]:
     return [site for site in sites() if text in str(site)]
 
 
-def run(progress: Callable[[str], None] | None = None, only: str | None = None) -> MutantReport:
+def run(
+    progress: Callable[[str], None] | None = None,
+    only: str | None = None,
+    *,
+    note: Callable[[str], None] | None = None,
+) -> MutantReport:
     """
     Delete each guard, operand and update in turn, and say what becomes of each mutant.
 
     Args:
         progress: Called with a line now and then.
         only: Part of a site's text, for example ``check_dgrad`` or ``arena.``; None for all.
+        note: Told the first survivor at once.
     """
     report = MutantReport()
     began = time.perf_counter()
@@ -104,9 +112,12 @@ def run(progress: Callable[[str], None] | None = None, only: str | None = None) 
     if only is None:
         prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
+    count = Countdown("mutants", len(chosen))
     for site in chosen:
         report.verdicts.append(judge(mutant(site)))
+        if note is not None and [report.verdicts[-1]] == report.survivors:
+            note(f"First survivor. {site}")
         if progress is not None:
-            progress(f"mutants: {report.killed} of {len(report.verdicts)} killed")
+            progress(f"Mutants. {count(len(report.verdicts))}, {report.killed} killed")
     report.seconds = time.perf_counter() - began
     return report

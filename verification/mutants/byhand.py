@@ -1,5 +1,5 @@
 """
-Legal schedules written by hand: what random walks through a process's life hardly ever come to.
+Legal schedules written by hand, for situations that random walks rarely reach.
 
 The oracle of the walks judges every call of them before it is made.
 """

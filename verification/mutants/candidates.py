@@ -1,5 +1,5 @@
 """
-Calls worth trying in a state: the plausible ones, and each with one argument changed.
+Calls to try in a state: the plausible ones, and each of them with one argument changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["candidates"]
 
 
 def candidates(run: ConcreteRun) -> Iterator[Action]:
-    """Yield calls worth trying in a state: the plausible ones, and each with one thing changed."""
+    """Yield the plausible calls in a state, and each of them with one argument changed."""
     for transition, base in _plausible(run):
         names = TRANSITIONS[transition]
         yield transition, tuple(base[name] for name in names)

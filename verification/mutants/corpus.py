@@ -1,8 +1,9 @@
 """
-Where mutants are tried: the states along legal schedules and a few calls off them.
+The corpus: calls that distinguish mutants from the contract.
 
-Every call that is worth trying there is put to the contract and to the mutants of its transition,
-and kept where a mutant answers otherwise, or leaves another state.
+The states are those along legal schedules and a few calls off them. In each state every candidate
+call goes to the contract and to the mutants of its transition. A call is kept where a mutant gives
+another answer or leaves another state.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ ENOUGH: Final = 1500
 @define
 class Corpus:
     """
-    What tells the mutants apart.
+    The calls that distinguish the mutants of a composition from the contract.
 
     Args:
         omit: Relations left out.
-        harmful: Of each site, calls that its mutant accepts, each with what fails then, by class
-            and name.
-        renamed: Of each site, calls that its mutant refuses by another clause, by that clause; or
-            on which it breaks down, by what Python says.
+        harmful: For each site, calls that its mutant accepts, each with the predicates that then
+            fail, by class and name.
+        renamed: For each site, calls that its mutant refuses by another clause, by that clause; or
+            calls that raise a Python error, by its text.
     """
 
     omit: tuple[str, ...] = ()
@@ -80,7 +81,7 @@ class Corpus:
             yield from probes
 
     def look_for(self, wanted: Sequence[Site]) -> None:
-        """Begin to look for what tells these apart."""
+        """Start to look for calls that distinguish these mutants."""
         for site in wanted:
             function = mutant(site, self.omit).function
             self._untold.setdefault(site.transition, {})[site] = function
@@ -192,7 +193,7 @@ def _walk(process: Process, seed: int) -> Schedule:
 @cache
 def corpus(omit: tuple[str, ...]) -> Corpus:
     """
-    Return what tells the mutants of a composition apart.
+    Return the calls that distinguish the mutants of a composition from the contract.
 
     Where relations are left out, only those are looked at that nothing harmful was found for in
     the full composition.
@@ -281,7 +282,7 @@ class _Scout:
         self.functions = transitions(found.omit).functions
 
     def look(self, trace: tuple[Action, ...], *planned: Action) -> list[Action]:
-        """Try calls, keep those that tell a mutant apart, return those that are accepted."""
+        """Try calls, keep those that distinguish a mutant, return those that are accepted."""
         accepted = []
         memory = self.run.laid.memory
         after = memory.copy()
@@ -310,7 +311,7 @@ class _Scout:
         return accepted
 
     def _moment(self) -> tuple[Any, ...]:
-        """Tell apart moments in which a call is likely to do different things."""
+        """Return a key for moments in which a call is likely to have the same effect."""
         st = self.run.laid.memory
         now = st.weight_epoch[self.run.process.stages[0].stage]
         final, spoiled = now in st.final, now in st.spoiled
@@ -338,7 +339,7 @@ class _Scout:
         return done
 
     def _settling(self, run: ConcreteRun) -> Iterator[Action]:
-        """Leave nothing unbound and nobody waiting, so that other guards have the word."""
+        """Bind every tape and wait on every link, so that other guards decide."""
         st = run.laid.memory
         for slot, mask in enumerate(st.consumers):
             cell, epoch = st.cell_at[slot], st.epoch_at[slot]

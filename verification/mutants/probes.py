@@ -1,5 +1,5 @@
 """
-A call in a reachable state, what a mutant answers to it, and what harm that does.
+A call in a reachable state, a mutant's answer, and the predicates that then fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Probe:
         transition: The transition called.
         arguments: Its arguments.
         clause: What the contract answers: the clause of its refusal, or None.
-        focus: What the history should follow to see what the call does.
+        focus: The members that the history should follow to see the call's effect.
     """
 
     process: Process = field(repr=False)
@@ -56,7 +56,7 @@ class Probe:
 
 
 def about(run: ConcreteRun, transition: str, arguments: tuple[Any, ...]) -> Focus:
-    """Return what the history should follow to see what a call does in a state."""
+    """Return the members that the history should follow to see a call's effect."""
     st = run.laid.memory
     named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
     serial = st.serial[0] + 1 if transition.startswith("check_") else None
@@ -102,9 +102,9 @@ def outcome(run: ConcreteRun, probe: Probe, mutant: Mutant) -> str | None:
 
 def harm(mutant: Mutant, probe: Probe) -> list[tuple[str, str]]:
     """
-    Return what fails, by class and name, when a mutant accepts a call; nothing otherwise.
+    Return the predicates that fail, by class and name, after a mutant accepts a call.
 
-    A call that the caller is trusted not to make, or a state that one led to, shows nothing.
+    The list is empty if the mutant refuses, or if the caller is trusted not to make the call.
     """
     run = probe.run(mutant.omit)
     trusted = run.trusted(probe.transition, probe.arguments)

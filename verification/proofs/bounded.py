@@ -1,5 +1,5 @@
 """
-Bounded proofs: from the beginning, no violation within some number of accepted transitions.
+Bounded proofs: from the initial state, no violation within a number of accepted transitions.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def scope_name(scope: Mapping[str, int]) -> str:
 
 class Unrolling:
     """
-    Some number of accepted transitions in a row, from the beginning.
+    A number of accepted transitions in a row, from the initial state.
 
-    Each step takes one accepting path of the path table; no sequence is forked.
+    Each step takes one accepting path of the path table; sequences are not forked.
 
     Args:
         composition: One in a finite encoding.
@@ -112,7 +112,7 @@ class Unrolling:
     def _step(
         self, solver: Any, before: Mapping[str, Value], label: str
     ) -> tuple[dict[str, Value], list[Term], dict[str, Value]]:
-        """Return the arguments of a step, which path it takes, and what it leaves behind."""
+        """Return a step's arguments, its path, and the state after it."""
         arguments = {}
         for name, sort in ARGUMENTS.items():
             z3_sort = self.composition.encoding.sorts[sort]
@@ -247,7 +247,7 @@ def bounded(
     composition: Composition, depth: int = DEPTH, scope: Mapping[str, int] = SCOPE
 ) -> Iterator[Obligation]:
     """
-    Yield, for each number of steps up to a depth, that no violation is reachable in it.
+    Yield, for each number of steps up to a depth, that no violation is reachable in that number.
 
     Args:
         composition: One whose encoding has this scope.

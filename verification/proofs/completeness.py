@@ -1,8 +1,8 @@
 """
-No guard is too strong: a check is accepted whenever what it is about to do is legal.
+No guard is too strong: a check is accepted whenever its action is legal.
 
-What legal means is the specification's (``qeffect.spec.promises.legal``), said of the world. The
-proof is of the composition with every relation: each guard is there.
+The specification defines legal (``qeffect.spec.promises.legal``) in terms of the world. The proof
+is for the composition with every relation, and so with every guard.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-A finite scope: every quantifier is expanded, so that every question has an answer.
+Questions in a finite scope, where every quantifier is expanded and every question is decided.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .obligations import Composition
 
 __all__ = ["SCOPE", "refuted", "solver_of"]
 
-#: Members of each sort: enough for two tapes of one stage beside another, and for a destination
-#: that two stages share beside their own.
+#: Members of each sort: enough for two tapes of one stage and a tape of another, and for a
+#: destination that two stages share beside one of their own each.
 SCOPE: Final[Mapping[str, int]] = {
     "slot": 3,
     "cell": 3,
@@ -30,7 +30,7 @@ SCOPE: Final[Mapping[str, int]] = {
 
 
 def solver_of(composition: Composition) -> Any:
-    """Return a solver that knows what holds in every state before a transition."""
+    """Return a solver with all that holds in every state before a transition."""
     words = composition.vocabulary
     solver = z3.SimpleSolver()
     solver.add(words.counted())

@@ -1,5 +1,5 @@
 """
-Proof obligations: what each path of each transition must keep, and the records of their proofs.
+Proof obligations: what each path of each transition must preserve, and the verdicts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def composition_name(omit: Sequence[str]) -> str:
 @frozen
 class Obligation:
     """
-    One proof obligation and what a solver said of it.
+    One proof obligation and its verdict.
 
     Args:
         name: What is claimed: a predicate's name, or a theorem's.
@@ -69,9 +69,9 @@ class Obligation:
         path: The path through it: its clause or ``accepted``, and its position.
         solver: ``z3``, ``cvc5``, or ``syntax`` where both sides are the same term.
         verdict: ``unsat``, ``sat`` or ``unknown``.
-        seconds: What the answer took; 0 where a proof of a stronger claim was at hand.
+        seconds: Time of the answer; 0 where a stronger claim was already proved.
         expected: The verdict that proves it.
-        attempt: Which attempt of a second solver gave the verdict; empty where none is told apart.
+        attempt: The attempt of a second solver that gave the verdict, or empty.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Obligation:
 
     @property
     def proved(self) -> bool:
-        """Whether the verdict is the expected one; unknown never is."""
+        """Whether the verdict is as expected; ``unknown`` never is."""
         return self.verdict == self.expected
 
     def asdict(self) -> dict[str, Any]:
@@ -103,13 +103,13 @@ class Obligation:
 @frozen
 class Goal:
     """
-    An obligation as it is put to a solver: facts and a denial that cannot all hold.
+    An obligation as a question to a solver: facts and a denial that cannot all hold.
 
     Args:
         name, kind, transition, path: As in ``Obligation``.
-        relations: Relations whose lemmas suffice as hypotheses, as a first attempt; None where
-            there are no hypotheses, because the claim is about the beginning.
-        facts: What holds: the path's tests, assumptions, the claim before the transition.
+        relations: Relations whose lemmas are the hypotheses of the first attempt; None for claims
+            about the initial state, which have no hypotheses.
+        facts: The path's tests, the assumptions, the claim before the transition.
         denied: The claim's negation.
     """
 
@@ -124,7 +124,7 @@ class Goal:
     def answered(
         self, composition: str, solver: str, verdict: str, seconds: float, attempt: str = ""
     ) -> Obligation:
-        """Return the obligation with what a solver said of it."""
+        """Return the obligation with a solver's verdict."""
         return Obligation(
             self.name,
             self.kind,
@@ -146,7 +146,7 @@ class Composition:
     Args:
         omit: Relations left out.
         encoding: What the sorts are.
-        functions: The composed transitions; others than the kernel's own for a mutant.
+        functions: The composed transitions; a mutant's differ from the kernel's.
     """
 
     omit: tuple[str, ...]
@@ -165,7 +165,7 @@ class Composition:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The predicates that are claimed of it."""
+        """The predicates that are claimed of the composition."""
         return Vocabulary(self.encoding, self.functions.relations)
 
     @cached_property
@@ -187,7 +187,7 @@ class Composition:
 
     @cached_property
     def paths(self) -> PathTable:
-        """The same with paths joined that leave and answer the same."""
+        """Every path, with paths joined that leave the same state and give the same answer."""
         return {name: self._merged(found) for name, found in self.every_path.items()}
 
     def paths_of(self, transition: str) -> tuple[Path, ...]:
@@ -207,7 +207,7 @@ class Composition:
 
     @cached_property
     def untouched(self) -> list[Term]:
-        """What is known of the columns that no transition writes: they are as they began."""
+        """Facts about the columns that no transition writes: they keep their initial values."""
         written = {n for paths in self.paths.values() for p in paths for n in p.written}
         found = []
         for name, column in STATE.items():
@@ -234,8 +234,8 @@ def obligations(composition: Composition) -> Iterator[Goal]:
     """
     Yield what must be proved of every accepting path of every transition.
 
-    A predicate whose columns the path leaves alone is the same term before and after; it holds
-    by hypothesis and yields nothing.
+    A predicate whose columns the path does not change is the same term before and after. It holds
+    by hypothesis and yields no goal.
     """
     words = composition.vocabulary
     before = {claim.name: claim for claim in words.invariants(words.before)}
@@ -256,10 +256,10 @@ def obligations(composition: Composition) -> Iterator[Goal]:
 
 def changes(composition: Composition) -> Iterator[Obligation | Goal]:
     """
-    Yield what every accepting path must do, and what it must leave alone.
+    Yield what every accepting path must change, and what it must not change.
 
-    Most paths leave alone what a promise is of: the terms before and after are the same, and
-    nothing has to be asked of a solver.
+    Most paths change none of a promise's columns: the terms before and after are the same, and no
+    solver is needed.
     """
     words = composition.vocabulary
     for transition, paths in composition.paths.items():

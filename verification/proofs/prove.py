@@ -1,5 +1,5 @@
 """
-The proofs: every obligation of every composition, asked of Z3, and again of other seeds and cvc5.
+The proofs: every obligation of every composition, by Z3, then by other seeds and by cvc5.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any, Final
 
 from attrs import define, field
 
+from qeffect.countdown import Countdown
 from qeffect.engine.stage import OPTIONAL
 from qeffect.spec.promises import PAPER
 
 from ..symbolic import Encoding
 from . import bounded as in_steps
 from . import witnesses as in_scope
-from .apart import Part, apart
 from .completeness import completeness
 from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
+from .parallel import Part, run_parallel
 from .recovery import recovery
-from .second import Cvc5
+from .second_solver import Cvc5
 from .solvers import Z3, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
@@ -38,16 +39,16 @@ SEEDS: Final = tuple(range(40))
 @define
 class Agreement:
     """
-    One more answer to the goals of the full composition.
+    The answer of another seed or solver to the goals of the full composition.
 
     Args:
         solver: ``z3`` or ``cvc5``.
-        seed: Seed of its own choices.
-        goals: How many were asked.
-        unsat: How many were proved.
-        seconds: What it took.
+        seed: Seed of the solver.
+        goals: Number of goals asked.
+        unsat: Number of goals proved.
+        seconds: Wall-clock time.
         open: Goals without a proof.
-        attempts: How many goals each attempt proved, where attempts are told apart.
+        attempts: Number of goals that each attempt proved; empty where attempts are not named.
     """
 
     solver: str
@@ -74,15 +75,15 @@ class Agreement:
 @define
 class ProofReport:
     """
-    What was proved.
+    The result of all proofs.
 
     Args:
         obligations: Every unbounded obligation, with its verdict.
-        witnesses: For every path of every transition, that some state takes it, or that none does.
-        bounded: Proofs from the beginning, by their number of steps.
-        agreements: What other seeds and solvers said of the full composition.
-        seconds: What the unbounded proofs took, the path tables included.
-        parts: What each part took, by the clock and of a core. Parts run at the same time.
+        witnesses: For every path of every transition, whether some state takes it.
+        bounded: Bounded proofs from the initial state, by number of steps.
+        agreements: Answers of other seeds and solvers for the full composition.
+        seconds: Time of the unbounded proofs, path tables included.
+        parts: Wall-clock and processor time of each part. Parts run in parallel.
     """
 
     obligations: list[Obligation] = field(factory=list)
@@ -94,41 +95,41 @@ class ProofReport:
 
     @property
     def unsat(self) -> int:
-        """How many obligations are proved."""
+        """Number of obligations proved."""
         return sum(obligation.verdict == "unsat" for obligation in self.obligations)
 
     @property
     def questions(self) -> int:
-        """How many distinct questions were put to the solver; the other obligations follow."""
+        """Number of distinct questions to the solver; the other obligations follow from them."""
         return sum(o.solver != "syntax" and o.seconds > 0.0 for o in self.obligations)
 
     @property
     def same_term(self) -> int:
-        """How many obligations compare a term with itself."""
+        """Number of obligations that compare a term with itself."""
         return sum(obligation.solver == "syntax" for obligation in self.obligations)
 
     @property
     def implied(self) -> int:
-        """How many obligations follow from a question that was already answered."""
+        """Number of obligations that follow from an earlier answer."""
         return len(self.obligations) - self.questions - self.same_term
 
     @property
     def unknown(self) -> int:
-        """How many obligations a solver gave up on; each is a failure."""
+        """Number of obligations that a solver gave up on; each is a failure."""
         return sum(obligation.verdict == "unknown" for obligation in self.obligations)
 
     @property
     def open(self) -> list[Obligation]:
-        """Everything that did not get the verdict that it should."""
+        """The obligations without the expected verdict."""
         asked = (*self.obligations, *self.witnesses, *self.bounded)
         again = [obligation for agreement in self.agreements for obligation in agreement.open]
         return [*(obligation for obligation in asked if not obligation.proved), *again]
 
     def paper(self) -> dict[str, bool]:
         """
-        Say of each invariant of the paper whether all that makes it up is proved.
+        Return for each invariant of the paper whether all of its promises are proved.
 
-        A promise without an obligation in the full composition is not.
+        A promise without an obligation in the full composition counts as not proved.
         """
         full = [o for o in self.obligations if o.composition == "full"]
         asked = {obligation.name for obligation in full}
@@ -172,16 +173,18 @@ def run(
     solvers: Sequence[str] = ("z3",),
     *,
     depth: int = in_steps.DEPTH,
+    note: Progress | None = None,
 ) -> ProofReport:
     """
     Prove everything.
 
     Args:
-        progress: Called with a line now and then.
-        seeds: Seeds of Z3. The first is that of the proofs; with each other one the goals of the
-            full composition are proved again.
+        progress: Called with a progress line.
+        seeds: Seeds of Z3. The proofs use the first; each other seed proves the goals of the full
+            composition again.
         solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
         depth: Steps of the bounded proofs.
+        note: Told the first obligation without a proof at once.
 
     Raises:
         ImportError: cvc5 is asked for and not installed.
@@ -191,9 +194,9 @@ def run(
     parts: dict[str, Part] = {
         "bounded": lambda tell: _in_steps(depth, tell),
         "witnesses": _in_scope,
-        "obligations": lambda tell: _everything(first, tell),
+        "obligations": lambda tell: _everything(first, tell, note),
     }
-    results = apart(parts, tell)
+    results = run_parallel(parts, tell)
     report = ProofReport(*(results[name].found for name in ("obligations", "witnesses", "bounded")))
     report.seconds = results["obligations"].seconds
     report.parts = {
@@ -202,15 +205,32 @@ def run(
     }
     for agreement in again(others, solvers):
         report.agreements.append(agreement)
-        tell(f"{agreement.solver}, seed {agreement.seed}: {agreement.unsat}/{agreement.goals}")
+        tell(
+            f"Proving. {agreement.solver}, seed {agreement.seed}: "
+            f"{agreement.unsat} of {agreement.goals}"
+        )
     return report
 
 
-def _everything(seed: int, tell: Progress) -> list[Obligation]:
+def _everything(seed: int, tell: Progress, note: Progress | None) -> list[Obligation]:
     found: list[Obligation] = []
+    names: dict[str, None] = {}
+    count = Countdown("compositions", len(COMPOSITIONS))
+    unproved = 0
     for obligation in unbounded(seed=seed):
         found.append(obligation)
-        tell(f"proving {obligation.composition}: {len(found)} obligations")
+        names[obligation.composition] = None
+        if not obligation.proved:
+            unproved += 1
+            if unproved == 1 and note is not None:
+                note(
+                    f"First finding. {obligation.transition} {obligation.path}: "
+                    f"{obligation.name}: {obligation.verdict}"
+                )
+        tell(
+            f"Proving. {count(min(len(names), len(COMPOSITIONS)) - 1)}, now "
+            f"{obligation.composition}: {len(found):,} obligations"
+        )
     return found
 
 
@@ -218,7 +238,7 @@ def _in_scope(tell: Progress) -> list[Obligation]:
     found = []
     for witness in in_scope.witnesses(Composition.of((), Encoding.finite(SCOPE))):
         found.append(witness)
-        tell(f"looking for states that take {witness.transition} {witness.path}")
+        tell(f"Proving. Looking for states that take {witness.transition} {witness.path}")
     return found
 
 
@@ -226,7 +246,7 @@ def _in_steps(depth: int, tell: Progress) -> list[Obligation]:
     found = []
     for proof in in_steps.bounded(Composition.of((), Encoding.finite(in_steps.SCOPE)), depth):
         found.append(proof)
-        tell(f"bounded: {proof.path} in {proof.seconds:.1f} s")
+        tell(f"Proving. From the initial state, {proof.path} in {proof.seconds:.1f} s")
     return found
 
 
@@ -238,8 +258,8 @@ def unbounded(
 
     Args:
         seed: Seed of Z3's own choices.
-        compositions: What each leaves out; best those first that leave out more, because what is
-            proved of them need not be proved again.
+        compositions: The relations that each leaves out. Put compositions that leave out more
+            first: their proofs are reused.
     """
     encoding = Encoding.sorted()
     proved = Proved()
@@ -272,7 +292,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
 
     Args:
         seeds: Seeds of Z3.
-        solvers: With ``cvc5``, it is asked too.
+        solvers: Contains ``cvc5`` to ask cvc5 too.
 
     Raises:
         ImportError: cvc5 is asked for and not installed.
@@ -303,7 +323,7 @@ def _agreement(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> Agreement:
 
 
 def _asked(found: Iterable[Obligation | Goal]) -> Iterator[Goal]:
-    """Yield what a solver has to be asked."""
+    """Yield the goals that need a solver."""
     return (goal for goal in found if isinstance(goal, Goal))
 
 

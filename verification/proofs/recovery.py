@@ -1,12 +1,12 @@
 """
-The way back is always open: from every reachable state, a few calls that cannot be refused lead to
-a restore that cannot be refused either.
+Recovery is always possible: from every reachable state, calls that cannot be refused lead to a
+restore that cannot be refused either.
 
-Abort every ticket that is out, tell that every running reduction failed, drain every domain,
-restore. The first two are accepted while there is something to end, and each call ends one thing
-and begins none, so that they come to an end; a drain is always accepted; and a restore is accepted
-once they have all been made. Nothing is assumed of how the state came about, or of how many things
-are under way.
+The calls are: abort every outstanding ticket, fail every running reduction, drain every domain,
+restore. An abort and a failed reduction are accepted while there is something to end. Each ends one
+thing and begins none, so their number is finite. A drain is always accepted. A restore is accepted
+after all of these. The proof assumes nothing about how the state came about, or about how many
+things are under way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .obligations import Composition, Goal
 
 __all__ = ["ENDED", "recovery"]
 
-#: What a step of the way back ends: the column that shows it, and its index among the arguments.
+#: What a recovery step ends: the column that shows it, and its index among the arguments.
 ENDED: Final[Mapping[str, tuple[str, str]]] = {
     "abort_forward": ("held", "slot"),
     "abort_dgrad": ("held", "slot"),
@@ -41,7 +41,7 @@ _SETTLED: Final = (*_UNDER_WAY, "undrained")
 
 
 def recovery(composition: Composition) -> Iterator[Goal]:
-    """Yield that every step of the way back is accepted, ends one thing, and begins none."""
+    """Yield that every recovery step is accepted, ends one thing, and begins none."""
     yield from _accepted(composition)
     yield from _one_fewer(composition)
     yield from _restored(composition)

@@ -1,9 +1,9 @@
 """
 Asking Z3, with lemmas by relation.
 
-Instances of the lemmas are found by matching terms (no model search): a claim that needs more
-answers ``unknown`` soon, and ``unknown`` is a failure. Searches for models are done in finite
-scopes, where every query is free of quantifiers and decided.
+Instances of the lemmas are found by matching terms, without a model search. A claim that needs more
+soon answers ``unknown``, and ``unknown`` is a failure. Models are searched in finite scopes, where
+every query is free of quantifiers and decided.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .vocabulary import Claim
 
 __all__ = ["Z3", "Proved"]
 
-#: Lemmas that number things: each instance makes terms for the next, so they wait for others.
+#: Lemmas that number things: each instance makes terms for the next, so they get a higher weight.
 _NUMBERING = frozenset(
     {
         "capture.every-slot-seated",
@@ -34,9 +34,10 @@ _NUMBERING = frozenset(
     }
 )
 
-#: Effort for one attempt in Z3's own units, which no other load on the machine takes from it: about
-#: a third of a second for a goal at first, less for what helps at once or not at all, and a second
-#: or two for one alone. Goals that are left then have the whole timeout.
+#: Effort of one attempt in Z3's own units, which do not depend on the load of the machine: about a
+#: third of a second for a goal at first (HASTE), less for an attempt that helps at once or not at
+#: all (GLANCE), a second or two for a goal alone (PATIENCE). Goals that are then left have the
+#: whole timeout.
 HASTE: Final = 400_000
 GLANCE: Final = 50_000
 PATIENCE: Final = 2_000_000
@@ -45,10 +46,10 @@ PATIENCE: Final = 2_000_000
 @define
 class Proved:
     """
-    What has been proved so far, so that a claim that follows from it is not proved again.
+    The proofs so far, so that a claim that follows from one is not proved again.
 
-    A denial refuted from some lemmas and facts is refuted from more. Compositions share most of
-    their paths; those that leave more out have fewer tests, and are proved first.
+    A denial that some lemmas and facts refute is refuted by more of them. Compositions share most
+    of their paths. Those that leave out more relations have fewer tests, and are proved first.
     """
 
     _found: dict[int, list[tuple[frozenset[str], frozenset[int], Any]]] = field(
@@ -61,7 +62,7 @@ class Proved:
 
         Args:
             goal: The goal.
-            lemmas: Names of the lemmas that were at hand.
+            lemmas: Names of the lemmas that were hypotheses.
             facts: Ids of the goal's facts that the refutation used.
         """
         self._found[goal.denied.get_id()].append((lemmas, facts, goal))  # the goal keeps ids alive
@@ -82,7 +83,7 @@ class Z3:
     Args:
         composition: Whose lemmas are the hypotheses.
         seed: Seed of the solver's own choices.
-        proved: What is known already; None to prove everything.
+        proved: The proofs so far; None to prove everything.
         timeout: Milliseconds for one attempt at a goal alone.
     """
 
@@ -136,7 +137,7 @@ class Z3:
         more: Sequence[Term] = (),
         effort: int | None = None,
     ) -> tuple[str, float]:
-        """Ask a solver of its own, that no earlier goal has led astray."""
+        """Ask a fresh solver, whose state no earlier goal has changed."""
         began = time.perf_counter()
         solver = self._new_solver(lemmas, effort)
         solver.add(*goal.facts, goal.denied, *more)
@@ -149,18 +150,18 @@ class Z3:
         return self._alone(goal, self.lemmas(goal.relations))
 
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
-        """Ask again with every lemma, and with what is known of columns that nobody writes."""
+        """Ask again with every lemma, and with the facts about columns that are never written."""
         lemmas = frozenset(self.composition.lemmas)
         return self._attempt([goal], lemmas, self.composition.untouched, effort)[0]
 
     def _told(self, goal: Goal, effort: int | None = None) -> tuple[str, float]:
-        """Ask again with the lemmas of the members at hand, whatever the denial matches."""
+        """Ask again with the lemmas instantiated for the goal's own members."""
         lemmas = self.lemmas(goal.relations)
         told = [self._at_hand(self.composition.lemmas[name]) for name in sorted(lemmas)]
         return self._alone(goal, lemmas, told, effort)
 
     def _attempts(self, goal: Goal) -> Iterator[Callable[[Goal], tuple[str, float]]]:
-        """What is tried with a goal that haste left open: what costs little before the rest."""
+        """Yield the attempts at a goal that haste left open, cheapest first."""
         if goal.relations is not None:
             yield partial(self._with_all, effort=GLANCE)
             yield partial(self._told, effort=PATIENCE)
@@ -169,7 +170,7 @@ class Z3:
             yield self._told
 
     def _at_hand(self, claim: Claim) -> Term:
-        """Return a lemma of the very members that a denial of it would name."""
+        """Return a lemma instantiated for the members that its denial would name."""
         enc = self.composition.encoding
         nulls = [
             (enc.const(f"var.{n}", sort), enc.null(sort)) for n, sort in claim.variables.items()

@@ -1,5 +1,5 @@
 """
-What is proved beyond the induction: beginnings, refusals, tickets, capture, restores, widths.
+Theorems beside the induction: initial states, refusals, tickets, capture, restores, widths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qeffect.engine.stage import STATE
 from qeffect.relations.constants import NEVER
 from qeffect.spec.world import DGRAD, FORWARD, REFRESH, WGRAD
 
-from ..induction.history import GHOSTS
+from ..induction.ghosts import GHOSTS
 from ..judging import MANDATORY
 from ..symbolic import Path, flat_arguments
 from ..symbolic.terms import Term, lift
@@ -32,7 +32,7 @@ __all__ = [
 
 _KINDS = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD, "refresh": REFRESH}
 
-#: What speaks of generations: invariants, and the step that compares them.
+#: The claims about generations: invariants, and the step that compares generations.
 _SPEAKING = frozenset({"ownership.generation-bounded", "ownership.reference"})
 _REFERENCE = "ownership.right-reference"
 
@@ -42,10 +42,10 @@ _LAST = (1 << 64) - 1
 
 def beginning(composition: Composition) -> tuple[Moment, list[Term]]:
     """
-    Return the moment that every run begins at, and what is assumed of it.
+    Return the initial moment of every run, and what is assumed of it.
 
-    What a contract sets itself (its incarnation, its first epoch) and what a ghost may start with
-    is arbitrary, within what the origin predicates assume of it.
+    The contract's own choices (incarnation, first epoch) and the initial ghosts are arbitrary,
+    within what the origin predicates assume.
     """
     words, enc = composition.vocabulary, composition.encoding
     epoch = enc.const("first_epoch", "int")
@@ -64,7 +64,7 @@ def beginning(composition: Composition) -> tuple[Moment, list[Term]]:
 
 
 def initial(composition: Composition) -> Iterator[Goal]:
-    """Yield that a fresh memory satisfies every invariant, in whatever epoch it begins."""
+    """Yield that a fresh memory satisfies every invariant, whatever its first epoch."""
     words = composition.vocabulary
     moment, facts = beginning(composition)
     for claim in words.invariants(moment):
@@ -110,7 +110,7 @@ def refusals(composition: Composition) -> Iterator[Obligation | Goal]:
 
 def tickets(composition: Composition) -> Iterator[Goal]:
     """
-    Yield that a ticket that is out, with whole evidence, is refused by no commit and no abort.
+    Yield that no commit or abort refuses an outstanding ticket with whole evidence.
 
     A ticket is out from the check that returned it to its commit or abort, whatever transitions
     were accepted between: that is what the history's ``outstanding`` follows.
@@ -159,7 +159,7 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
 
 
 def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
-    """Yield that with one pool for each slot, F before dI before dW, nothing is out of order."""
+    """Yield that with one pool per slot, F before dI before dW, no replay is out of order."""
     words = composition.vocabulary
     st = words.state(words.before)
     a, b = (composition.encoding.const(f"own.{n}", "slot") for n in "ab")
@@ -192,10 +192,10 @@ def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
 
 def restored(composition: Composition) -> Iterator[Goal]:
     """
-    Yield that a restore ends every reference that was handed out, for good.
+    Yield that a restore ends every issued reference for good.
 
-    The restore kills it, nothing brings it back, and no transition accepts it. That no two
-    incarnations are alike is assumed (``persistence.fresh-incarnation``).
+    The restore ends the reference, no transition revives it, and no transition accepts it. That no
+    two incarnations are equal is assumed (``persistence.fresh-incarnation``).
     """
     words, enc = composition.vocabulary, composition.encoding
     h = words.history(words.before)
@@ -232,7 +232,7 @@ _ENDS: Final = frozenset({"finish_receive", "finish_read"})
 
 def widths(composition: Composition, like: Composition) -> Iterator[Goal]:
     """
-    Yield that generations of 64 bits never wrap: what speaks of them, where they wrap by nature.
+    Yield that generations of 64 bits never wrap: the claims about them, over wrapping integers.
 
     Args:
         composition: One whose encoding has generations of 64 bits.

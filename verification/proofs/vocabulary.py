@@ -17,13 +17,14 @@ from qeffect.relations.columns import CONFIG, Column
 from qeffect.spec.predicates import Predicate, Register
 from qeffect.spec.promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, STEPS
 
+from ..column_reads import ColumnReads
 from ..induction import HISTORY, INVARIANTS, ORIGIN
-from ..induction.history import GHOSTS, advance
+from ..induction.ghosts import GHOSTS
+from ..induction.history import advance
 from ..judging import MANDATORY, speaks_of
 from ..symbolic import Encoding, Memory, Path
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term, raw
-from ..watched import Watched
 
 __all__ = ["Claim", "Moment", "Vocabulary"]
 
@@ -122,7 +123,7 @@ class Vocabulary:
         )
 
     def denied(self, claim: Claim) -> Term:
-        """Return that the claim fails for some values of its variables."""
+        """Return the claim's denial: it fails for some values of its variables."""
         key = ("denied", claim.name, claim.body.get_id())
         if key not in self.encoding.memo:
             self.encoding.memo[key] = (self._denied(claim), claim.body)
@@ -145,7 +146,7 @@ class Vocabulary:
         return self._at(self._invariants(), moment)
 
     def disturbed(self, moment: Moment) -> list[Claim]:
-        """Return those of them that speak of a column which is not as it was before."""
+        """Return the invariants that read a column which has changed."""
         before = dict(self.before.columns())
         changed = {
             n for n, term in moment.columns() if term is not before[n] and not term.eq(before[n])
@@ -160,7 +161,7 @@ class Vocabulary:
         columns = dict(moment.columns())
         found = []
         for predicate in predicates:
-            # Many paths, also of other compositions, leave what a predicate reads alike.
+            # Many paths, also of other compositions, leave a predicate's columns in the same terms.
             terms = [columns[name] for name in sorted(self._read[predicate.name])]
             key = ("claim", predicate.name, *(term.get_id() for term in terms))
             known = self.encoding.memo.get(key)
@@ -179,7 +180,7 @@ class Vocabulary:
         for predicate in self._invariants():
             if predicate.name in found:
                 continue
-            memory, history = Watched(st), Watched(h)
+            memory, history = ColumnReads(st), ColumnReads(h)
             subjects = (memory, history) if predicate.name in _OF_HISTORY else (memory,)
             self.claim(predicate, *subjects)
             ghosts = {f"ghost.{name}" for name in history.read}
@@ -187,12 +188,12 @@ class Vocabulary:
         return found
 
     def configuration(self) -> list[Claim]:
-        """Return what a configuration is trusted with."""
+        """Return what is assumed of a configuration."""
         st = self.state(self.before)
         return [self.claim(p, st) for p in CONFIGURATION]
 
     def counted(self) -> list[Term]:
-        """Return that a finite scope has a number for every cell and slot; nothing if unbounded."""
+        """Return that a finite scope numbers every cell and slot; empty if unbounded."""
         enc, st, h = self.encoding, self.state(self.before), self.history(self.before)
         most = len(enc.members.get("place", ()))
         counts = [st.cells[enc.sym(stage)] for stage in enc.members.get("stage", ())]
@@ -200,7 +201,7 @@ class Vocabulary:
         return [raw(count <= most) for count in counts]
 
     def origin(self) -> list[Claim]:
-        """Return what arbitrary ghosts are trusted to start with."""
+        """Return what is assumed of the initial values of arbitrary ghosts."""
         st, h = self.state(self.before), self.history(self.before)
         return [self.claim(p, st, h) for p in ORIGIN]
 
@@ -209,7 +210,7 @@ class Vocabulary:
         return self._about(STEPS, transition)
 
     def legal(self, transition: str) -> list[Claim]:
-        """Return what together makes a transition legal."""
+        """Return the conditions that together make a transition legal."""
         return self._about(LEGAL, transition)
 
     def changes(self, path: Path) -> list[Claim]:

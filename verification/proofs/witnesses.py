@@ -1,7 +1,7 @@
 """
-Nothing proved is vacuous: every way through every transition is taken in some state.
+No proof is vacuous: every path of every transition is taken in some state.
 
-The search is in a finite scope, where every quantifier is expanded and every query is decided.
+The search runs in a finite scope, where every quantifier is expanded and every query is decided.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import z3
 
 from qeffect.relations.constants import IN_BIT, RESERVED
 
+from ..coverage import COVERED, UNTAKEN
 from ..symbolic import Path
 from ..symbolic.terms import Term, raw
-from ..targets import COVERED, UNTAKEN
 from .finite import solver_of
 from .obligations import Composition, Obligation
 
@@ -56,10 +56,9 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
     """
     Yield, for every path of every transition, whether some state takes it.
 
-    The state satisfies every invariant, and the arguments what is assumed of them. What is
-    expected of a covered path, in the full composition, is that no state takes it. A path is
-    covered if it refuses by the clause of an entry of `COVERED`, or ends anyhow and is of an entry
-    of `UNTAKEN`, and its own tests imply the entry's condition.
+    The state satisfies every invariant, and the arguments satisfy their assumptions. In the full
+    composition no state should take a covered path. A path is covered if its tests imply the
+    condition of an entry of `COVERED` for its clause, or of an entry of `UNTAKEN`.
 
     Args:
         composition: One in a finite encoding.

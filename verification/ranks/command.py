@@ -1,5 +1,5 @@
 """
-``qeffect ranks``: what is promised of several processes together, proved and explored.
+``qeffect ranks``: proofs and exploration of the protocol of several processes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import argparse
 from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, needs
+from qeffect.countdown import Countdown
 
 __all__ = ["Ranks"]
 
@@ -28,15 +29,24 @@ class Ranks:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove, explore and report."""
-        room = needs("verify", _room)
-        answers = list(room.prove(progress=progress))
+        analysis = needs("verify", _analysis)
+        answers: list[Any] = []
+        for answer in analysis.prove(progress=progress):
+            if not answer.proved and all(earlier.proved for earlier in answers):
+                progress.note(
+                    f"First finding. {answer.transition}: {answer.claim}: {answer.verdict}"
+                )
+            answers.append(answer)
         open_ = [answer for answer in answers if not answer.proved]
         asked = [answer for answer in answers if answer.verdict != "kept"]
         scopes = []
-        for scope in room.SCOPES.values():
-            progress.note(f"Exploring. {scope.name}: {scope.says}")
-            scopes.append(room.explore(scope, lemmas=False))
-        kernels = [room.match(name=name) for name in room.KERNEL_SCOPES]
+        count = Countdown("scopes", len(analysis.SCOPES))
+        for number, scope in enumerate(analysis.SCOPES.values()):
+            progress.note(f"Exploring. {count(number)}. {scope.name}: {scope.says}")
+            scopes.append(analysis.explore(scope, lemmas=False))
+            if scopes[-1].violation:
+                progress.note(f"Finding. {scope.name}: {scopes[-1].violation}")
+        kernels = [analysis.match(name=name) for name in analysis.KERNEL_SCOPES]
         lines = [
             f"any number of ranks: {len(asked) - len(open_)} of {len(asked)} obligations proved, "
             f"{sum(a.verdict == 'unknown' for a in open_)} unknown; {len(answers) - len(asked)} "
@@ -66,7 +76,7 @@ class Ranks:
             "mutants": None,
         }
         if args.mutants:
-            found = [room.caught(mutant, progress) for mutant in room.mutants()]
+            found = [analysis.caught(mutant, progress) for mutant in analysis.mutants()]
             data["mutants"] = [one.record() for one in found]
             killed = [one for one in found if one.killed]
             good = good and len(killed) == len(found)
@@ -80,7 +90,7 @@ class Ranks:
         return Outcome("accepted" if good else "refused", data, lines)
 
 
-def _room() -> Any:
-    from . import room
+def _analysis() -> Any:
+    from . import analysis
 
-    return room
+    return analysis

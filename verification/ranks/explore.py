@@ -1,11 +1,11 @@
 """
-Every state of a few ranks: promises in each, and from each a way to the end.
+Every state of a few ranks: the promises hold in each, and from each the end is reachable.
 
-The search is breadth first, so that what it finds is found by a shortest trace. Every rank may
-fail, refuse, give up or crash at any point, as often as the scope's budget of faults allows. Two
-things are asked of the whole graph: no state but the end is without a step that the protocol takes
-by itself, and from every state such steps lead to the end. In a finite graph that is progress under
-fair scheduling: a run that ends nowhere would pass some state for ever without taking the step that
+The search is breadth first, so that a violation has a shortest trace. Every rank may fail, refuse,
+give up or crash at any point, as often as the scope's budget of faults allows. The search also
+checks progress. Every state but the end has a step that the protocol takes without a fault, and
+from every state such steps lead to the end. In a finite graph this is progress under fair
+scheduling: a run that never ends would pass some state again and again without taking the step that
 leads on.
 """
 
@@ -22,26 +22,25 @@ from qeffect.refusals import Refused
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import BETWEEN, RANK_PROMISES, RANK_STEPS, STEP
 
+from .concrete_state import ConcreteState, Impossible, Size, broken
 from .lemmas import LEMMAS
-from .memory import Impossible, Size, State, broken
 from .protocol import TRANSITIONS, Transition
 
-__all__ = ["SCOPES", "Found", "Scope", "explore"]
+__all__ = ["SCOPES", "Found", "RankScope", "explore"]
 
 
 @frozen
-class Scope:
+class RankScope:
     """
     What is explored.
 
     Args:
         name: Its name.
         size: Ranks, slots, messages.
-        goal: The epoch that all ranks are to reach.
-        faults: How many things may go wrong.
-        leave_out: Transitions that do not happen in it.
-        checkpoints: Whether ranks write checkpoints.
-        says: What it is for.
+        goal: The epoch that all ranks must reach.
+        faults: Number of faults at most.
+        leave_out: Transitions that do not take part.
+        says: What the scope covers.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Scope:
 
     @property
     def transitions(self) -> list[Transition]:
-        """What happens in it."""
+        """The transitions that take part."""
         return [t for t in TRANSITIONS.values() if t.name not in self.leave_out]
 
 
@@ -62,10 +61,10 @@ _ACTIONS: Final = frozenset({"act", "end_act", "fail"})
 _CHECKPOINTS: Final = frozenset({"write_shard", "publish"})
 
 #: Scopes by name.
-SCOPES: Final[Mapping[str, Scope]] = {
+SCOPES: Final[Mapping[str, RankScope]] = {
     scope.name: scope
     for scope in (
-        Scope(
+        RankScope(
             "two-ranks",
             Size(2, attempts=2, steps=1),
             goal=1,
@@ -73,7 +72,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_MESSAGES,
             says="two ranks, one step, checkpoints, one fault anywhere",
         ),
-        Scope(
+        RankScope(
             "three-ranks",
             Size(3, attempts=2, steps=1),
             goal=1,
@@ -81,7 +80,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_MESSAGES | _CHECKPOINTS | _ACTIONS,
             says="three ranks, one step, one fault anywhere",
         ),
-        Scope(
+        RankScope(
             "messages",
             Size(2, attempts=1, slots=1, messages={(0, 1): 1}, steps=2),
             goal=2,
@@ -89,7 +88,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS,
             says="two ranks, two steps, a message a step",
         ),
-        Scope(
+        RankScope(
             "messages-and-faults",
             Size(2, attempts=2, slots=1, messages={(0, 1): 1}, steps=1),
             goal=1,
@@ -97,7 +96,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS,
             says="two ranks, one step, one message, one fault anywhere",
         ),
-        Scope(
+        RankScope(
             "messages-both-ways",
             Size(2, attempts=1, slots=2, messages={(0, 1): 1, (1, 0): 1}, steps=1),
             goal=1,
@@ -105,7 +104,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS | {"release"},
             says="two ranks, one step, a message each way, two slots",
         ),
-        Scope(
+        RankScope(
             "two-messages",
             Size(2, attempts=1, slots=2, messages={(0, 1): 2}, steps=1),
             goal=1,
@@ -113,7 +112,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS | {"release"},
             says="two ranks, one step, two messages in one channel, two slots",
         ),
-        Scope(
+        RankScope(
             "two-steps",
             Size(2, attempts=2, steps=2),
             goal=2,
@@ -128,16 +127,16 @@ SCOPES: Final[Mapping[str, Scope]] = {
 @frozen
 class Found:
     """
-    What an exploration found.
+    The result of an exploration.
 
     Args:
-        scope: What was explored.
+        scope: Name of the scope.
         states: Reachable states.
         steps: Transitions taken between them.
         taken: How often each transition was taken.
         refused: How often each thing that the protocol asks was refused.
-        violation: What broke, if something did: a promise's name, ``deadlock``, or ``no way on``.
-        trace: The transitions that lead there, from the first.
+        violation: The violation, or empty: a promise's name, ``deadlock``, or ``no way on``.
+        trace: The transitions that lead to the violation, from the first.
     """
 
     scope: str
@@ -149,7 +148,7 @@ class Found:
     trace: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """It as plain data."""
+        """Return the result as plain data."""
         return {
             "scope": self.scope,
             "states": self.states,
@@ -163,12 +162,12 @@ class Found:
 
 class _Search:
     def __init__(
-        self, scope: Scope, transition: str, without: frozenset[str], lemmas: bool
+        self, scope: RankScope, transition: str, without: frozenset[str], lemmas: bool
     ) -> None:
         self.scope = scope
         self.mutated = transition
         self.without = without
-        self.state = State(scope.size)
+        self.state = ConcreteState(scope.size)
         self.promises: list[Predicate] = [*RANK_PROMISES, *(LEMMAS if lemmas else ())]
         self.steps_of = {t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS}
         members = scope.size.members
@@ -222,7 +221,7 @@ class _Search:
         buffer = state.buffer
         for index, (transition, given) in enumerate(self.moves):
             buffer[:] = here[:-1]
-            # That a contract refuses a spoiled epoch follows from the failure: no fault more.
+            # A refusal of a spoiled epoch is a consequence of the failure, not another fault.
             follows = transition.name == "refuse" and state.spoiled[given[0]] == 1
             fault = transition.fault and not follows
             if fault and faults == scope.faults:
@@ -301,7 +300,7 @@ class _Search:
         )
 
     def _stuck(self) -> tuple[str, int] | None:
-        """A state from which the protocol's own steps do not lead to the end."""
+        """Return a state from which the protocol's own steps do not lead to the end."""
         ended = [self._ended(n) for n in range(len(self.states))]
         for number, onward in enumerate(self.onward):
             if not onward and not ended[number]:
@@ -326,7 +325,7 @@ def _told(transition: Transition, given: tuple[int, ...]) -> str:
 
 
 def explore(
-    scope: Scope,
+    scope: RankScope,
     *,
     transition: str = "",
     without: frozenset[str] = frozenset(),
@@ -337,8 +336,9 @@ def explore(
 
     Args:
         scope: The scope.
-        transition: A transition that is run without some of what it asks or writes.
-        without: Names of what it does not ask, ``COLUMN =`` for what it does not write.
-        lemmas: Also check what the proofs need besides the promises.
+        transition: A transition that runs without some of its needs or writes.
+        without: Names of needs that it does not ask, ``COLUMN =`` for columns that it does not
+            write.
+        lemmas: Also check the lemmas of the proofs.
     """
     return _Search(scope, transition, without, lemmas).run()

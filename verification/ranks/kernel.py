@@ -22,7 +22,7 @@ from ..explorer.plain import explore
 from ..explorer.scopes import Scope
 from ..explorer.walker import Walker
 
-__all__ = ["KERNEL_SCOPES", "Matched", "Seen", "match", "seen"]
+__all__ = ["KERNEL_SCOPES", "Matched", "RankView", "match", "seen"]
 
 #: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
 KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
@@ -33,7 +33,7 @@ _WHOLE: Final = ("final", "reduced")
 
 
 @frozen
-class Seen:
+class RankView:
     """What the protocol knows of a contract."""
 
     epoch: int
@@ -52,7 +52,7 @@ class Matched:
         states: Reachable states of the kernel.
         moves: Moves tried in them, accepted or refused.
         commits: Commits accepted.
-        difference: The first move that the protocol does not allow; empty if there is none.
+        difference: The first move that the protocol does not allow, or empty.
     """
 
     scope: str
@@ -62,7 +62,7 @@ class Matched:
     difference: str = ""
 
     def record(self) -> dict[str, Any]:
-        """It as plain data."""
+        """Return the result as plain data."""
         return {
             "scope": self.scope,
             "states": self.states,
@@ -72,11 +72,11 @@ class Matched:
         }
 
 
-def seen(st: Any) -> Seen:
+def seen(st: Any) -> RankView:
     """Return what the protocol knows of a kernel's memory."""
     epochs = _entries(st.weight_epoch)
     assert len(set(epochs)) == 1, "a commit is atomic over the stages of a process"
-    return Seen(
+    return RankView(
         epoch=epochs[0],
         live=any(any(_entries(getattr(st, name))) for name in _LIVE if hasattr(st, name)),
         spoiled=any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
@@ -126,7 +126,9 @@ def match(
     return Matched(scope.name, len(states), counts["moves"], counts["commits"])
 
 
-def _wrong(steps: Iterable[str], right: bool, clause: str | None, before: Seen, after: Seen) -> str:
+def _wrong(
+    steps: Iterable[str], right: bool, clause: str | None, before: RankView, after: RankView
+) -> str:
     """What the protocol does not allow of a move; nothing if it does."""
     if after.whole and after.spoiled:
         return "whole and spoiled"
@@ -136,7 +138,7 @@ def _wrong(steps: Iterable[str], right: bool, clause: str | None, before: Seen, 
         may = before.whole and not before.live
         if right and may != (clause is None):
             return "a commit is accepted if the epoch is whole and nothing is live, and only then"
-        if clause is None and after != Seen(before.epoch + 1, False, False, False):
+        if clause is None and after != RankView(before.epoch + 1, False, False, False):
             return "a commit begins the next epoch, with nothing in it"
     elif tuple(steps) == ("restore",):
         if clause is None and (after.live or after.spoiled or after.whole):

@@ -1,9 +1,9 @@
 """
-The protocol with one thing left out, each caught twice: a proof no longer closes, and a shortest
-trace of a few ranks shows what goes wrong.
+Mutants of the protocol, each with one thing left out. A mutant is caught twice: a proof no longer
+closes, and a shortest trace of a few ranks shows the violation.
 
-Everything that a transition asks first (``st.need``) is left out in turn, and of its writes those
-that make others wait, know or stop.
+Every need of a transition (``st.need``) is left out in turn, and the writes that make other ranks
+wait, know or stop.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from attrs import frozen
 from .explore import SCOPES, explore
 from .protocol import TRANSITIONS
 from .prove import prove
-from .symbolic import asked
+from .symbolic_state import asked
 
-__all__ = ["WRITES", "Caught", "Mutant", "caught", "mutants"]
+__all__ = ["WRITES", "Caught", "ProtocolMutant", "caught", "mutants"]
 
-#: Writes that are left out in turn, by transition, with what a runtime without it would do.
+#: Writes that are left out in turn, by transition, with what a runtime without the write does.
 WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("start", "epoch"): "a rank starts with the weights that it happens to have",
     ("begin_step", "sent_before"): "a rank counts its messages on without beginning a step's anew",
@@ -34,13 +34,13 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
 
 
 @frozen
-class Mutant:
+class ProtocolMutant:
     """
     A protocol with one thing left out.
 
     Args:
-        transition: Where.
-        without: What it does not ask, or ``COLUMN =`` for what it does not write.
+        transition: The transition.
+        without: The need that it does not ask, or ``COLUMN =`` for a column that it does not write.
         says: What that means.
     """
 
@@ -50,7 +50,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The mutant's name."""
         return f"{self.transition} without {self.without}"
 
 
@@ -61,13 +61,13 @@ class Caught:
 
     Args:
         mutant: The mutant.
-        open: What is no longer proved.
-        scope: The scope whose exploration broke; empty when none did.
-        violation: What broke there.
-        trace: The transitions that lead there.
+        open: The claims that are no longer proved.
+        scope: The scope whose exploration finds a violation; empty if none does.
+        violation: The violation.
+        trace: The transitions that lead to the violation.
     """
 
-    mutant: Mutant
+    mutant: ProtocolMutant
     open: tuple[str, ...]
     scope: str
     violation: str
@@ -75,11 +75,11 @@ class Caught:
 
     @property
     def killed(self) -> bool:
-        """Whether the ranks of some scope break a promise, or do not come to the end."""
+        """Whether in some scope the ranks break a promise or cannot reach the end."""
         return bool(self.violation)
 
     def record(self) -> dict[str, Any]:
-        """It as plain data."""
+        """Return the result as plain data."""
         return {
             "mutant": self.mutant.name,
             "says": self.mutant.says,
@@ -90,16 +90,16 @@ class Caught:
         }
 
 
-def mutants() -> Iterator[Mutant]:
+def mutants() -> Iterator[ProtocolMutant]:
     """Yield every mutant."""
     for transition in TRANSITIONS.values():
         for name in asked(transition):
-            yield Mutant(transition.name, name, f"`{transition.name}` does not ask {name}")
+            yield ProtocolMutant(transition.name, name, f"`{transition.name}` does not ask {name}")
     for (transition_name, column), says in WRITES.items():
-        yield Mutant(transition_name, f"{column} =", says)
+        yield ProtocolMutant(transition_name, f"{column} =", says)
 
 
-def caught(mutant: Mutant, progress: Callable[[str], None] | None = None) -> Caught:
+def caught(mutant: ProtocolMutant, progress: Callable[[str], None] | None = None) -> Caught:
     """Prove and explore a mutant."""
     if progress is not None:
         progress(f"Without. {mutant.name}")

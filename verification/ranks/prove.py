@@ -2,10 +2,10 @@
 Proofs for any number of ranks: every promise and lemma holds at first, and every transition keeps
 it.
 
-Ranks are members of a sort of which nothing is known, slots and places are integers. A goal is
-first asked over instances: the hypotheses of the very ranks and places that the goal names. What
-that does not settle is asked again with the hypotheses in full. Only ``unsat`` counts; an
-``unknown`` is a failure.
+Ranks are members of an uninterpreted sort; slots and places are integers. A goal is first asked
+with hypotheses instantiated for the ranks and places that the goal names. If that does not prove
+the goal, it is asked again with the quantified hypotheses. Only ``unsat`` is a proof; ``unknown``
+is a failure.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from attrs import asdict, frozen
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 
-from ..symbolic.terms import Sym
+from ..column_reads import ColumnReads
+from ..symbolic import Sym
 from .lemmas import CONFIGURATION, LEMMAS
 from .protocol import TRANSITIONS, Transition
-from .symbolic import State, Symbols, closed, fresh, holds, initial, run, variables
+from .symbolic_state import SymbolicState, Symbols, closed, fresh, holds, initial, run, variables
 
 __all__ = ["INVARIANTS", "Answer", "prove"]
 
 #: What holds in every reachable state.
 INVARIANTS: Final = (*RANK_PROMISES, *LEMMAS)
 _CLAIMS: Final = {claim.name: claim for claim in (*CONFIGURATION, *INVARIANTS)}
-#: Variables of a claim of which not every instance is tried first.
+#: A claim with more variables is not instantiated for every combination of members.
 _MANY: Final = 3
 #: Milliseconds for one question.
 TIMEOUT: Final = 10_000
@@ -45,11 +46,11 @@ class Answer:
     The answer to one obligation.
 
     Args:
-        transition: What is taken, or ``initially``.
-        claim: The promise or lemma that must hold after it, or when it is taken.
-        verdict: ``unsat`` when it is proved, ``kept`` when nothing that it speaks of is written;
-            else ``sat`` or ``unknown``.
-        seconds: How long it took.
+        transition: The transition, or ``initially``.
+        claim: The promise or lemma that must hold after the transition, or when it is taken.
+        verdict: ``unsat`` for a proof; ``kept`` where the transition writes none of the claim's
+            columns; else ``sat`` or ``unknown``.
+        seconds: Time of the answer.
     """
 
     transition: str
@@ -59,11 +60,11 @@ class Answer:
 
     @property
     def proved(self) -> bool:
-        """Whether it is."""
+        """Whether the claim is proved."""
         return self.verdict in ("unsat", "kept")
 
     def record(self) -> dict[str, Any]:
-        """It as plain data."""
+        """Return the answer as plain data."""
         return asdict(self)
 
 
@@ -76,15 +77,15 @@ def prove(
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[Answer]:
     """
-    Prove everything, or of one transition everything that it must keep.
+    Prove every obligation, or those of one transition.
 
     Args:
-        transition: The only transition to prove; all of them, and the beginning, when left out.
-        without: Names of what that transition does not ask, ``COLUMN =`` for what it does not
-            write.
-        seed: Seed of the solver's own choices.
-        timeout: Milliseconds for one question.
-        progress: Called with a line now and then.
+        transition: The only transition to prove; by default all, and the initial state.
+        without: Names of needs that the transition does not ask, ``COLUMN =`` for columns that it
+            does not write.
+        seed: Seed of the solver.
+        timeout: Timeout per question in milliseconds.
+        progress: Called with a progress line.
     """
     if not transition:
         yield from _initially((seed, timeout))
@@ -148,8 +149,8 @@ def _answer(
 
 
 def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) -> Iterator[Any]:
-    """The hypotheses, of the members that a goal names."""
-    state = State(before)
+    """Yield the hypotheses, instantiated for the members that a goal names."""
+    state = SymbolicState(before)
     space: dict[str, list[Any]] = {
         sort: [member for name, member in members.items() if sorts[name] == sort]
         for sort in ("rank", "place", "attempt", "count")
@@ -160,7 +161,7 @@ def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) 
         space["count"] += [step, step + 1]
     for claim in (*CONFIGURATION, *INVARIANTS):
         if len(claim.variables) > _MANY:
-            # Of so many members only those of the goal itself, if it has as many.
+            # Only the goal's own members, if the goal has as many.
             if claim.variables.keys() <= members.keys():
                 yield _template(claim.name)
             continue
@@ -171,7 +172,7 @@ def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) 
 
 @cache
 def _template(name: str) -> Any:
-    """A claim of the state before, of its variables' constants."""
+    """Return a claim about the state before, as a term over its variables' constants."""
     return holds(_CLAIMS[name], fresh())
 
 
@@ -192,17 +193,8 @@ def _same(name: str, before: Symbols, after: Symbols) -> bool:
 
 @cache
 def _reads(name: str) -> frozenset[str]:
-    """The columns that a claim speaks of."""
-    term = _template(name)
-    found: set[str] = set()
-    todo = [term]
-    seen = set()
-    while todo:
-        one = todo.pop()
-        if one.get_id() in seen:
-            continue
-        seen.add(one.get_id())
-        if z3.is_const(one) and one.decl().name() in RANK_COLUMNS:
-            found.add(one.decl().name())
-        todo += one.children()
-    return frozenset(found)
+    """Return the columns that a claim reads."""
+    claim = _CLAIMS[name]
+    state = ColumnReads(SymbolicState(fresh()))
+    claim.function(state, **{n: Sym(t, {}) for n, t in variables(claim.variables).items()})
+    return frozenset(state.read & RANK_COLUMNS.keys())

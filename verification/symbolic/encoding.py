@@ -106,7 +106,7 @@ class Encoding:
         constants: Meaning of plain values in uninterpreted sorts.
         members: Members of each finite index sort without its sentinel; empty when unbounded.
         generation_bits: Width of a generation, or None for an unbounded integer.
-        memo: What was already computed in this encoding, by a key of the computing function's.
+        memo: Results already computed in this encoding, by a key of the computing function.
     """
 
     sorts: Mapping[str, Any]
@@ -280,7 +280,7 @@ class Memory:
         """Make the view of a column that is met for the first time; most never are."""
         term = self.__dict__.get("_before", {}).get(name)
         if term is None:
-            raise AttributeError(f"there is no column {name!r}")
+            raise AttributeError(f"unknown column {name!r}")
         view = self._encoding.view(term, self._run)
         setattr(self, name, view)
         return view

@@ -1,5 +1,5 @@
 """
-Every path of every transition: what it requires, what it leaves behind, what it answers.
+Every path of every transition: its condition, the state that it leaves, its answer.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ def paths(transition: str, function: Callable[..., Any], encoding: Encoding) -> 
 
 def merged(table: PathTable) -> PathTable:
     """
-    Join the paths of each transition that leave and answer the same.
+    Join the paths of each transition that leave the same state and give the same answer.
 
-    A guard ``a and b`` forks twice although both ways of not refusing go on alike. Joined, a
-    transition has one path per clause and one per way of writing, under equivalent conditions.
+    A guard ``a and b`` forks twice, although both ways not to refuse continue alike. Joined, a
+    transition has one path per clause and one per set of writes, under equivalent conditions.
     """
     return {name: merge(found) for name, found in table.items()}
 
 
 def merge(found: Sequence[Path]) -> tuple[Path, ...]:
-    """Join the paths of one transition that leave and answer the same."""
+    """Join the paths of one transition that leave the same state and give the same answer."""
     return tuple(_merge(list(found)))
 
 

@@ -1,5 +1,5 @@
 """
-What a random caller attempts: any call at all, most of them with one thing wrong.
+The attempts of a random caller: any call, mostly with one thing wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qeffect import Checkpoint, Destination, TapeKey, TapeRef, Ticket
 from qeffect.engine.stage import TRANSITIONS
 
 from ..calls import Call
-from ..targets import Target
+from ..coverage import Target
 from .oracle import broken
 from .proposals import (
     ACTIONS,
@@ -98,7 +98,7 @@ def aimed(
 
 
 def _twisted(call: Call, twists: Sequence[tuple[str, Any]], pick: Pick) -> Call:
-    """Return the call with at most one argument replaced; a function makes its value."""
+    """Return the call with at most one argument replaced; a function makes the value."""
     chosen = pick(len(twists) + 1)
     if chosen == 0:
         return call
@@ -179,7 +179,7 @@ def _forward(shadow: Shadow, pick: Pick) -> Call:
 
 
 def _anykey_of(shadow: Shadow, pick: Pick) -> tuple[TapeKey, TapeRef] | None:
-    """A tape that is live, or was."""
+    """Return the key and reference of a tape that is or was live."""
     live = [(key_of(slot), shadow.ref(slot)) for slot in shadow.live()]
     tapes = live + shadow.old_refs[-4:] if pick(4) == 3 else live or shadow.old_refs[-4:]
     return tapes[pick(len(tapes))] if tapes else None
@@ -228,7 +228,7 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
     action = ACTIONS[kind]
 
     def propose(shadow: Shadow, pick: Pick) -> Call | None:
-        """A ticket of another check, a spent or a forged one; or the right one, wrong evidence."""
+        """Propose a spent, forged or foreign ticket, or the right ticket with wrong evidence."""
         flights = [f.ticket for f in shadow.flights.values()]
         spent = [t for t in shadow.old_tickets if t.action == action]
         wrong: list[Ticket] = []
@@ -270,7 +270,7 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
 
 
 def _wrong_reports(shadow: Shadow, ticket: Ticket, told: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What an action in flight must not report, where its backend reports."""
+    """Return the reports that an action in flight must not make, if its backend reports."""
     flight = shadow.flights[ticket.serial]
     config = shadow.configs[flight.stage]
     now = dict.fromkeys(config.matrices, shadow.epoch)

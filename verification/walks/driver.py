@@ -1,5 +1,5 @@
 """
-The driver: makes one call after another on a contract and holds each against the oracle.
+The driver: makes one call after another on a contract and compares each with the oracle.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from qeffect.relations.constants import NEVER
 
 from ..caller import ProcessCaller
 from ..calls import Call
+from ..coverage import TARGETS, Target
 from ..induction import INVARIANTS
 from ..judging import failing, members_of, seen, speaks_of
 from ..process import Process
-from ..targets import TARGETS, Target
 from .attempts import aimed, attempt
 from .oracle import violations
 from .proposals import Pick, chooser, support
 from .shadow import Shadow
-from .timeline import Step, schedule_text, timeline_text
+from .timeline import CallRecord, schedule_text, timeline_text
 from .walk import RandomWalk
 
-__all__ = ["Driver", "Mismatch", "Tally"]
+__all__ = ["CallCounts", "Driver", "Mismatch"]
 
-#: The contract's own account is compared after so many calls.
+#: Calls between two comparisons of the contract's own account with the shadow.
 _EVERY = 8
-#: How many calls that help come before the attempt of a rare refusal.
+#: Supporting calls before the attempt of a rare refusal.
 _SUPPORT = 3
-#: What Python raises where a broken contract runs over a name that is none, instead of refusing.
+#: What Python raises where a broken contract reads an unknown name instead of refusing.
 _BREAKDOWN = (LookupError, TypeError, ValueError, AttributeError)
-#: Those that refuse only while something is in flight, half done or broken.
+#: The targets that refuse only while something is in flight, half done or broken.
 _FLEETING = tuple(
     (name, clause)
     for name, clause in TARGETS
@@ -68,17 +68,17 @@ class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wr
     Attributes:
         guard: The guard that should have refused, as (transition, clause); None where a legal call
             was refused.
-        steps: The calls that led there, those left out that were rightly refused.
+        steps: The calls that led to the disagreement, without those that were rightly refused.
     """
 
     guard: Target | None = None
-    steps: Sequence[Step] = ()
+    steps: Sequence[CallRecord] = ()
 
 
 @define
-class Tally:
+class CallCounts:
     """
-    What a run of schedules exercised.
+    How often a run of schedules exercised each transition and clause.
 
     Args:
         accepted: Accepted transitions, as the contract's observer reported them.
@@ -99,10 +99,10 @@ class Driver(RandomWalk):
 
     Args:
         process: Its configuration.
-        tally: Where to count; by default a tally of its own.
-        make: What makes its contracts; a test replaces it by one that makes faulty ones.
-        focus: The only guards to look at, after every step; by default all, now and then.
-        rare: The guards to look at first until they are met.
+        tally: Where to count; by default counts of its own.
+        make: Makes the contracts; a test gives a function that makes faulty ones.
+        focus: The only guards to attempt, after every step; by default all, now and then.
+        rare: The guards to attempt first until each has refused.
 
     Attributes:
         steps: The calls so far.
@@ -111,7 +111,7 @@ class Driver(RandomWalk):
     def __init__(
         self,
         process: Process,
-        tally: Tally | None = None,
+        tally: CallCounts | None = None,
         make: Callable[..., Contract] | None = None,
         focus: Sequence[Target] | None = None,
         rare: Sequence[Target] = (),
@@ -119,9 +119,9 @@ class Driver(RandomWalk):
         self.rare = rare
         self.process = process
         self.focus = focus
-        self.tally = Tally() if tally is None else tally
+        self.tally = CallCounts() if tally is None else tally
         self.make = process.contract if make is None else make
-        self.steps: list[Step] = []
+        self.steps: list[CallRecord] = []
         self.met: set[Target] = set()
         self.events: list[str] = []
         self.caller = ProcessCaller(process, lambda: self.make(observer=self._observe))
@@ -138,12 +138,12 @@ class Driver(RandomWalk):
         self.tally.accepted[transition] += 1
 
     def aim(self, pick: Pick) -> None:
-        """Make calls that are refused by guards which this schedule has not met yet."""
+        """Make calls that guards refuse which have not refused in this schedule yet."""
         if self.focus is not None:
             return
         rare = self._still_rare()
         for _ in range(_SUPPORT if rare else 0):
-            self.run(support(self.shadow, pick))  # what is rare wants most of a call to be right
+            self.run(support(self.shadow, pick))  # the rest of the call must be right
         everything = TARGETS if self.shadow.quiet else _FLEETING
         targets = rare or [target for target in everything if target not in self.met]
         self._aim_at(targets, pick)
@@ -160,7 +160,7 @@ class Driver(RandomWalk):
                 return  # wrong evidence has aborted its action
 
     def step(self, number: int) -> None:
-        """Do what a number says; then look at the guards in focus, or rare ones, if any."""
+        """Take a number's step; then attempt the guards in focus, or the rare ones, if any."""
         super().step(number)
         if number:
             self._aim_at(self._still_rare(), chooser(number))
@@ -178,11 +178,11 @@ class Driver(RandomWalk):
 
     def call(self, call: Call) -> Any:
         """
-        Make a call; return what it returned, None where it was rightly refused.
+        Make a call and return its result; None where the call was rightly refused.
 
         Raises:
-            Mismatch: It was refused though legal, accepted though not, refused by another
-                clause, or a refusal changed something.
+            Mismatch: A legal call was refused, an illegal call was accepted or refused by another
+                clause, or a refusal changed the state.
         """
         wrong = violations(self.shadow, call)
         self.tally.calls += 1
@@ -259,7 +259,7 @@ class Driver(RandomWalk):
         self.shadow.happened(Call("abort_wgrad", {"ticket": ticket}), None)
 
     def _told(self, call: Call) -> tuple[Any, ...]:
-        """Spell what a commit tells as the transition takes it."""
+        """Return what a commit reports, as the transition's arguments."""
         told = call.arguments
         filled = told.get("filled")
         pairs = list(filled.items() if isinstance(filled, dict) else filled or ())
@@ -297,7 +297,7 @@ class Driver(RandomWalk):
             told = str(result) if isinstance(result, TapeRef) else ""
         if "refresh" in call.transition or (slot is not None and slot >= len(self.shadow.slots)):
             slot = None
-        self.steps.append(Step(call, refused, slot, told))
+        self.steps.append(CallRecord(call, refused, slot, told))
 
     # Agreement
 
@@ -310,7 +310,7 @@ class Driver(RandomWalk):
 
     def agree(self) -> None:
         """
-        Hold the contract's own account, and the specification's invariants, against the shadow.
+        Compare the contract's own account with the shadow, and check every invariant.
 
         Raises:
             Mismatch: They differ.
@@ -318,7 +318,7 @@ class Driver(RandomWalk):
         shadow, contract = self.shadow, self.contract
         live = {s.tape.key: shadow.ref(s) for s in shadow.slots if s.tape is not None}
         if contract.live() != live:
-            raise self._mismatch(f"the contract has {contract.live()} live, the shadow {live}")
+            raise self._mismatch(f"live tapes: contract {contract.live()}, shadow {live}")
         if contract.epoch != shadow.epoch:
             raise self._mismatch(f"the contract is in epoch {contract.epoch}, not {shadow.epoch}")
         if shadow.uses("order"):
@@ -342,7 +342,7 @@ class Driver(RandomWalk):
         return self._mismatch(f"a call broke down with {error!r}{expected}", guard)
 
     def _mismatch(self, message: str, guard: Target | None = None) -> Mismatch:
-        """Say what is wrong, with the calls that led there; right refusals changed nothing."""
+        """Return the mismatch with the calls that led to it, rightly refused ones left out."""
         *before, last = self.steps
         shown = [step for step in before if not step.refused or "evidence" in step.call.arguments]
         left_out = len(before) - len(shown)

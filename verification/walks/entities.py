@@ -1,5 +1,5 @@
 """
-What the shadow of a process consists of: tapes, slots, stages, domains, pools, links.
+The parts of a process's shadow: tapes, slots, stages, domains, pools, links.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Domain", "Flight", "Link", "Pool", "Reduction", "Slot", "Stage", "Ta
 
 @define
 class Tape:
-    """Retained work: its key, who still has to visit it, and the messages that came for it."""
+    """Retained work: its key, the actions yet to visit it, and the messages received for it."""
 
     key: TapeKey
     waits: set[str]
@@ -23,7 +23,7 @@ class Tape:
 
     @property
     def claimed(self) -> bool:
-        """A key has claimed the slot and its forward has not succeeded yet."""
+        """Whether a key has claimed the slot and its forward has not succeeded yet."""
         return "F" in self.waits
 
 
@@ -32,10 +32,10 @@ class Slot:
     """
     A place for one tape.
 
-    ``wrote`` is when its output or input gradient was last replayed, ``vacated`` the last replay of
-    its former tapes, ``moving`` the transfers under way and ``mover`` whose they are, ``ended`` on
-    which link and when the latest of them ended, and ``scaled_at`` how many scaling updates its F
-    had seen.
+    ``wrote`` is the time of the latest replay that wrote the output or input gradient. ``vacated``
+    is the time of the latest replay of a former tape. ``moving`` holds the transfers under way, and
+    ``mover`` the key and generation that they belong to. ``ended`` is the link and time of the
+    latest end of a transfer. ``scaled_at`` counts the scaling updates before the slot's F.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Slot:
 
 @define
 class Stage:
-    """What happened to a stage since its weights were last updated."""
+    """The actions of a stage since its weights were last updated."""
 
     config: StageConfig
     cached: int | None = None
@@ -69,7 +69,7 @@ class Stage:
 
 @define
 class Reduction:
-    """What became of a bucket since the weights were last updated."""
+    """The reduction of a bucket since the weights were last updated."""
 
     stages: tuple[int, ...]
     running: bool = False
@@ -79,9 +79,9 @@ class Reduction:
 @define
 class Domain:
     """
-    What happened to the scaling state of a domain, and on its graph stream.
+    The scaling state of a domain, and its graph stream.
 
-    ``drained`` is when the host last saw its device work finish.
+    ``drained`` is when the host last saw the domain's device work finish.
     """
 
     updates: int = 0
@@ -97,7 +97,7 @@ class Domain:
 
 @define
 class Pool:
-    """Capture memory: the tapes in it, and the capture ranks replayed since it was empty."""
+    """A capture pool: its number of tapes, and the capture ranks replayed since it was empty."""
 
     tapes: int = 0
     replayed: list[int] = field(factory=list)
@@ -109,7 +109,7 @@ class Pool:
 
 @define
 class Link:
-    """When a caller enqueued work, when its work was waited for, and when it waited itself."""
+    """When a caller last enqueued work, when its work was last awaited, when it last waited."""
 
     domain: int
     caller: Hashable

@@ -1,10 +1,11 @@
 """
-The random machine: real contracts under random legal and illegal calls, against the oracle.
+The random machine: real contracts under random legal and illegal calls, checked by the oracle.
 
-`run` drives it by whole schedules; `ContractMachine` is the same as a Hypothesis state machine
-with a rule for every transition. A run proves nothing. It fails when a legal call was refused, an
-illegal one accepted or refused by another clause than the first it breaks, a refusal changed
-anything, an invariant of the specification broke, or when something was never exercised.
+`run` drives contracts by whole schedules. `ContractMachine` does the same as a Hypothesis state
+machine with a rule for every transition. A run proves nothing. It fails when a legal call is
+refused, when an illegal call is accepted or refused by another clause than the first it breaks,
+when a refusal changes the state, when an invariant of the specification breaks, or when a
+transition or clause was never exercised.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
+from qeffect.countdown import Countdown
 
+from ..coverage import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
 from ..process import Process
-from ..targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
-from .driver import Driver, Mismatch, Tally
+from .driver import CallCounts, Driver, Mismatch
 from .processes import PROCESSES
 from .proposals import chooser
 
 __all__ = ["ContractMachine", "RandomReport", "numbers", "processes", "run", "uncovered"]
 
 _CHOICES = st.integers(0, (1 << 64) - 1)
-#: Hypothesis tries the constants of the modules that are loaded, where they fit; none fits beyond,
-#: so that a seed draws the same schedules in a command, in a test of thousands and from a wheel.
+#: Hypothesis also draws constants of the loaded modules, where they fit. None fits beyond this
+#: bound, so that a seed draws the same schedules in a command, in a test and from a wheel.
 _BEYOND = 1 << 96
 _APART = st.integers(_BEYOND, _BEYOND + (1 << 64) - 1).map(lambda number: number - _BEYOND)
 #: Steps of the longest schedule; a step is a call or a few that belong together.
 _LONGEST = 160
-#: Where a plainer failure is sought: in short schedules first, so many of each length, and for how
-#: long it is made plainer yet.
+#: The search for a shorter failure: lengths of schedules, schedules of each length, seconds.
 _LENGTHS = (8, 24, 72, _LONGEST)
 _SHRINKING = 300
-#: One in so many schedules is kept for the refusals that the others did not meet.
+#: One in so many schedules looks for refusals that the other schedules did not meet.
 _LAST = 2
 _SHRINKING_SECONDS = 30.0
 
@@ -58,8 +59,8 @@ class RandomReport:
         refused: How often each clause refused.
         uncovered: Transitions that were never accepted, and clauses that never refused in a
             transition that the specification names for them.
-        seconds: How long it took.
-        failure: What went wrong, with the shrunk schedule and its timeline; empty if nothing did.
+        seconds: Wall-clock time.
+        failure: The mismatch, with the shrunk schedule and its timeline; empty if there was none.
     """
 
     schedules: int = 0
@@ -72,7 +73,7 @@ class RandomReport:
 
     @property
     def actions_per_second(self) -> float:
-        """Calls made in a second, drawing and checking included."""
+        """Calls per second, drawing and checking included."""
         return self.actions / self.seconds if self.seconds else 0.0
 
     def asdict(self) -> dict[str, Any]:
@@ -81,14 +82,14 @@ class RandomReport:
 
 
 def processes() -> st.SearchStrategy[Process]:
-    """Processes of every shape that `PROCESSES` has; the first is the simplest."""
+    """Draw from `PROCESSES`; the first is the simplest."""
     return st.sampled_from(PROCESSES)
 
 
 def numbers(
     longest: int = 120, one: st.SearchStrategy[int] = _CHOICES
 ) -> st.SearchStrategy[list[int]]:
-    """Numbers to walk by; long lists are as likely as short ones, and shrink to short ones."""
+    """Draw the numbers of a walk; long lists are as likely as short ones, and shrink to those."""
     # A list of exactly one size would shrink by its numbers alone, so none is that long at least.
     shortest = tuple(longest * quarter // 4 for quarter in range(4))
     return st.sampled_from(shortest).flatmap(
@@ -96,7 +97,7 @@ def numbers(
     )
 
 
-def uncovered(tally: Tally) -> list[str]:
+def uncovered(tally: CallCounts) -> list[str]:
     """Return the transitions that were never accepted and the refusals that were never given."""
     return [
         *(f"transition {name}" for name in TRANSITION_NAMES if not tally.accepted[name]),
@@ -115,25 +116,28 @@ def run(
     make: Callable[[Process], Callable[..., Contract]] | None = None,
     *,
     shrink: bool = True,
+    note: Callable[[str], None] | None = None,
 ) -> RandomReport:
     """
     Run random schedules over processes of every shape.
 
-    A few hundred schedules exercise everything; fewer may leave something uncovered, which the
-    report then says.
+    A few hundred schedules exercise everything. Fewer may leave transitions or clauses uncovered;
+    the report lists those.
 
     Args:
-        schedules: How many.
-        seed: What they are drawn from; the same seed draws the same schedules.
-        progress: Told how far it is.
-        make: What makes a process's contracts, to test faulty ones.
-        shrink: Whether a failure is made shorter before it is told.
+        schedules: Number of schedules.
+        seed: The same seed draws the same schedules.
+        progress: Called with a progress line.
+        make: Makes a process's contracts, to test faulty ones.
+        shrink: Whether a failure is shortened before it is reported.
+        note: Called with a failure at once, before it is shortened.
 
     Returns:
         The report. It is a failure if ``failure`` or ``uncovered`` is not empty.
     """
-    tally = Tally()
+    tally = CallCounts()
     report = RandomReport()
+    count = Countdown("random schedules", schedules)
 
     rare: list[Target] = []
 
@@ -147,7 +151,7 @@ def run(
         driver.agree()
         report.schedules += 1
         if progress is not None:
-            progress(f"Checking. schedules={report.schedules:,} actions={tally.calls:,}")
+            progress(f"Checking. {count(report.schedules)}: {tally.calls:,} actions")
 
     begun = time.perf_counter()
     found = None
@@ -164,6 +168,8 @@ def run(
         rare = [target for target in TARGETS if not tally.targets[target]]
     report.seconds = time.perf_counter() - begun
     if found is not None:
+        if note is not None:
+            note(f"First finding. {str(found).splitlines()[0]}; looking for a shorter schedule")
         report.failure = str(_shrunk(found, seed, progress, make) if shrink else found)
     report.actions = tally.calls
     report.accepted = {name: tally.accepted[name] for name in TRANSITION_NAMES}
@@ -179,10 +185,10 @@ def _shrunk(
     make: Callable[[Process], Callable[..., Contract]] | None,
 ) -> Mismatch:
     """
-    Return the same kind of mismatch in as few and as plain calls as can be found.
+    Return the same kind of mismatch in the fewest and plainest calls that are found.
 
-    The search looks at one guard after every step. Among all the guards at random, as the run
-    does, every step that is left out would change what is attempted later.
+    The search attempts one guard after every step. If it attempted random guards, as the run does,
+    leaving a step out would change all later attempts.
     """
 
     best = found
@@ -224,7 +230,7 @@ def _found(
     phases: tuple[Phase, ...],
     longest: int = _LONGEST,
 ) -> Mismatch | None:
-    """Walk through examples until one fails; nothing is remembered, nothing has a deadline."""
+    """Walk through examples until one fails, without database or deadline."""
     one = _CHOICES if Phase.shrink in phases else _APART  # what is offset shrinks worse
     configured = settings(
         max_examples=examples,
@@ -247,11 +253,11 @@ class ContractMachine(RuleBasedStateMachine):
     """
     A Hypothesis state machine over one process; a class attribute counts what it exercised.
 
-    It has a rule for each transition, which attempts it in a right or a wrong way. A caller who
-    only did that would not get far, so each rule first takes some steps of a random walk.
+    A rule per transition attempts that transition in a right or a wrong way. Attempts alone would
+    rarely complete an epoch, so each rule first takes some steps of a random walk.
     """
 
-    tally = Tally()
+    tally = CallCounts()
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +276,7 @@ class ContractMachine(RuleBasedStateMachine):
 
     @rule()
     def agree(self) -> None:
-        """Hold the contract's account and the specification's invariants against the shadow."""
+        """Compare the contract's account with the shadow, and check every invariant."""
         self.driver.agree()
 
 

@@ -32,7 +32,7 @@ _CHECKED_BY = {
 
 def violations(shadow: Shadow, call: Call) -> list[str]:
     """
-    Return the clauses that a call would break now, the one to be named first.
+    Return the clauses that a call would break now, in normative order.
 
     >>> from qeffect.verification.walks.processes import PROCESSES
     >>> shadow = Shadow(PROCESSES[0], incarnation=1)
@@ -43,14 +43,14 @@ def violations(shadow: Shadow, call: Call) -> list[str]:
 
 
 def broken(shadow: Shadow, call: Call) -> Findings:
-    """Yield what `violations` returns, one by one."""
+    """Yield the clauses of `violations` one by one."""
     omitted = shadow.process.omit
     for clause in _RULES[call.transition](shadow, **call.arguments):
         if not omitted or _CHECKED_BY.get(clause, clause.partition(".")[0]) not in omitted:
             yield clause
 
 
-# What several calls have in common
+# Rules that several calls share
 
 
 def _known(shadow: Shadow, key: TapeKey) -> bool:
@@ -58,12 +58,12 @@ def _known(shadow: Shadow, key: TapeKey) -> bool:
 
 
 def _empty(slot: Slot) -> bool:
-    """No tape is in the slot and nothing moves through it."""
+    """Whether the slot has no tape and no transfer moves through it."""
     return slot.tape is None and not slot.moving
 
 
 def seat(shadow: Shadow, key: TapeKey, slot: int | None) -> tuple[Slot | None, list[str]]:
-    """Return the slot that a forward or a reservation takes, and what is wrong with it."""
+    """Return the slot that a forward or a reservation takes, and the clauses it breaks."""
     own = shadow.slot_of(key.cell)
     if slot is None:
         free = shadow.free(key.stage)
@@ -83,7 +83,7 @@ def seat(shadow: Shadow, key: TapeKey, slot: int | None) -> tuple[Slot | None, l
 
 
 def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) -> Findings:
-    """What is wrong with a key in a slot, whoever asks."""
+    """Violations by a key in a slot, for a forward or a reservation."""
     tape = place.tape
     if place.stage != key.stage:
         yield "ownership.foreign-slot"
@@ -106,7 +106,7 @@ def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) ->
 
 
 def _reference(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
-    """What is wrong with a key and a reference."""
+    """Violations by a key and a reference."""
     slot = shadow.slots[ref.slot]
     if ref.incarnation != shadow.incarnation:
         yield "ownership.foreign-incarnation"
@@ -119,7 +119,7 @@ def _reference(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
 
 
 def _transfer(shadow: Shadow, key: TapeKey, ref: TapeRef, what: str) -> Findings:
-    """What is wrong with a key and a reference at the end of a transfer."""
+    """Violations by a key and a reference at the end of a transfer."""
     slot = shadow.slots[ref.slot]
     lost = slot.tape is None and what in slot.moving and slot.mover is not None
     if not lost or slot.mover is None or slot.mover[1] != ref.generation:
@@ -132,7 +132,7 @@ def _transfer(shadow: Shadow, key: TapeKey, ref: TapeRef, what: str) -> Findings
 
 
 def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
-    """What is wrong with the link on which an end is told."""
+    """Violations by the link on which a transfer ends."""
     on, at = shadow.slots[ref.slot].ended
     if _known(shadow, key) and shadow.links[link].domain != shadow.domain_of(key.stage):
         yield "completion.wrong-stream"
@@ -141,7 +141,7 @@ def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
 
 
 def _filled(shadow: Shadow, stage: int, slot: Slot | None, link: int) -> Findings:
-    """What is wrong with a stream that fills a slot."""
+    """Violations by the stream that fills a slot."""
     if shadow.links[link].domain != shadow.domain_of(stage):
         yield "completion.wrong-stream"
     if slot is not None and shadow.links[link].waited < slot.vacated:
@@ -149,7 +149,7 @@ def _filled(shadow: Shadow, stage: int, slot: Slot | None, link: int) -> Finding
 
 
 def _seen(shadow: Shadow, slot: Slot | None) -> Findings:
-    """Whether the graph stream has waited for the slot's latest transfer."""
+    """A violation if the graph stream has not waited for the slot's latest transfer."""
     if slot is not None and shadow.links[slot.ended[0]].joined < slot.ended[1]:
         yield "completion.transfer-to-graph"
 
@@ -157,7 +157,7 @@ def _seen(shadow: Shadow, slot: Slot | None) -> Findings:
 def _update(
     shadow: Shadow, stage: int, token: int | None, action: tuple[str, Any] | None
 ) -> Findings:
-    """What is wrong with another update of a stage's scaling state."""
+    """Violations by another update of a stage's scaling state."""
     domain = shadow.domain(stage)
     if domain.running:
         yield "order.in-flight"
@@ -172,7 +172,7 @@ def _update(
 
 
 def _replay(shadow: Shadow, stage: int, link: int) -> Findings:
-    """What is wrong with a replay on a domain's graph stream."""
+    """Violations by a replay on a domain's graph stream."""
     if shadow.links[link].domain != shadow.domain_of(stage):
         yield "completion.wrong-stream"
     if shadow.links[link].joined < shadow.links[link].submitted:
@@ -180,7 +180,7 @@ def _replay(shadow: Shadow, stage: int, link: int) -> Findings:
 
 
 def _after_update(shadow: Shadow, stage: int) -> Findings:
-    """Whether the weights can be read: the stream waited for the latest update, or the host did."""
+    """A violation if neither the graph stream nor the host has waited for the latest update."""
     if shadow.updated is None:
         return
     caller, at = shadow.updated
@@ -191,7 +191,7 @@ def _after_update(shadow: Shadow, stage: int) -> Findings:
 
 
 def _reader(shadow: Shadow, link: int) -> Findings:
-    """Whether another stream waited for gradients of the epoch already."""
+    """A violation if another stream has already waited for gradients of the epoch."""
     if shadow.reader not in (None, shadow.links[link].caller):
         yield "completion.wrong-consumer"
 

@@ -19,7 +19,7 @@ def _stage(stage: int = 0, **options: Any) -> StageConfig:
 
 
 def _apart(stage: int, microbatches: int) -> tuple[Destination, ...]:
-    """Destinations of their own for every microbatch."""
+    """Return one gradient destination per microbatch and matrix."""
     return tuple(
         Destination(
             name, m, (4, 4), "float32", "cuda:0", 4096 * (stage + 1) + 128 * m + 64 * at, 64
@@ -46,7 +46,7 @@ _DECLARED = (
     ("dI", (0, 0, 0, 0)),
 )
 
-#: The first is the simplest, to which a failing schedule shrinks.
+#: The first is the simplest; failing schedules shrink to it.
 PROCESSES: tuple[Process, ...] = (
     Process("one stage", [_stage(microbatches=2)]),
     Process(

@@ -1,8 +1,8 @@
 """
-What a random caller does next that is legal: further the epoch, help, fail, restart.
+Legal next calls of a random caller: progress of the epoch, support, damage, restarts.
 
-Every choice is a number below some bound, asked of ``pick``; zero is always the simplest, so that
-a failing schedule shrinks to the plain one in which it still fails.
+``pick`` makes every choice, as a number below a bound. Zero is always the simplest choice, so that
+a failing schedule shrinks to a plain one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = [
 
 #: A choice below a bound; zero is the simplest.
 Pick = Callable[[int], int]
-#: A generator of calls; each is made before the next is asked for, and its result sent in.
+#: A generator of calls; each call is made before the next is drawn, and its result is sent in.
 Plan = Generator[Call, Any, None]
 
-#: What a caller can put right just before a call, by the clause that would refuse it.
+#: The call that a caller can make just before another, by the clause that it avoids.
 _REMEDIES: dict[str, Callable[[Shadow, Call], Call]] = {
     "completion.caller-to-graph": lambda shadow, call: Call("join", {"link": _link(call)}),
     "completion.graph-to-caller": lambda shadow, call: Call("wait", {"link": _link(call)}),
@@ -91,7 +91,7 @@ def link_of(shadow: Shadow, stage: int, caller: Hashable) -> int:
 
 def chooser(number: int) -> Pick:
     """
-    Return choices read off a number, the least significant first; zero chooses zero for ever.
+    Return a function that reads choices off a number; the number zero always chooses zero.
 
     >>> pick = chooser(7)
     >>> pick(2), pick(4), pick(100)
@@ -119,12 +119,12 @@ def a_link(shadow: Shadow, stage: int, pick: Pick = _first) -> int:
 
 
 def reader_of(shadow: Shadow, bucket: int | str) -> int:
-    """Return the link of the stream that reads a bucket's gradients, or may be named as it."""
+    """Return the link of the stream that reads a bucket's gradients; any link before one does."""
     return _readers_link(shadow, shadow.reductions[bucket].stages[0])
 
 
 def _readers_link(shadow: Shadow, stage: int) -> int:
-    """Return the link of the stream that reads the gradients, or may be named as it."""
+    """Return the link of the stream that reads the gradients; any link before one does."""
     return a_link(shadow, stage) if shadow.reader is None else link_of(shadow, stage, shadow.reader)
 
 
@@ -136,7 +136,7 @@ def evidence(shadow: Shadow, ticket: Ticket) -> tuple[str, ...]:
 
 
 def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
-    """Return what an action that did what was asked for reports, where its backend does."""
+    """Return what a successful action reports, if its backend reports."""
     flight = shadow.flights.get(ticket.serial)
     if flight is None:
         return {}
@@ -158,7 +158,7 @@ ACTIONS = {name: action for action, name in NAMES.items()}
 
 
 def committed(shadow: Shadow, ticket: Ticket) -> Call:
-    """Return the commit of an action that did what was asked for."""
+    """Return the commit of a successful action."""
     name = f"commit_{NAMES[ticket.action]}"
     whole = evidence(shadow, ticket)
     return Call(name, {"ticket": ticket, "evidence": whole, **reports(shadow, ticket)})
@@ -169,7 +169,7 @@ def _abort(ticket: Ticket) -> Call:
 
 
 def shares_pool(shadow: Shadow, stage: int) -> bool:
-    """Whether a stage's slots share capture memory, so that it matters which one is used."""
+    """Whether a stage's slots share capture memory, so that the choice of a slot matters."""
     return shadow.configs[stage].pool is not None
 
 
@@ -253,7 +253,7 @@ def _possible(shadow: Shadow, call: Call) -> bool:
 
 
 def progress(shadow: Shadow, pick: Pick) -> Plan | None:
-    """Return a plan that furthers the epoch, or None where nothing legal does."""
+    """Return a plan that furthers the epoch, or None if no legal call does."""
     calls = [
         call
         for source in (_forwards, _visits, _closings)
@@ -272,7 +272,7 @@ def progress(shadow: Shadow, pick: Pick) -> Plan | None:
 
 
 def _spelled_out(shadow: Shadow, call: Call, pick: Pick) -> Call:
-    """The same call, said in another of the ways in which it can be."""
+    """Return the same call with optional arguments given explicitly at random."""
     given = dict(call.arguments)
     if "link" in given:
         given["link"] = _another_link(shadow, call, pick)
@@ -292,7 +292,7 @@ def _spelled_out(shadow: Shadow, call: Call, pick: Pick) -> Call:
 
 
 def _another_link(shadow: Shadow, call: Call, pick: Pick) -> int:
-    """Return a link that the call may name: that of the gradients' reader, where it is known."""
+    """Return a link that the call may name: the gradient reader's, where that is known."""
     given = call.arguments
     if "bucket" in given:
         stages = shadow.reductions[given["bucket"]].stages
@@ -327,16 +327,16 @@ def _carry_out(shadow: Shadow, call: Call, pick: Pick) -> Plan:
 
 
 def prepared(shadow: Shadow, call: Call) -> Plan:
-    """Plan what puts right all that a caller can put right before a call."""
+    """Plan the calls that remove every refusal that a caller can remove before a call."""
     while wrong := [clause for clause in violations(shadow, call) if clause in _REMEDIES]:
         yield _REMEDIES[wrong[0]](shadow, call)
 
 
-# Support: what a caller does beside the actions, always legal
+# Support: legal calls beside the actions
 
 
 def support(shadow: Shadow, pick: Pick) -> Plan | None:
-    """Return a plan that is legal and changes nothing about which work is whole."""
+    """Return a legal plan that completes and spoils no work."""
     calls = [
         *(Call("submit", {"caller": caller}) for caller in shadow.process.callers),
         *(
@@ -364,7 +364,7 @@ def _reservations(shadow: Shadow) -> Iterator[Call]:
 
 
 def _binds(shadow: Shadow) -> Iterator[Call]:
-    # Those of live tapes first, so that a dI that could be made waits for a while.
+    # Cells of live tapes come first, so that dI is not blocked for long.
     for cell in sorted(shadow.cells, key=lambda cell: shadow.slot_of(cell) is None):
         if cell not in shadow.bound:
             yield Call("bind", {"key": TapeKey(shadow.epoch, *cell), "destination": None})
@@ -394,7 +394,7 @@ def _one(call: Call) -> Plan:
 
 
 def damage(shadow: Shadow, pick: Pick) -> Plan | None:
-    """Return a plan by which something fails."""
+    """Return a plan in which something fails."""
     calls = [
         *(_abort(flight.ticket) for flight in shadow.flights.values()),
         *(Call("drop", {"key": key_of(slot), "ref": shadow.ref(slot)}) for slot in shadow.live()),
@@ -409,7 +409,7 @@ def damage(shadow: Shadow, pick: Pick) -> Plan | None:
 def recover(
     shadow: Shadow, pick: Pick, checkpoints: Sequence[Checkpoint], incarnation: int
 ) -> Plan:
-    """Plan a restart: everything in flight ends, and a checkpoint is restored."""
+    """Plan a restart: end everything in flight, then restore a checkpoint."""
     fresh = bool(pick(2))
     checkpoint = checkpoints[pick(len(checkpoints))]
     if not fresh:

@@ -1,9 +1,9 @@
 """
-Legal schedules of one process's life, written beside any contract.
+Legal schedules of one process's life, written without a contract.
 
 A schedule is not LIFO: dW is delayed at will, stages and domains interleave, actions stay in flight
 while others run, and epochs, aborts, checkpoints and restarts follow one another. Only the oracle
-is asked while one is written, so that a contract under test has no say in what is legal.
+decides what is legal, so that a contract under test has no influence on the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..process import Process
 from .oracle import seat
 from .proposals import ACTIONS
 from .shadow import Shadow
-from .timeline import Step, schedule_text, timeline_text
+from .timeline import CallRecord, schedule_text, timeline_text
 from .walk import RandomWalk
 
 __all__ = ["Schedule", "ScheduleWalk"]
@@ -35,15 +35,15 @@ class Schedule:
     Calls to make one after another, each legal.
 
     Args:
-        process: What the process is configured with.
-        calls: The calls; a restore says whether it goes to a fresh contract.
+        process: The process.
+        calls: The calls; a restore names whether it goes to a fresh contract.
     """
 
     process: Process
     calls: tuple[Call, ...] = field(repr=False)
 
     def __str__(self) -> str:
-        steps = [Step(call, "", _slot(call)) for call in self.calls]
+        steps = [CallRecord(call, "", _slot(call)) for call in self.calls]
         stages = [c.stage for c in self.process.stages for _ in range(c.slots)]
         return (
             f"Schedule over {self.process}:\n{schedule_text(steps)}\n\n"
@@ -55,8 +55,8 @@ class Schedule:
         Make every call; return the caller that made them.
 
         Args:
-            make: What makes a contract, for the start and for every restart in a new process; by
-                default the process's own.
+            make: Makes the contract at the start and at every restart in a new process; by default
+                the process's own.
 
         Raises:
             Refused: A call was refused.
@@ -68,9 +68,9 @@ class Schedule:
 
     def lives(self) -> tuple[tuple[Action, ...], ...]:
         """
-        Return the transitions that the calls come to, those of each contract apart.
+        Return the transitions that the calls run, one list per contract.
 
-        A restart in a new process begins another life, which is a legal schedule of its own.
+        A restart in a new process begins another life, which is itself a legal schedule.
 
         Raises:
             Refused: A call was refused.
@@ -98,13 +98,13 @@ def _slot(call: Call) -> int | None:
 
 class ScheduleWalk(RandomWalk):
     """
-    Carries calls out in the shadow alone: the oracle says what a contract would return.
+    A random walk over the shadow alone: it computes what a contract would return.
 
     Args:
-        process: What the process is configured with.
+        process: The process.
 
     Attributes:
-        calls: The calls so far, every slot spelled out.
+        calls: The calls so far, each with its slot.
     """
 
     def __init__(self, process: Process) -> None:
@@ -121,7 +121,7 @@ class ScheduleWalk(RandomWalk):
         return Schedule(self.process, tuple(self.calls))
 
     def call(self, call: Call) -> Any:
-        """Let a legal call happen, and return what a contract would."""
+        """Record a legal call, and return what a contract would return."""
         call = self._spelled_out(call)
         result = self._result(call)
         self.calls.append(call)

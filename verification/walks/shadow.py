@@ -25,11 +25,11 @@ __all__ = ["Shadow"]
 
 class Shadow:
     """
-    Everything that happened to one process, across its restarts.
+    Everything that has happened to one process, across its restarts.
 
     Args:
-        process: What the process is configured with.
-        incarnation: Of the contract that the calls go to.
+        process: The process.
+        incarnation: Incarnation of the contract that the calls go to.
     """
 
     def __init__(self, process: Process, incarnation: int) -> None:
@@ -40,13 +40,13 @@ class Shadow:
         self.configs = {config.stage: config for config in process.stages}
         self.epoch = 0
         self.clock = 0
-        #: References and tickets of the past, which must never be accepted again.
+        #: The latest references and tickets; once spent, they must never be accepted again.
         self.old_refs: list[tuple[TapeKey, TapeRef]] = []
         self.old_tickets: list[Ticket] = []
         self.begin(incarnation, 0)
 
     def begin(self, incarnation: int, epoch: int) -> None:
-        """A process starts, or is restored."""
+        """Start or restore the process."""
         self.incarnation = incarnation
         self.epoch = epoch
         self.stages = {s: Stage(config) for s, config in self.configs.items()}
@@ -56,7 +56,7 @@ class Shadow:
                 c.stage for c in self.process.stages for _ in range(c.slots)
             )
         ]
-        # Free slots are taken in this order, so that a call that names none is known to mean one.
+        # Free slots are taken in this order, so that a call without a slot has a known one.
         self.stacks = {
             stage: FreeSlots(slot.index for slot in self.slots if slot.stage == stage)
             for stage in self.stages
@@ -68,8 +68,8 @@ class Shadow:
                 self.reductions[bucket.name] = Reduction((*known, config.stage))
         #: Buckets whose reduction started since the weights were last updated, in order.
         self.begun: list[int | str] = []
-        #: The stream that has waited for gradients of this epoch; the one that the latest update
-        #: of the weights ran on, and when.
+        #: The stream that has waited for gradients of this epoch. Then the stream and the time of
+        #: the latest update of the weights.
         self.reader: Hashable | None = None
         self.updated: tuple[Hashable, int] | None = None
         self.domains = [Domain() for _ in self.domain_names]
@@ -85,11 +85,11 @@ class Shadow:
         self.written: set[Hashable] = set()
         self.writing: set[tuple[Hashable, int]] = set()
 
-    # Looking
+    # Queries
 
     @property
     def quiet(self) -> bool:
-        """Nothing is in flight, half done or broken."""
+        """Whether nothing is in flight, half done or broken."""
         return not (
             self.flights
             or any(domain.poisoned or domain.refreshed is not None for domain in self.domains)
@@ -98,7 +98,7 @@ class Shadow:
         )
 
     def uses(self, relation: str) -> bool:
-        """Whether the process's transitions include a relation."""
+        """Whether the process uses a relation."""
         return relation not in self.process.omit
 
     def domain_of(self, stage: int) -> int:
@@ -110,14 +110,14 @@ class Shadow:
         return self.domains[self.domain_of(stage)]
 
     def buffers(self, cell: Cell) -> tuple[Hashable, Hashable]:
-        """The buffers that receive a cell's gradients: its stage's own, and the shared one."""
+        """The buffers of a cell's gradients: that of its stage, and the shared buffer."""
         own = self.configs[cell[0]].destinations
         apart = (cell[1],) if own and own[0].microbatch is not None else ()
         together = tuple(sorted({cell[0], self.sharer(cell[0])}))
         return (cell[:1], *apart), (together, *apart)
 
     def sharer(self, stage: int) -> int:
-        """The other stage that writes a tied destination of this one, or the stage itself."""
+        """The other stage that writes a tied destination of this stage, or the stage itself."""
         mine = {name for matrix, name in self.configs[stage].buffers}
         for other, config in self.configs.items():
             if other != stage and mine & {name for _, name in config.buffers}:
@@ -140,11 +140,11 @@ class Shadow:
         return TapeRef(slot.index, slot.releases, self.incarnation)
 
     def free(self, stage: int) -> list[Slot]:
-        """Free slots of a stage that can still take a tape, the next one to use first."""
+        """Free slots of a stage that can still take a tape, the next to use first."""
         free = [self.slots[index] for index in reversed(self.stacks[stage])]
         return [slot for slot in free if slot.releases < self.process.generation_max]
 
-    # What happened
+    # Events
 
     def happened(self, call: Call, result: Any) -> None:
         """Record an accepted call and what it returned."""
@@ -163,7 +163,7 @@ class Shadow:
         self._vacant(slot)
 
     def _vacant(self, slot: Slot) -> None:
-        """A slot without a tape is free once nothing moves through it any more."""
+        """Free a slot without a tape, once no transfer moves through it."""
         if slot.tape is None and not slot.moving:
             stack = self.stacks[slot.stage]
             if slot.releases == self.process.generation_max:
@@ -296,7 +296,7 @@ class Shadow:
             self._release(slot)
 
     def _lose(self, slot: Slot) -> None:
-        """A tape is lost; what a reader still reads of it keeps its capture memory."""
+        """Lose a tape; a transfer that still reads it keeps its capture memory."""
         assert slot.tape is not None
         if not slot.moving & {"out", "grad"}:
             self.pools[slot.pool].tapes -= 1

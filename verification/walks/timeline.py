@@ -12,22 +12,22 @@ from qeffect import Ticket
 
 from ..calls import Call
 
-__all__ = ["Step", "schedule_text", "timeline_text"]
+__all__ = ["CallRecord", "schedule_text", "timeline_text"]
 
 _KINDS = {"forward": "F", "dgrad": "I", "wgrad": "W", "refresh": "R"}
 _COLUMNS = 24
 
 
 @frozen
-class Step:
+class CallRecord:
     """
-    One call of a schedule and how it went.
+    One call of a schedule and its outcome.
 
     Args:
         call: The call.
-        refused: The clause that refused it; empty when it was accepted.
-        slot: The slot it concerned, where there is one.
-        result: What it returned, in words.
+        refused: The clause that refused the call; empty when it was accepted.
+        slot: The slot that the call concerned, if any.
+        result: What the call returned, in words.
     """
 
     call: Call
@@ -80,7 +80,7 @@ _LEGEND = (
 )
 
 
-def schedule_text(steps: Sequence[Step]) -> str:
+def schedule_text(steps: Sequence[CallRecord]) -> str:
     """Return one line for each call, numbered from zero."""
     lines = []
     for number, step in enumerate(steps):
@@ -89,7 +89,7 @@ def schedule_text(steps: Sequence[Step]) -> str:
     return "\n".join(lines)
 
 
-def timeline_text(steps: Sequence[Step], slots: Sequence[int]) -> str:
+def timeline_text(steps: Sequence[CallRecord], slots: Sequence[int]) -> str:
     """
     Return the steps as a grid, time to the right.
 

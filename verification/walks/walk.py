@@ -1,5 +1,5 @@
 """
-A random walk through a process's life: what a number says to do next, whoever carries it out.
+A random walk through the life of a process: a number chooses the next step.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .shadow import Shadow
 
 __all__ = ["RandomWalk"]
 
-#: Shares of a byte, each up to a bound: progress while all is quiet, and while something is in
-#: flight or broken; then calls that are refused, support, and damage for the rest.
+#: Upper bounds of shares of a byte: progress while all is quiet; progress while something is in
+#: flight or broken; refused calls; support. Damage has the rest.
 _QUIET, _BUSY, _AIMED, _SUPPORT = 176, 128, 216, 251
 _KEPT_CHECKPOINTS = 4
 
 
 class RandomWalk:
     """
-    Takes steps; a subclass says how a call is made.
+    Takes steps; a subclass makes the calls.
 
     Args:
-        shadow: The shadow in which nothing has happened yet.
+        shadow: The shadow of a process that has just started.
 
     Attributes:
-        shadow: What happened so far.
-        checkpoints: The first checkpoint of all, and the latest ones.
+        shadow: What has happened so far.
+        checkpoints: The very first checkpoint, and the latest ones.
     """
 
     def __init__(self, shadow: Shadow) -> None:
@@ -50,7 +50,7 @@ class RandomWalk:
         raise NotImplementedError  # each walker has its own
 
     def aim(self, pick: Pick) -> None:
-        """Make calls that are refused; a walker that only does what is legal makes none."""
+        """Make calls that are refused; a walk of legal calls makes none."""
 
     def start(self) -> None:
         """Begin in a known incarnation, with a checkpoint to go back to."""
@@ -59,10 +59,9 @@ class RandomWalk:
 
     def step(self, number: int) -> None:
         """
-        Do what a number says: further the epoch, attempt what is refused, help or fail.
+        Take the step that a number chooses: progress, a refused call, support, or damage.
 
-        Zero says to do nothing, so that a schedule in which a step does not matter shrinks to one
-        without it.
+        Zero chooses nothing, so that a schedule shrinks by losing the steps that do not matter.
         """
         if number == 0:
             return
@@ -78,7 +77,7 @@ class RandomWalk:
             self.run(damage(self.shadow, pick))
 
     def advance(self, pick: Pick) -> None:
-        """Further the epoch; where nothing legal does, see what is refused, then restart."""
+        """Further the epoch; where no legal call does, attempt a refused one, then restart."""
         plan = progress(self.shadow, pick)
         if plan is None:
             self.aim(pick)

@@ -111,7 +111,7 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     report = Report(
         "sweep" if args.table == "sweep" else "bench",
         args.out,
-        environment(args.commit),
+        environment(args.commit, args.out),
         {"quick": args.quick, "settings": attrs.asdict(settings)},
         {"cells": []},
     )

@@ -78,7 +78,7 @@ def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
     report = Report(
         "compare",
         args.out,
-        environment(args.commit),
+        environment(args.commit, args.out),
         {"sides": list(sides), "device": args.device},
         {"runs": [], "failures": []},
     )

@@ -127,7 +127,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(
             f"{args.config}: [data] held_out: runs are compared by held-out text; name a file"
         )
-    where = environment(args.commit)
+    where = environment(args.commit, args.out)
     require_processes(first, job, f"curves {args.config} --runs ...")
     windows = first.run.evaluate_windows
     if args.held_out_steps is not None:

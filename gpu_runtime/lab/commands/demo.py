@@ -16,6 +16,7 @@ import torch
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
+from qeffect.text import counted
 
 from ...backends.protocol import BackendError
 from ...doctor import examine
@@ -67,7 +68,8 @@ def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
     failures = report.raw["failures"]
     same = not derived["mismatched"] and not failures and derived["compared"]
     lines = [
-        f"{case.order().source}: {args.steps} guarded steps with {backend}, and the same natively,",
+        f"{case.order().source}: {counted(args.steps, 'guarded step')} with {backend}, and the "
+        "same natively,",
         "as full backward, in a process of its own. Then every bit of every tensor is compared:",
         *(
             f"  {name:22} {total['mismatched']:4} of {total['compared']:6} differ"
@@ -120,8 +122,9 @@ def _pipeline(ranks: int, steps: int) -> Outcome:
     totals = data.get("categories", {})
     same = data["verdict"] == "accepted"
     lines = [
-        f"ZB-V over {ranks} ranks with gloo: {steps} guarded steps with the reference backend, and",
-        "torch's own pipeline over native full backwards. Then every bit of every tensor:",
+        f"ZB-V over {ranks} ranks with gloo: {counted(steps, 'guarded step')} with the reference",
+        "backend, and torch's own pipeline over native full backwards. Then every bit of every "
+        "tensor:",
         *(f"  {name:20} {t['differ']:4} of {t['compared']:6} differ" for name, t in totals.items()),
         *([data["cause"]["text"]] if "cause" in data else []),
         f"{'The same bits' if same else 'NOT the same'}, in {time.perf_counter() - began:.0f} s.",

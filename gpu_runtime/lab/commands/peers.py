@@ -299,7 +299,7 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     _require(args)
     raw: dict[str, Any] = {"rows": [], "refusals": {}, "processes": []}
     configuration = {**attrs.asdict(asked), "modes": args.modes, "limit": args.limit}
-    report = Report("peers", args.out, environment(args.commit), configuration, raw)
+    report = Report("peers", args.out, environment(args.commit, args.out), configuration, raw)
     with tempfile.TemporaryDirectory(prefix="qeffect-peers-") as folder:
         for mode, cells in _runs(args.modes, asked.cells):
             progress.note(f"Measuring. {mode}: {', '.join(cells)}")

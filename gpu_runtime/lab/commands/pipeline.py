@@ -16,6 +16,7 @@ import torch
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError, finite, require_place, write_text
+from qeffect.text import counted
 
 from ...backends.layers import LayerConfig
 from ...ranks.assembly import build_worker
@@ -146,7 +147,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     captured = args.device == "cuda" and not args.eager
     what = (
         f"{Path(args.schedule).name}: PP={job.pp}, {job.num_stages} stages, DP={job.dp}, "
-        f"{job.microbatches} microbatches, {args.steps} steps with the {backend} backend, "
+        f"{counted(job.microbatches, 'microbatch')}, {counted(args.steps, 'step')} with the "
+        f"{backend} backend, "
         f"{'captured' if captured else 'eager'}, on {args.device}"
     )
     try:

@@ -67,7 +67,9 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.steps is not None:
         cases = [case.with_steps(args.steps) for case in cases]
     configuration = {"orders": [case.to_json() for case in cases]}
-    report = Report("pools", args.out, environment(args.commit), configuration, {"runs": []})
+    report = Report(
+        "pools", args.out, environment(args.commit, args.out), configuration, {"runs": []}
+    )
     report.save()
     backend = "reference" if on_cpu else "transformer-engine"
     for case in cases:

@@ -86,7 +86,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     report = Report(
         "probes",
         args.out,
-        environment(args.commit),
+        environment(args.commit, args.out),
         {"device": args.device, "only": args.only},
         {"attention": [], "pairing": pairing(), "addresses": None, "interleaved": []},
     )

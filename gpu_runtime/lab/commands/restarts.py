@@ -185,7 +185,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
         UnusableError: The machine has too few devices, or a part failed.
     """
     most = _most(args)
-    where = environment(args.commit)
+    where = environment(args.commit, args.out)
     asked = {
         "device": args.device,
         "backend": "reference" if args.device == "cpu" else "transformer-engine",

@@ -167,7 +167,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     }
     own = args.out if member.rank == 0 else None
     raw: dict[str, Any] = {"compared": [], "timed": []}
-    report = Report("scale", own, environment(args.commit), configuration, raw)
+    report = Report("scale", own, environment(args.commit, args.out), configuration, raw)
     for name in args.compared:
         for schedule in args.schedules:
             progress(f"Comparing. {schedule}, {name}")

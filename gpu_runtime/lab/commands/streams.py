@@ -187,7 +187,9 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     require_device("stale reads happen only between a device's streams", library=False)
     processes, checks = (1, 20) if args.quick else (args.processes, args.checks)
     configuration = {"quick": args.quick, "width": args.width, "depth": args.depth}
-    report = Report("streams", args.out, environment(args.commit), configuration, {"runs": []})
+    report = Report(
+        "streams", args.out, environment(args.commit, args.out), configuration, {"runs": []}
+    )
     for handoff in HANDOFFS:
         for number in range(processes):
             progress.note(f"Checking. {handoff} process {number + 1} of {processes}")

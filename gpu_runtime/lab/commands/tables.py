@@ -332,7 +332,7 @@ def _trial(args: argparse.Namespace, progress: Progress) -> Report:
     configuration["backend"] = backend_on(args.device)
     trial: dict[str, Any] = {"pp": args.pp, "rows": []}
     own = args.out if member.rank == 0 else None
-    place = environment(args.commit)
+    place = environment(args.commit, args.out)
     trial["date"] = place["date"]
     report = Report("tables", own, place, configuration, {"trials": [trial]})
     references: dict[tuple[Any, ...], dict[str, Tensor]] = {}

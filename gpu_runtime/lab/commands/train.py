@@ -12,6 +12,7 @@ import attrs
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.report import UnusableError, finite
+from qeffect.text import counted
 
 from ...ranks.processes import report_once
 from ...ranks.world import Limits, gathered
@@ -99,8 +100,8 @@ def _every_action(run: Run, progress: Progress) -> Outcome:
 
     losses, native = of("losses"), of("native_losses")
     lines = [
-        f"{what}, {config.run.steps} steps, {'captured' if captured else 'eager'}, and torch's own "
-        "pipeline over native full backwards:",
+        f"{what}, {counted(config.run.steps, 'step')}, {'captured' if captured else 'eager'}, and "
+        "torch's own pipeline over native full backwards:",
         *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
         loss_line(losses),
         *nonfinite_lines(0, losses),
@@ -157,7 +158,8 @@ def _ends(run: Run, progress: Progress) -> Outcome:
         "first": named[:8],
     }
     lines = [
-        f"{what}, {config.run.steps} steps, and torch's own pipeline over native full backwards:",
+        f"{what}, {counted(config.run.steps, 'step')}, and torch's own pipeline over native full "
+        "backwards:",
         f"  losses of {len(apart)} of {len(losses)} steps differ",
         f"  {len(named)} of {data['compared']} tensors differ at the end",
         f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",

@@ -19,6 +19,7 @@ import attrs
 import torch
 
 from qeffect.report import UnusableError, finite
+from qeffect.text import counted
 
 from ...backends.protocol import parameters
 from ...ranks.job import NAMES
@@ -242,7 +243,7 @@ def _course(
             _evaluate(side, course, last, control, ends=ends)
             now, held = course.losses[-1], course.held_out[-1][1]
             control.note(
-                f"{named}: {last} steps in {seconds:.1f} s, loss {_said(now)}, held out "
+                f"{named}: {counted(last, 'step')} in {seconds:.1f} s, loss {_said(now)}, held out "
                 f"{_said(held)}" + ", ended by --limit-s" * (over and last < run.steps)
             )
         if ends:

@@ -1,23 +1,23 @@
 """
-Which columns a predicate reads: it never branches, so one evaluation reads them all.
+The columns that a predicate reads. A predicate never branches, so one evaluation reads them all.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Watched"]
+__all__ = ["ColumnReads"]
 
 
-class Watched:
+class ColumnReads:
     """
-    A memory that notes which columns are read.
+    A memory that records the columns that are read.
 
     Args:
         memory: Where the columns are.
 
     >>> from types import SimpleNamespace
-    >>> watched = Watched(SimpleNamespace(consumers={0: 3}, held={0: 0}))
+    >>> watched = ColumnReads(SimpleNamespace(consumers={0: 3}, held={0: 0}))
     >>> watched.consumers[0], watched.read
     (3, {'consumers'})
     """

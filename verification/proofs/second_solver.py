@@ -1,5 +1,5 @@
 """
-Asking cvc5 the goals that Z3 is asked, through SMT-LIB.
+cvc5 as a second solver, for the same goals as Z3, through SMT-LIB.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["ATTEMPTS", "Attempt", "Cvc5"]
 @frozen
 class Attempt:
     """
-    One way to ask: every hypothesis is a lemma of the composition, the goal is the same.
+    One way to ask the goal; every hypothesis is a lemma of the composition.
 
     Args:
-        name: What a report calls it.
-        whole: Whether every lemma is told, or those alone that speak of the goal's relations. A
-            model of fewer hypotheses denies nothing; a model of all of them is a disagreement.
+        name: Name in reports.
+        whole: Whether every lemma is a hypothesis, or only those of the goal's relations. A model
+            of fewer hypotheses refutes nothing; a model of all of them is a disagreement.
         seed: Seed of the solver's own choices.
-        most: Milliseconds at most; None for the solver's whole limit.
+        most: Timeout in milliseconds; None for the solver's own.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Cvc5:
 
     def hypotheses(self, goal: Goal, *, whole: bool) -> list[Term]:
         """
-        Return what is told beside a goal's own facts.
+        Return the hypotheses beside a goal's own facts.
 
         Args:
             goal: The goal.
-            whole: Whether every lemma is told; a goal about the beginning has none.
+            whole: Whether every lemma is a hypothesis; a goal about the initial state has none.
         """
         lemmas = self.composition.lemmas
         names = self.composition.lemmas_of(goal.relations)

@@ -1,5 +1,5 @@
 """
-What the command needs, imported together: it wants Z3.
+The parts of the ranks' analysis that need Z3, for the command.
 """
 
 from __future__ import annotations

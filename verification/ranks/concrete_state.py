@@ -15,14 +15,14 @@ from qeffect.refusals import Refused
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
-__all__ = ["Impossible", "Size", "State", "broken"]
+__all__ = ["ConcreteState", "Impossible", "Size", "broken"]
 
 #: Columns that begin with "none".
 _NEVER = frozenset({"life", "shard_life", "refused"})
 
 
-class Impossible(Exception):  # noqa: N818 - a word of the model, not an error of ours
-    """A transition is not possible here: nothing to refuse."""
+class Impossible(Exception):  # noqa: N818 - an outcome in the model, not an error
+    """A transition is not possible in a state; that is no refusal."""
 
 
 @frozen
@@ -94,7 +94,7 @@ class _Column:
             self.buffer[self._at(index)] = int(value)
 
 
-class State:
+class ConcreteState:
     """
     A state that transitions and predicates read, and transitions write.
 
@@ -124,33 +124,33 @@ class State:
         raise AttributeError(name)
 
     def leave_out(self, without: frozenset[str]) -> None:
-        """Do not ask what has one of these names, and leave out writes that are ``COLUMN =``."""
+        """Do not ask the needs with these names; leave out the writes named ``COLUMN =``."""
         self.without = without
         for name in self._lengths:
             getattr(self, name).dropped = f"{name} =" in without
 
     def when(self, condition: Any) -> None:
         """
-        What makes a transition possible.
+        Require a condition that makes a transition possible.
 
         Raises:
-            Impossible: It is not.
+            Impossible: The condition does not hold.
         """
         if not condition:
             raise Impossible
 
     def need(self, name: str, condition: Any) -> None:
         """
-        What the protocol asks first.
+        Require a condition that the protocol asks for.
 
         Raises:
-            Refused: It does not hold.
+            Refused: The condition does not hold.
         """
         if not condition and name not in self.without:
             raise Refused(f"ranks.{name}")
 
     def every(self, sorts: str, holds: Callable[..., Any]) -> bool:
-        """Whether something holds of all members of some sorts."""
+        """Whether a condition holds of all members of some sorts."""
         space = self._spaces.get(sorts)
         if space is None:
             space = list(product(*(self.members[sort] for sort in sorts.split())))
@@ -158,7 +158,7 @@ class State:
         return all(holds(*given) for given in space)
 
     def zeros(self, column: str) -> list[int]:
-        """A row of a column, all zero."""
+        """Return a row of zeros for a column."""
         return [0] * prod(self._lengths[column][1:])
 
 
@@ -173,7 +173,7 @@ class _Total:
         return self.messages.get((r, q), 0) * steps
 
 
-def broken(predicates: Any, state: State) -> Iterator[tuple[str, tuple[int, ...]]]:
+def broken(predicates: Any, state: ConcreteState) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the predicates that do not hold, each with its first counterexample."""
     for predicate in predicates:
         given = _counterexample(predicate, state)
@@ -181,7 +181,7 @@ def broken(predicates: Any, state: State) -> Iterator[tuple[str, tuple[int, ...]
             yield predicate.name, given
 
 
-def _counterexample(predicate: Predicate, state: State) -> tuple[int, ...] | None:
+def _counterexample(predicate: Predicate, state: ConcreteState) -> tuple[int, ...] | None:
     function = predicate.function
     for given in product(*(state.members[sort] for sort in predicate.variables.values())):
         if not function(state, *given):

@@ -1,5 +1,5 @@
 """
-The state of any number of ranks as Z3's arrays, and the protocol's transitions over it.
+The state of any number of ranks as Z3 arrays, and the protocol's transitions over it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import z3
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
-from ..symbolic.terms import Array, Scalar, Sym, raw
+from ..symbolic import Array, Encoding, Scalar, Sym, raw
 from .protocol import Transition
 
 __all__ = [
     "CONFIGURED",
-    "State",
+    "SymbolicState",
     "Symbols",
     "asked",
     "closed",
@@ -28,42 +28,39 @@ __all__ = [
     "variables",
 ]
 
-RANK: Final = z3.DeclareSort("Rank")
+#: Ranks are a sort of which nothing is known; everything else is an integer.
+ENCODING: Final = Encoding(
+    {
+        "rank": z3.DeclareSort("Rank"),
+        **dict.fromkeys(("one", "attempt", "slot", "place", "count", "int"), z3.IntSort()),
+    },
+    {},
+)
 #: Columns whose entries are ranks.
 _RANKED: Final = frozenset({"cause", "told"})
-#: Columns that nothing writes.
+#: Columns that no transition writes.
 CONFIGURED: Final = frozenset({"messages", "total"})
+#: Columns whose entries are `NOBODY` at first.
+_NEVER: Final = frozenset({"life", "shard_life", "refused"})
 
 Symbols = Mapping[str, Any]
 
 
-def _sort(sort: str) -> Any:
-    return RANK if sort == "rank" else z3.IntSort()
-
-
-def _column_sort(name: str) -> Any:
-    sort = RANK if name in _RANKED else z3.IntSort()
-    for index in reversed(RANK_COLUMNS[name][0]):
-        sort = z3.ArraySort(_sort(index), sort)
-    return sort
-
-
 def fresh(prefix: str = "") -> Symbols:
-    """Return an arbitrary state: a constant for each column."""
-    return {name: z3.Const(f"{prefix}{name}", _column_sort(name)) for name in RANK_COLUMNS}
+    """Return an arbitrary state: a constant array for each column."""
+    return {
+        name: ENCODING.array(f"{prefix}{name}", indices, "rank" if name in _RANKED else "int")
+        for name, (indices, _) in RANK_COLUMNS.items()
+    }
 
 
 def initial() -> Symbols:
-    """Return the state before the first attempt: nothing has started, and all of it is zero."""
+    """Return the state before the first attempt: nothing has started, and every count is zero."""
     state = dict(fresh())
-    for name in RANK_COLUMNS:
+    for name, term in state.items():
         if name not in CONFIGURED | _RANKED:
-            state[name] = _filled(_column_sort(name), NOBODY if name in _NEVER else 0)
+            state[name] = _filled(term.sort(), NOBODY if name in _NEVER else 0)
     return state
-
-
-#: Columns that begin with "none".
-_NEVER: Final = frozenset({"life", "shard_life", "refused"})
 
 
 def _filled(sort: Any, value: int) -> Any:
@@ -73,7 +70,7 @@ def _filled(sort: Any, value: int) -> Any:
 
 
 class _Column(Array):
-    """A column, of which an ellipsis means all."""
+    """A column; an ellipsis as index means every entry. A dropped column ignores writes."""
 
     __slots__ = ("dropped",)
 
@@ -90,14 +87,14 @@ class _Column(Array):
             super().__setitem__(index, value)
 
 
-class State:
+class SymbolicState:
     """
     A state that transitions and predicates read, and transitions write.
 
     Args:
         symbols: A term for each column.
-        without: Names of what the protocol asks that are not asked, and ``COLUMN`` of writes that
-            are left out.
+        without: Names of needs that the protocol does not ask, and ``COLUMN =`` for writes that it
+            leaves out.
     """
 
     def __init__(self, symbols: Symbols, without: frozenset[str] = frozenset()) -> None:
@@ -115,27 +112,27 @@ class State:
         raise AttributeError(name)
 
     def when(self, condition: Any) -> None:
-        """What makes a transition possible."""
+        """Note a condition that makes a transition possible."""
         self.conditions.append(raw(condition))
 
     def need(self, name: str, condition: Any) -> None:
-        """What the protocol asks first."""
+        """Note a condition that the protocol asks for, by name."""
         self.asked.append(name)
         if name not in self._without:
             self.conditions.append(raw(condition))
 
     def every(self, sorts: str, holds: Callable[..., Any]) -> Sym:
-        """Whether something holds of all members of some sorts."""
+        """Return that a condition holds of all members of some sorts."""
         self._bound += 1
         bound = [
-            z3.Const(f"every!{self._bound}!{number}", _sort(sort))
+            ENCODING.const(f"every!{self._bound}!{number}", sort)
             for number, sort in enumerate(sorts.split())
         ]
         return Sym(z3.ForAll(bound, raw(holds(*(Sym(b, {}) for b in bound)))), {})
 
     def zeros(self, column: str) -> Any:
-        """A row of a column, all zero."""
-        return _filled(_column_sort(column).range(), 0)
+        """Return a row of zeros for a column."""
+        return _filled(fresh()[column].sort().range(), 0)
 
     def symbols(self) -> Symbols:
         """The terms of all columns."""
@@ -148,7 +145,7 @@ class State:
 
 
 class _One(Scalar):
-    """A column of one entry."""
+    """A column of one entry. A dropped column ignores writes."""
 
     __slots__ = ("dropped",)
 
@@ -162,27 +159,28 @@ class _One(Scalar):
 
 
 def asked(transition: Transition) -> list[str]:
-    """Return the names of what a transition asks first."""
-    state = State(fresh())
-    transition.run(state, *(Sym(z3.Const(s, _sort(s)), {}) for s in transition.arguments))
+    """Return the names of the conditions that a transition asks for."""
+    state = SymbolicState(fresh())
+    transition.run(state, *(Sym(ENCODING.const(s, s), {}) for s in transition.arguments))
     return state.asked
 
 
 def variables(sorts: Mapping[str, str]) -> dict[str, Any]:
     """Return a constant for each variable of a predicate."""
-    return {name: z3.Const(f"var.{name}", _sort(sort)) for name, sort in sorts.items()}
+    return {name: ENCODING.const(f"var.{name}", sort) for name, sort in sorts.items()}
 
 
 def holds(predicate: Predicate, symbols: Symbols, **given: Any) -> Any:
-    """Return a predicate of a state, of the variables' constants, as a term."""
+    """Return a predicate of a state as a term over its variables' constants."""
     bound = {n: Sym(t, {}) for n, t in (given or variables(predicate.variables)).items()}
-    return raw(predicate.function(State(symbols), **bound))
+    return raw(predicate.function(SymbolicState(symbols), **bound))
 
 
 def closed(predicate: Predicate, symbols: Symbols) -> Any:
-    """Return a predicate of a state, of all values of its variables, as a term."""
-    bound = variables(predicate.variables)
-    return z3.ForAll(list(bound.values()), holds(predicate, symbols, **bound))
+    """Return a predicate of a state as a term, for all values of its variables."""
+    named = {f"var.{name}": sort for name, sort in predicate.variables.items()}
+    [term] = ENCODING.close(named, holds(predicate, symbols))
+    return term
 
 
 def run(
@@ -194,10 +192,10 @@ def run(
     Returns:
         Its conditions, the state after it, and the constants that stand for its arguments.
     """
-    state = State(symbols, without)
+    state = SymbolicState(symbols, without)
     names = [f"arg.{number}" for number in range(len(transition.arguments))]
     given = {
-        name: z3.Const(name, _sort(sort))
+        name: ENCODING.const(name, sort)
         for name, sort in zip(names, transition.arguments, strict=True)
     }
     transition.run(state, *(Sym(term, {}) for term in given.values()))

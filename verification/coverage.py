@@ -1,11 +1,11 @@
 """
-What a search of the contract must meet: every refusal that the specification promises.
+The refusals that every search of the contract must reach: those that the specification promises.
 
-Random machine, explorer and proofs take their targets from the specification's clauses and the
-transitions that each clause names, never from the source of the contract: a kernel from which a
-guard was deleted must fail to refuse, not stop being asked. `COVERED` lists the few refusals that
-no state can meet because an earlier guard of the same transition always refuses first; the proofs
-hold each entry.
+The random machine, the explorer and the proofs take their targets from the specification's clauses
+and the transitions that each clause names, never from the source of the contract. A kernel from
+which a guard was deleted must fail to refuse; its target must not disappear. `COVERED` lists the
+few refusals that no state can reach because an earlier guard of the same transition always refuses
+first. The proofs check each entry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "refusal_name",
 ]
 
-#: A refusal to meet, as (transition, clause).
+#: A refusal to reach, as (transition, clause).
 Target = tuple[str, str]
 
 
@@ -42,9 +42,9 @@ class Covered:
     Args:
         transition: The transition.
         clause: The clause that it cannot be refused by.
-        condition: In which states; empty for every state, else a name that
-            `qeffect.verification.proofs.witnesses.CONDITIONS` gives a meaning.
-        why: Why no state meets it, and why the guard stays.
+        condition: The states in which it holds: empty for every state, else a name from
+            `qeffect.verification.proofs.witnesses.CONDITIONS`.
+        why: Why no state reaches the refusal, and why the guard stays.
     """
 
     transition: str
@@ -72,12 +72,12 @@ COVERED: Final[tuple[Covered, ...]] = (
 @frozen
 class Untaken:
     """
-    A way through a transition that no state takes, whatever it ends in.
+    A path through a transition that no state takes, whatever its outcome.
 
     Args:
         transition: The transition.
-        condition: What its own tests ask for, by a name in `CONDITIONS` of the witnesses.
-        why: Why there is no such state.
+        condition: The condition of the path, by a name in `CONDITIONS` of the witnesses.
+        why: Why no state fulfils the condition.
     """
 
     transition: str
@@ -88,7 +88,7 @@ class Untaken:
 _FREE = "an action in flight keeps its tape"
 _TWICE = "two tests of one guard contradict each other on the way"
 
-#: Ways through the transitions of the full composition that no state takes.
+#: Paths through the transitions of the full composition that no state takes.
 UNTAKEN: Final[tuple[Untaken, ...]] = (
     Untaken("check_forward", "received in a free slot", "a message arrives in a reserved slot"),
     Untaken("finish_read", "free slot in flight", _FREE),
@@ -116,8 +116,8 @@ TRANSITION_NAMES: Final[tuple[str, ...]] = tuple(transition.name for transition 
 
 _NEVER_MET = frozenset((c.transition, c.clause) for c in COVERED if not c.condition)
 
-#: Every refusal that a caller can be given, in the normative order of the clauses; those that want
-#: a device's counts are left to their own tests.
+#: Every refusal that a caller can receive, in the normative order of the clauses. Refusals that
+#: need a device's counts are left to their own tests.
 TARGETS: Final[tuple[Target, ...]] = tuple(
     (name, clause.id)
     for clause in CLAUSES.values()
@@ -127,8 +127,8 @@ TARGETS: Final[tuple[Target, ...]] = tuple(
     and clause.id not in DEVICE
 )
 
-#: Those that the transitions' own guards refuse, so that a reading without the interface meets
-#: them too.
+#: The targets whose guards are in the transitions: a reading without the interface reaches them
+#: too.
 GUARDS: Final[tuple[Target, ...]] = tuple(
     target for target in TARGETS if target[1] not in INTERFACE
 )

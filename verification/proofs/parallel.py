@@ -1,5 +1,5 @@
 """
-Parts of the proofs that need nothing of one another, at the same time in processes of their own.
+Independent parts of the proofs, run in parallel processes.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 from attrs import frozen
 
-__all__ = ["Part", "Result", "apart"]
+__all__ = ["Part", "Result", "run_parallel"]
 
-#: A part: given what to tell of its progress, it returns what it found.
+#: A part: takes a function for progress lines and returns its result.
 Part = Callable[[Callable[[str], None]], Any]
 
 
 @frozen
 class Result:
     """
-    What a part found.
+    The result of one part.
 
     Args:
-        found: What it returned.
-        seconds: By the clock.
-        cpu: Seconds of one core that it had.
+        found: What the part returned.
+        seconds: Wall-clock time.
+        cpu: Processor time in seconds.
     """
 
     found: Any
@@ -36,9 +36,9 @@ class Result:
     cpu: float
 
 
-def apart(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict[str, Result]:
+def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict[str, Result]:
     """
-    Return the results of some parts, by name.
+    Run some parts and return their results by name.
 
     All but the last run in processes forked off this one where the system forks and has more than
     one core; otherwise one after another. The last part runs here.

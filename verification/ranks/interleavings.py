@@ -1,10 +1,10 @@
 """
-Progress of a table: every order in which its ranks may move and its messages may arrive.
+Every interleaving of a table: the orders in which its ranks may move and its messages may arrive.
 
-`qeffect check` runs a table once, to its end. Here every interleaving of a small one is walked: a
-rank takes the next step of its row, or a message that both ends have posted arrives. A state from
-which nothing moves and that is not the end is a deadlock. With this, that one run is enough: it
-ends if and only if no order of moves gets stuck.
+`qeffect check` runs a table once, to its end. This module walks every interleaving of a small
+table: a rank takes the next step of its row, or a message that both ends have posted arrives. A
+state without a move that is not the end is a deadlock. The walk shows that the one run is enough:
+it ends if and only if no interleaving gets stuck.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from qeffect.schedule.actions import RECEIVES, SEND_WAITS, SENDS, WAITS, Atom, K
 from qeffect.schedule.messages import COUNTERPART, INPUTS
 from qeffect.schedule.transport import Transport
 
-__all__ = ["Walk", "walk"]
+__all__ = ["Interleavings", "interleavings"]
 
 _Event = tuple[Kind, int, int]
 
 
 @frozen
-class Walk:
+class Interleavings:
     """
-    What a walk found.
+    The states of all interleavings of a table.
 
     Args:
         states: Reachable states.
-        stuck: Of these, how many nothing leads on from and are not the end.
-        lost: How many the end cannot be reached from.
+        stuck: Number of states without a move that are not the end.
+        lost: Number of states from which the end is not reachable.
     """
 
     states: int
@@ -39,14 +39,14 @@ class Walk:
     lost: int
 
 
-def walk(schedule: Schedule, transport: Transport) -> Walk:
+def interleavings(schedule: Schedule, transport: Transport) -> Interleavings:
     """
-    Walk every interleaving of a table with messages.
+    Interleavings every interleaving of a table with messages.
 
     Args:
-        schedule: The table; small, since there are as many states as interleavings need.
-        transport: Which messages share a queue, and what a send holds up until it is received.
-            Without a rendezvous sends are buffered, and a rank's receives are not in their way.
+        schedule: The table; small, because the number of states grows with the interleavings.
+        transport: Which messages share a queue, and what an unreceived send blocks. Without a
+            rendezvous sends are buffered, and a rank's receives do not block them.
     """
     rows = schedule.atoms
     start = tuple(0 for _ in rows)
@@ -81,7 +81,7 @@ def walk(schedule: Schedule, transport: Transport) -> Walk:
             if not reaches[before]:
                 reaches[before] = True
                 todo.append(before)
-    return Walk(len(states), stuck, reaches.count(False))
+    return Interleavings(len(states), stuck, reaches.count(False))
 
 
 _State = tuple[tuple[int, ...], frozenset[_Event]]
@@ -94,7 +94,7 @@ def _event(atom: Atom) -> _Event:
 def _messages(schedule: Schedule, rank: int, place: int) -> list[Atom]:
     """The messages that a rank has posted when its row stands at a place."""
     row = schedule.atoms[rank][: place + 1]
-    # A message is posted once its rank has come to it, though it may be held there.
+    # A message is posted once its rank has reached it, even if the rank then waits there.
     return [atom for atom in row if atom.kind in SENDS | RECEIVES]
 
 

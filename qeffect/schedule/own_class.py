@@ -1,0 +1,67 @@
+"""
+A schedule class of one's own, found by ``module:Class``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from .actions import ScheduleError
+
+__all__ = ["base_name", "own_class"]
+
+#: torch's base classes, and the class of torch whose stages a subclass of each is given.
+_BASES = {"PipelineScheduleSingle": "ScheduleGPipe", "PipelineScheduleMulti": "ScheduleLoopedBFS"}
+
+
+def own_class(name: str) -> type:
+    """
+    Import a schedule class, also from the working folder.
+
+    Args:
+        name: ``module:Class``.
+
+    Raises:
+        ScheduleError: The module cannot be imported, or has no such schedule class.
+    """
+    module_name, _, class_name = name.partition(":")
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
+        said = " ".join(str(error).split()) or "no message"
+        raise ScheduleError(
+            f"{name}: module {module_name} cannot be imported: {type(error).__name__}: {said}"
+        ) from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        raise ScheduleError(f"{name}: module {module_name} has no class {class_name!r}")
+    base_name(found)
+    return found
+
+
+def base_name(own: type, known: tuple[str, ...] = ()) -> str:
+    """
+    Return the name of the class of torch whose stages a class is to be given.
+
+    Args:
+        own: The class.
+        known: torch's concrete schedule classes.
+
+    Raises:
+        ScheduleError: The class is not a subclass of torch's schedules.
+    """
+    for base in own.__mro__:
+        if base.__module__.startswith("torch."):
+            if base.__name__ in known:
+                return base.__name__
+            if base.__name__ in _BASES:
+                return _BASES[base.__name__]
+    raise ScheduleError(
+        f"{own.__module__}:{own.__name__} is not a schedule class; expected a subclass of "
+        f"{' or '.join(_BASES)} of torch.distributed.pipelining"
+    )

@@ -1,0 +1,45 @@
+"""
+The table of a schedule object of ``torch.distributed.pipelining``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .actions import Schedule, ScheduleError
+from .infer import from_actions
+from .torch_tables import torch_schedule
+
+__all__ = ["read_object"]
+
+
+def read_object(schedule: Any) -> Schedule:
+    """
+    Read the table off a schedule object of torch, or of a subclass of torch's.
+
+    Args:
+        schedule: The object; its ``pipeline_order_with_comms`` is read, or else its
+            ``pipeline_order``. Of a class with one stage a rank, the loop is run on recording
+            stages.
+
+    Raises:
+        ScheduleError: The object has neither a table nor such a loop.
+    """
+    cls = type(schedule)
+    stages = getattr(schedule, "_num_stages", None)
+    microbatches = getattr(schedule, "_n_microbatches", None)
+    for order in ("pipeline_order_with_comms", "pipeline_order"):
+        table = getattr(schedule, order, None)
+        if isinstance(table, dict) and table and hasattr(schedule, "_stages"):
+            return from_actions(
+                {rank: list(row) for rank, row in table.items()},
+                source=cls.__name__,
+                num_stages=stages,
+                num_microbatches=microbatches,
+            )
+    if not hasattr(schedule, "_stage") or stages is None or microbatches is None:
+        raise ScheduleError(
+            f"{cls.__name__}: expected a Schedule of qeffect.schedule, or a schedule object of "
+            "torch.distributed.pipelining with a pipeline_order"
+        )
+    return torch_schedule(cls, pp=stages, microbatches=microbatches, comms=True)

@@ -1,0 +1,174 @@
+"""
+Every code block of every page runs as it stands, or its lines are named here with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qeffect.cli import parser
+from tests.docs.blocks import ROOT
+from tests.docs.code import LANGUAGES, PAGES, Block, blocks, commands, shown
+
+#: Python blocks that another test runs as they stand, with what it asserts beside.
+ELSEWHERE = {
+    "README.md python 0": "tests/docs/test_readme.py::test_first_check_is_six_lines",
+    "README.md python 1": (
+        "tests/docs/test_readme.py::test_the_embedding_ends_in_the_refusal_that_it_names"
+    ),
+    "README.md python 2": "tests/ranks/test_guard.py::test_the_example_runs",
+    "gpu_runtime/README.md python 0": (
+        "tests/runtime/test_embedding.py::test_the_documented_loop_trains"
+    ),
+    "gpu_runtime/README.md python 1": (
+        "tests/ranks/test_command.py::test_the_examples_of_the_page_run"
+    ),
+    "gpu_runtime/README.md python 2": (
+        "tests/ranks/test_command.py::test_the_examples_of_the_page_run"
+    ),
+    "tests/failures/torch_deferred_receives.md python 0": (
+        "tests/failures/test_torch_deferred_receives.py::test_reproducer"
+    ),
+}
+#: Shell lines that are not run here, by how they begin; their options are parsed all the same.
+NOT_RUN = {
+    "make ": "takes minutes; continuous integration runs both",
+    "qeffect explore": "takes minutes; part of `make check`",
+    "qeffect prove": "takes minutes; part of `make check`",
+    "qeffect ranks": "takes minutes; part of `make check`",
+    "qeffect bench": "takes minutes; tests/verification/test_bench.py has its report",
+    "qeffect runtime compare": "needs a GPU",
+    "qeffect runtime report": "needs GPUs",
+    "torchrun --nproc-per-node 2 -m qeffect runtime report": "needs GPUs",
+    "for n in ": "needs GPUs",
+    "python -m pytest -m gpu": "needs a GPU",
+}
+#: Shell blocks that take more than ten seconds, with what does.
+SLOW = {
+    "gpu_runtime/README.md sh 1": "trains in six processes, one after another",
+    "qeffect/README.md sh 0": "starts fifteen commands, one after another",
+    "qeffect/README.md sh 1": "starts a pipeline of two processes three times",
+}
+
+
+def every(language: str) -> list[Block]:
+    """The blocks of all pages in one language."""
+    return [block for page in PAGES for block in blocks(page, language)]
+
+
+def is_run(line: str) -> bool:
+    """Whether a shell line is run here."""
+    return not line.startswith(tuple(NOT_RUN))
+
+
+def parametrized(language: str) -> list[object]:
+    """The blocks of a language as parameters, the slow ones marked."""
+    return [
+        pytest.param(block, id=block.name, marks=[pytest.mark.slow] * (block.name in SLOW))
+        for block in every(language)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with links to all of the tree, where commands may write."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith("."):
+            (tmp_path / path.name).symlink_to(path)
+    programs = tmp_path / ".programs"
+    programs.mkdir()
+    for name, module in (
+        ("qeffect", "qeffect"),
+        ("torchrun", "torch.distributed.run"),
+        ("python", ""),
+    ):
+        how = f"-m {module} " * bool(module)
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {how}"$@"\n')
+        program.chmod(0o755)
+    return tmp_path
+
+
+def run(folder: Path, script: str) -> str:
+    """Run a script of the shell; return its standard output."""
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / '.programs'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout if done.returncode == 0 else f"{done.stdout}\nexit code 1"
+
+
+@pytest.mark.parametrize("block", parametrized("sh"))
+def test_a_shell_block_runs(block: Block, folder: Path) -> None:
+    """Every line that is not named above ends with exit code 0."""
+    script = "\n".join(line for line in commands(block) if is_run(line))
+    assert "exit code 1" not in run(folder, f"set -e\n{script}")
+
+
+@pytest.mark.parametrize("block", parametrized("console"))
+def test_a_console_block_shows_its_output(block: Block, folder: Path) -> None:
+    """Every shown part of the output is printed, in this order."""
+    for command, pieces in shown(block):
+        said, at = " ".join(run(folder, command).split()), 0
+        for piece in pieces:
+            assert piece in said[at:], command
+            at = said.index(piece, at) + len(piece)
+
+
+@pytest.mark.parametrize("block", parametrized("python"))
+def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
+    """Here, or in the test that is named for it."""
+    if (where := ELSEWHERE.get(block.name)) is not None:
+        path, _, name = where.partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+        return
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(block.text, block.name, "exec"), {"__name__": "page"})
+
+
+def typed(line: str) -> list[list[str]]:
+    """The arguments of each `qeffect` of a shell line."""
+    found = []
+    for part in re.split(r"; (?:do )?|&& ", line):
+        words = shlex.split(re.sub(r"\$\w+", "NAME", part))
+        if "qeffect" in words:
+            found.append(words[words.index("qeffect") + 1 :])
+    return found
+
+
+@pytest.mark.parametrize("line", [n for b in every("sh") for n in commands(b) if not is_run(n)])
+def test_a_line_that_is_not_run_has_options_that_exist(line: str) -> None:
+    """Every `qeffect` in it is accepted by the parser."""
+    for words in typed(line):
+        parser().parse_args(words)
+
+
+def test_nothing_is_named_that_no_page_has() -> None:
+    """The lists above are of blocks and lines that exist."""
+    names = {block.name for language in LANGUAGES for block in every(language)}
+    lines = [line for block in every("sh") for line in commands(block)]
+
+    assert names >= {*ELSEWHERE, *SLOW}
+    assert [] == [n for n in NOT_RUN if not any(line.startswith(n) for line in lines)]

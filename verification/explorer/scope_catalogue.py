@@ -1,0 +1,390 @@
+"""
+The scopes that are explored, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from qeffect.engine.stage import OPTIONAL, TRANSITIONS
+from qeffect.relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, OUT_BIT
+
+from .scopes import Scope
+
+__all__ = ["large_scopes", "pool_scope", "standard_scopes"]
+
+#: The transitions that the slot pool alone consists of.
+_POOL: Final = (
+    "reserve",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "drop",
+)
+
+#: The transitions from a refresh to the reading of an output, on one stream or another.
+_READ: Final = (
+    "check_refresh",
+    "commit_refresh",
+    "abort_refresh",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "read",
+    "finish_read",
+    "submit",
+    "join",
+    "wait",
+)
+
+#: The transitions that move through a slot what is received and sent.
+_MESSAGES: Final = (
+    "reserve",
+    "check_forward",
+    "commit_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "abort_dgrad",
+    "abort_forward",
+    "post_receive",
+    "finish_receive",
+    "read",
+    "finish_read",
+    "drop",
+    "submit",
+    "join",
+    "wait",
+)
+
+#: The transitions from an F to the commit of reduced gradients.
+_REDUCE: Final = (
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "join",
+    "wait",
+    "finalize",
+    "start_reduction",
+    "finish_reduction",
+    "fail_reduction",
+    "commit_epoch",
+)
+
+#: The transitions from an F to the commit of gradients of which two stages write one.
+_SHARE: Final = (
+    "bind",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "finalize",
+    "commit_epoch",
+)
+
+#: The transitions from a refresh to the optimizer's update and the next refresh.
+_UPDATE: Final = (
+    "check_refresh",
+    "commit_refresh",
+    "abort_refresh",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "join",
+    "wait",
+    "drain",
+    "finalize",
+    "commit_epoch",
+    "checkpoint",
+)
+
+#: All transitions but those of a reduction that does not fail.
+_NO_REDUCTION: Final = tuple(
+    name for name in TRANSITIONS if name not in ("start_reduction", "finish_reduction")
+)
+
+#: The transitions that bring an epoch to its end, and those between epochs.
+_CLOSING: Final = (
+    "drain",
+    "finalize",
+    "start_reduction",
+    "finish_reduction",
+    "fail_reduction",
+    "commit_epoch",
+    "checkpoint",
+    "restore",
+)
+
+
+def pool_scope(slots: int, keys: int, generations: int, **options: Any) -> Scope:
+    """
+    Return the slot pool alone: ownership without the epoch, every check run with its commit.
+
+    Args:
+        slots: Slots of the pool.
+        keys: Keys that compete for them; a key returns after its release.
+        generations: Tenants that each slot may have, one after another.
+        options: Further arguments of ``Scope``.
+
+    Raises:
+        TypeError, ValueError: A count is not a positive integer.
+
+    >>> pool_scope(4, 4, 3).name
+    'pool-4-4-3'
+    """
+    right = "" if options.get("wrong_arguments", True) else "-right"
+    return Scope(
+        name=f"pool-{slots}-{keys}-{generations}{right}",
+        slots=(slots,),
+        cells=(keys,),
+        generation_max=generations,
+        omit=tuple(sorted(OPTIONAL)),
+        only=_POOL,
+        fresh_keys=True,
+        **options,
+    )
+
+
+def standard_scopes() -> Mapping[str, Scope]:
+    """
+    Return the scopes whose counts the tests pin, by name.
+
+    Together the scopes accept every transition and reach every refusal that the specification
+    names, in each transition that it names. They do not take every accepting path: each combination
+    of configured flags has paths of its own, and not every combination has a scope.
+    """
+    scopes = (
+        pool_scope(2, 2, 2),
+        pool_scope(3, 3, 2),
+        Scope("stage-epochs", slots=(1,), cells=(1,), generation_max=1, epochs=2),
+        Scope("stage-reuse", slots=(1,), cells=(2,), generation_max=2),
+        Scope("stage-small", slots=(2,), cells=(2,), generation_max=1),
+        Scope("stage-tickets", slots=(2,), cells=(2,), generation_max=1, tickets=True),
+        Scope(
+            "stage-readers",
+            slots=(1,),
+            cells=(1,),
+            generation_max=1,
+            epochs=2,
+            readers=OUT_BIT | GRAD_BIT,
+            reduces=True,
+        ),
+        Scope(
+            "domains-readers",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            readers=OUT_BIT,
+            only=_READ,
+            omit=("arena", "capture", "order", "reduction"),
+        ),
+        Scope(
+            "stage-messages",
+            slots=(1,),
+            cells=(2,),
+            generation_max=2,
+            readers=OUT_BIT | GRAD_BIT,
+            receives=IN_BIT | BACK_BIT,
+            only=_MESSAGES,
+            omit=("arena", "capture", "completion", "order", "reduction", "version"),
+        ),
+        Scope(
+            "domains-messages",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            receives=IN_BIT | BACK_BIT,
+            only=tuple(n for n in _MESSAGES if "read" not in n and "abort" not in n),
+            omit=("arena", "capture", "order", "reduction", "version"),
+        ),
+        Scope(
+            "callers-messages",
+            slots=(1,),
+            cells=(2,),
+            callers=2,
+            generation_max=2,
+            readers=OUT_BIT | GRAD_BIT,
+            receives=BACK_BIT,
+            only=_MESSAGES,
+            omit=("arena", "capture", "order", "reduction", "version"),
+            wrong_arguments=False,
+        ),
+        Scope(
+            "stage-buckets",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=1,
+            epochs=2,
+            buckets=((0, 0), (0, 0)),
+            ordered=True,
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "callers-update",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=2,
+            epochs=2,
+            only=_UPDATE,
+            omit=("arena", "capture", "order", "reduction"),
+        ),
+        Scope(
+            "stages-tied",
+            slots=(1, 1),
+            cells=(1, 1),
+            callers=2,
+            generation_max=1,
+            buckets=((0, 1), (1, 1)),
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "stages-shared",
+            slots=(2, 1),
+            cells=(2, 1),
+            generation_max=1,
+            tied=True,
+            tickets=True,
+            only=_SHARE,
+            omit=("capture", "completion", "order", "reduction", "version"),
+        ),
+        Scope(
+            "stages-shared-streams",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=1,
+            tied=True,
+            only=(*_SHARE, "join", "wait"),
+            omit=("capture", "order", "reduction", "version"),
+            wrong_arguments=False,
+        ),
+        Scope(
+            "domains-buckets",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            reduces=True,
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
+        Scope("stage-shared-pool", slots=(2,), cells=(2,), generation_max=1, shared_pool=True),
+        Scope(
+            "stage-declared",
+            slots=(2,),
+            cells=(2,),
+            generation_max=1,
+            shared_pool=True,
+            declared=True,
+        ),
+        Scope(
+            "stages-two",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=1,
+            tickets=True,
+            shared_pool=True,
+        ),
+        Scope(
+            "stages-declared",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=1,
+            shared_pool=True,
+            declared=True,
+        ),
+        Scope(
+            "stage-reports",
+            slots=(2,),
+            cells=(2,),
+            generation_max=1,
+            reduces=True,
+            reports=True,
+            tape_scales="carried",
+            omit=("arena", "capture", "completion", "reduction"),
+        ),
+        Scope(
+            "callers-reports",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=1,
+            readers=OUT_BIT | GRAD_BIT,
+            receives=IN_BIT | BACK_BIT,
+            reports=True,
+            tape_scales="carried",
+            only=tuple(name for name in TRANSITIONS if name not in _CLOSING),
+            wrong_arguments=False,
+        ),
+        Scope(
+            "stages-live",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=1,
+            reduces=True,
+            tape_scales="live",
+            omit=("arena", "capture", "completion", "reduction"),
+        ),
+        Scope(
+            "domains-two",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            reduces=True,
+            only=_NO_REDUCTION,
+            omit=("arena", "capture", "order", "reduction", "version"),
+        ),
+    )
+    return {scope.name: scope for scope in scopes}
+
+
+def large_scopes() -> Mapping[str, Scope]:
+    """
+    Return scopes for the batch reading and for measuring rates, by name.
+
+    The pool of 4 slots, 4 keys and 3 generations has 540,184 states, as many as the same model
+    has in TLC and SPIN; ``-right`` presents only right arguments, as those do. The last pool and
+    the last stage have more than five million states.
+    """
+    scopes = (
+        pool_scope(4, 4, 2, wrong_arguments=False),
+        pool_scope(4, 4, 3, wrong_arguments=False),
+        pool_scope(4, 4, 3),
+        pool_scope(4, 5, 4),
+        Scope("stage-small-right", slots=(2,), cells=(2,), generation_max=1, wrong_arguments=False),
+        Scope("stage-medium", slots=(2,), cells=(3,), generation_max=2),
+        Scope("stage-large", slots=(3,), cells=(3,), generation_max=2, epochs=2),
+    )
+    return {scope.name: scope for scope in scopes}

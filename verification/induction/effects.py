@@ -1,0 +1,231 @@
+"""
+Physical effects that several transitions have, each as a change of the history.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from qeffect.spec.constants import NEVER, READ_BITS
+from qeffect.spec.predicates import choose
+from qeffect.spec.promises.words import domain_of_slot
+from qeffect.spec.world import NONE
+
+from .ghosts import History, State
+
+__all__ = [
+    "Key",
+    "begin",
+    "begin_update",
+    "break_update",
+    "bury",
+    "content",
+    "end",
+    "end_update",
+    "enqueue",
+    "enter_pool",
+    "forget_epoch",
+    "issue",
+    "key_in",
+    "leave_pool",
+    "redeem",
+    "replay",
+    "replayed_on",
+    "reserve_ticket",
+    "trade",
+    "transferred",
+    "vacate",
+    "visit",
+    "write",
+]
+
+
+# The arbitrary reference and ticket
+
+
+def issue(st: State, h: History, key: Any, slot: Any) -> None:
+    """A reference to the slot is handed to the key's owner."""
+    same = (
+        (slot == h.ref_slot[0])
+        & (st.generation[slot] == h.ref_generation[0])
+        & (st.incarnation[0] == h.ref_incarnation[0])
+    )
+    h.ref_cell[0] = choose(same, key.cell, h.ref_cell[0])
+    h.ref_epoch[0] = choose(same, key.epoch, h.ref_epoch[0])
+    h.issued[0] = choose(same, 1, h.issued[0])
+
+
+def bury(h: History, slot: Any) -> None:
+    """The work in the slot is gone; references handed out for it are dead."""
+    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1), 1, h.dead[0])
+
+
+def reserve_ticket(h: History, ticket: Any, kind: int, slot: Any, stage: Any) -> None:
+    same = ticket == h.ticket[0]
+    h.outstanding[0] = choose(same, kind, h.outstanding[0])
+    h.ticket_slot[0] = choose(same, slot, h.ticket_slot[0])
+    h.ticket_stage[0] = choose(same, stage, h.ticket_stage[0])
+
+
+def redeem(h: History, ticket: Any) -> None:
+    h.outstanding[0] = choose(ticket == h.ticket[0], NONE, h.outstanding[0])
+
+
+# Capture memory
+
+
+def replay(st: State, h: History, slot: Any, rank: Any) -> None:
+    """A graph of the slot is replayed: it scratches on what later graphs of its pool keep."""
+    pool = st.pool_of[slot]
+    kept = (h.in_pool[h.slot[0]] == 1) & (st.pool_of[h.slot[0]] == pool)
+    h.clobbered[0] = choose(kept & (rank <= h.last_rank[h.slot[0]]), 1, h.clobbered[0])
+    h.last_rank[slot] = rank
+    h.last_replayed[pool] = slot
+
+
+def trade(numbers: Any, members: Any, group: Any, member: Any, number: Any) -> None:
+    """A member of a numbered group takes a number; whoever had it gets the member's."""
+    other, before = members[group, number], numbers[member]
+    numbers[other] = before
+    numbers[member] = number
+    members[group, before] = other
+    members[group, number] = member
+
+
+def enter_pool(st: State, h: History, slot: Any) -> None:
+    pool = st.pool_of[slot]
+    h.clobbered[0] = choose(slot == h.slot[0], 0, h.clobbered[0])
+    h.in_pool[slot] = 1
+    trade(h.seat, h.seated, pool, slot, h.tapes[pool])
+    h.tapes[pool] = h.tapes[pool] + 1
+
+
+def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
+    """Where ``leaves``, the slot keeps no memory in its pool any more."""
+    pool = st.pool_of[slot]
+    last = h.tapes[pool] - 1
+    trade(h.seat, h.seated, pool, slot, choose(leaves, last, h.seat[slot]))
+    h.in_pool[slot] = choose(leaves, 0, h.in_pool[slot])
+    h.tapes[pool] = choose(leaves, last, h.tapes[pool])
+
+
+def vacate(st: State, h: History, slot: Any) -> None:
+    """The work in a slot is lost; what is still read of it stays, and what arrives is nobody's."""
+    unread = (h.moving[slot] & READ_BITS) == 0
+    leave_pool(st, h, slot, (h.in_pool[slot] == 1) & unread)
+    h.owing[slot] = 0
+    h.arrived[slot] = 0
+    h.clear[0] = choose(slot == h.slot[0], h.saw[0], h.clear[0])
+    bury(h, slot)
+
+
+def visit(st: State, h: History, slot: Any, bit: Any) -> None:
+    """A consumer is done with the work in a slot; the last one frees it."""
+    left = h.owing[slot] & ~bit
+    gone = (left == 0) & (h.owing[slot] != 0)
+    unread = (h.moving[slot] & READ_BITS) == 0
+    leave_pool(st, h, slot, (left == 0) & unread & (h.in_pool[slot] == 1))
+    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1) & gone, 1, h.dead[0])
+    h.arrived[slot] = choose(left == 0, 0, h.arrived[slot])
+    h.clear[0] = choose((slot == h.slot[0]) & gone, h.saw[0], h.clear[0])
+    h.owing[slot] = left
+
+
+def replayed_on(h: History, slot: Any) -> None:
+    """A replay may touch a slot; who fills the slot next has to wait for it."""
+    h.saw[0] = choose(slot == h.slot[0], 0, h.saw[0])
+
+
+def transferred(h: History, slot: Any, link: Any) -> None:
+    """A transfer through a slot ended on a caller's stream."""
+    mine = (slot == h.slot[0]) & (link == h.link[0])
+    h.trailing[0] = choose(mine, 1, h.trailing[0])
+    h.behind[link] = 1
+    h.told[link] = h.told[link] + 1
+    h.last_end_on[slot] = link
+    h.last_end[slot] = h.told[link]
+
+
+# Between a check and its commit
+
+
+def begin(st: State, h: History, slot: Any) -> None:
+    d = domain_of_slot(st, slot)
+    h.acting[slot] = h.acting[slot] + 1
+    h.device[d] = 1
+    h.beginner[d] = slot
+
+
+def end(st: State, h: History, slot: Any) -> None:
+    """Also what was enqueued after a drain is device work."""
+    h.acting[slot] = h.acting[slot] - 1
+    h.device[domain_of_slot(st, slot)] = 1
+
+
+def enqueue(h: History, d: Any) -> None:
+    """A replay was enqueued; one that failed may have been in part."""
+    h.enqueued[d] = h.enqueued[d] + 1
+
+
+# Scaling state
+
+
+def begin_update(h: History, d: Any) -> None:
+    h.running[d] = h.running[d] + 1
+    h.touched[d] = 1
+
+
+def end_update(h: History, d: Any, updates: Any) -> None:
+    """Scaling state was updated as often as the backend says; once, where it cannot say."""
+    h.running[d] = h.running[d] - 1
+    h.updates[d] = h.updates[d] + updates
+    h.updates_of_epoch[d] = h.updates_of_epoch[d] + updates
+
+
+def break_update(h: History, d: Any) -> None:
+    h.running[d] = h.running[d] - 1
+    h.broken[d] = 1
+
+
+# Weight caches
+
+
+def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> Any:
+    """The weights that a fill left in the cache: those reported, if that was every matrix; where
+    the backend cannot say, the current ones."""
+    reported = choose(filled == st.matrices[stage], fill_epoch, NEVER)
+    return choose(st.reports_fills[stage] != 0, reported, h.weights[0])
+
+
+# Gradient buffers
+
+
+def write(st: State, h: History, cell: Any, more: int) -> None:
+    """A dW begins or ends to write a cell's own buffer, and the shared one if that is another."""
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
+    h.writers[own] = h.writers[own] + more
+    h.writers[shared] = h.writers[shared] + choose(own == shared, 0, more)
+
+
+# Epochs
+
+
+def forget_epoch(st: State, h: History) -> None:
+    """The weights are others now; what ran, ran for the old ones."""
+    for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
+        st.fill(count, 0)
+    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.reduction):
+        st.fill(count, 0)
+    h.begun[0] = 0
+    st.fill(h.fill_of_epoch, NEVER)
+    st.fill(h.updates_of_epoch, 0)
+    st.fill(h.touched, 0)
+
+
+class Key(NamedTuple):
+    cell: Any
+    epoch: Any
+
+
+def key_in(h: History, slot: Any) -> Key:
+    return Key(h.tenant[slot], h.tenant_epoch[slot])

@@ -1,0 +1,135 @@
+"""
+The ghost columns of the physical history, by name.
+
+Some ghosts follow one thing only, chosen once and for all and arbitrary: a reference, a ticket, a
+slot, a link and a stage. A property proved of an arbitrary one holds of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from qeffect.spec.constants import NEVER
+
+__all__ = ["GHOSTS", "Ghost", "History", "State"]
+
+#: The memory, and the history beside it: a column by each name.
+State = Any
+History = Any
+
+
+class Ghost(NamedTuple):
+    """A column of the history: sorts of its indices and values, and what it starts with."""
+
+    indices: tuple[str, ...]
+    values: str = "int"
+    initial: int | None = 0
+
+
+def _each(index: str, *names: str, **options: Any) -> dict[str, Ghost]:
+    return {name: Ghost(tuple(index.split()), **options) for name in names}
+
+
+#: The history's columns. An initial value of None is arbitrary.
+GHOSTS: Final[Mapping[str, Ghost]] = {
+    # The work that was last put into a slot, its key, the consumers that still have to visit it,
+    # transfers under way through it and the messages that the work has received, actions in flight
+    # on it, what its dI left queued, whether its F fills the cache, and the fill
+    # that its F read.
+    **_each("slot", "tenant", values="cell", initial=None),
+    **_each("slot", "tenant_epoch", initial=NEVER),
+    **_each("slot", "owing", "moving", "arrived", values="mask"),
+    **_each("slot", "acting"),
+    **_each("slot", "queued", values="opaque", initial=None),
+    **_each("slot", "filling", values="flag"),
+    **_each("slot", "fill_read"),
+    # The scaling updates that its F had seen, and the forwards that had rolled scales with it.
+    **_each("slot", "scaled_by", "rolls_seen"),
+    # How often each action of a cell succeeded since the weights last changed, where it was
+    # bound, and what its dW covered.
+    **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
+    **_each("cell", "bound_to", "covered", values="opaque", initial=None),
+    # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
+    # did, then those whose F did, then the others.
+    **_each("stage", "num_forwards", "num_dgrads", "num_wgrads"),
+    **_each("cell", "place", initial=None),
+    **_each("stage place", "placed", values="cell", initial=None),
+    # The optimizer updates of the weights, the version of the weights in each cache, how often
+    # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
+    # was lost, and the scaling updates that the fill had seen.
+    **_each("one", "weights"),
+    **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
+    **_each("stage", "fills", "filled_after"),
+    **_each("stage", "lost", values="flag"),
+    # The last epoch in which the cache was lost while an F or dI read it, or had yet to.
+    **_each("stage", "lost_in_use", initial=NEVER),
+    # The last epoch whose gradients a failure spoiled, or left half written.
+    **_each("stage", "spoiled", "half_written", initial=NEVER),
+    # How often a stage was finalized since the weights last changed, and on which caller's link;
+    # a bucket's reduction of the epoch, on whose link it was awaited, and how many were started.
+    **_each("stage", "finals"),
+    **_each("stage", "finalized_by", values="link", initial=None),
+    **_each("bucket", "reduction"),
+    **_each("bucket", "awaited_by", values="link", initial=None),
+    **_each("one", "begun"),
+    # Scaling updates since the last restore, and of this epoch; F, dI and refreshes in flight;
+    # whether scaling state is broken, whether it was touched since the last commit and by whose F
+    # or refresh; whether device work may be unfinished and on which slot or stage it began last.
+    **_each("domain", "updates", "updates_of_epoch", "running"),
+    # Forwards that ever rolled the domain's scales.
+    **_each("domain", "rolls"),
+    # What was enqueued on a domain's graph stream since the last restore.
+    **_each("domain", "enqueued"),
+    **_each("domain", "broken", "touched", "device", values="flag"),
+    **_each("domain", "toucher", "refresher", values="stage", initial=None),
+    **_each("domain", "updater", "beginner", values="slot", initial=None),
+    # The epoch whose gradients a buffer holds, and who is writing it.
+    **_each("buffer", "content", initial=NEVER),
+    **_each("buffer", "writers"),
+    **_each("buffer", "writer", values="slot", initial=None),
+    # How many slots keep memory in a pool, and the pool's slots in some order, those first; the
+    # capture rank of a slot's latest replay, and the slot that a pool last replayed.
+    **_each("pool", "tapes"),
+    **_each("pool", "slots", initial=None),
+    **_each("slot", "in_pool", values="flag"),
+    **_each("slot", "seat", initial=None),
+    **_each("pool place", "seated", values="slot", initial=None),
+    **_each("slot", "last_rank"),
+    **_each("pool", "last_replayed", values="slot", initial=None),
+    # The caller's stream that the latest optimizer update was enqueued on, and whether it may run
+    # beside what a domain's graph stream is given.
+    **_each("one", "updated_on", values="caller", initial=None),
+    **_each("domain", "updating", values="flag"),
+    # Whether the graph stream has yet to wait for work of a caller.
+    **_each("link", "behind", values="flag"),
+    # The ends of transfers told on a link, and those that the graph stream has waited for; and the
+    # latest end of a slot: on which link, and which of those.
+    **_each("link", "told", "heard"),
+    **_each("slot", "last_end_on", values="link", initial=None),
+    **_each("slot", "last_end"),
+    # Arbitrary ones.
+    **_each("one", "slot", values="slot", initial=None),
+    **_each("one", "link", values="link", initial=None),
+    **_each("one", "stage", values="stage", initial=None),
+    # The slot's retained memory was overwritten by an earlier graph; the link waited for the
+    # replay that wrote the slot's output; and for the one that wrote the stage's gradients.
+    **_each("one", "clobbered", "seen", values="flag"),
+    # The link waited for every replay on the slot; for every one of the slot's former work; and a
+    # transfer of the slot ended on the link and the graph stream has not waited for it.
+    **_each("one", "saw", "clear", values="flag", initial=1),
+    **_each("one", "trailing", values="flag"),
+    **_each("one", "seen_gradients", values="flag", initial=1),
+    # An arbitrary reference: was it issued, for what, and is the work it named gone.
+    **_each("one", "ref_slot", values="slot", initial=None),
+    **_each("one", "ref_generation", values="generation", initial=None),
+    **_each("one", "ref_incarnation", initial=None),
+    **_each("one", "issued", "dead", values="flag"),
+    **_each("one", "ref_cell", values="cell", initial=None),
+    **_each("one", "ref_epoch", initial=NEVER),
+    # An arbitrary ticket: what it is good for now, and where.
+    **_each("one", "ticket", values="ticket", initial=None),
+    **_each("one", "outstanding"),
+    **_each("one", "ticket_slot", values="slot", initial=None),
+    **_each("one", "ticket_stage", values="stage", initial=None),
+}
