@@ -32,7 +32,7 @@ from ...ranks.world import Limits, Member, agree_on, gathered
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS
-from ..comparisons.ranks import Compared, compared, summed
+from ..comparisons.ranks import Compared, compared, totals_of_ranks
 
 __all__ = ["add_pipeline_arguments", "run_pipeline"]
 
@@ -274,7 +274,7 @@ def _compared(member: Member, what: str, result: Compared) -> Outcome:
         "first": [label for c in result.comparison.categories for label in c.first],
     }
     ranks = gathered(member, own)
-    totals = summed([rank["totals"] for rank in ranks])
+    totals = totals_of_ranks([rank["totals"] for rank in ranks])
     same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
     lines = [
         what + ", and torch's own pipeline over native full backwards:",

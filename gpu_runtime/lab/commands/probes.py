@@ -192,8 +192,8 @@ def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None)
 
 def _sides() -> list[dict[str, Any]]:
     """Every side at once, each in a process of its own, compared with the first."""
-    with ThreadPoolExecutor(len(interleaved.SIDES)) as pool:
-        answers = list(pool.map(lambda side: _asked(["side", side.name]), interleaved.SIDES))
+    with ThreadPoolExecutor(len(interleaved.GRAPH_USES)) as pool:
+        answers = list(pool.map(lambda side: _asked(["side", side.name]), interleaved.GRAPH_USES))
     reference = answers[0].get("digests", {})
     return [
         {
@@ -204,7 +204,7 @@ def _sides() -> list[dict[str, Any]]:
             "not_finite": answer.get("not_finite"),
             **interleaved.differences(reference, answer.get("digests", {})),
         }
-        for side, answer in zip(interleaved.SIDES, answers, strict=True)
+        for side, answer in zip(interleaved.GRAPH_USES, answers, strict=True)
     ]
 
 
@@ -227,7 +227,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
     """Answer in the child process."""
     torch.set_num_threads(1)
     if words[0] == "side":
-        (chosen,) = (side for side in interleaved.SIDES if side.name == words[1])
+        (chosen,) = (side for side in interleaved.GRAPH_USES if side.name == words[1])
         try:
             return {"error": None, **interleaved.record_side(chosen)}
         except Exception as error:

@@ -32,7 +32,7 @@ from ...runtime import mode_on
 from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
-from ..comparisons.ranks import compared, summed, tensors_of
+from ..comparisons.ranks import compared, tensor_digests, totals_of_ranks
 from ..reports.report import Report, add_report_options, environment
 from ..runner.profiler import traced
 from ..runner.rank_parts import (
@@ -212,7 +212,9 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
         "schedule": schedule,
         "steps": steps,
         "microbatches": job.microbatches,
-        "categories": {c: list(of) for c, of in summed([rank for rank, _ in ranks]).items()},
+        "categories": {
+            c: list(of) for c, of in totals_of_ranks([rank for rank, _ in ranks]).items()
+        },
         "slots": [slots for _, slots in ranks],
     }
 
@@ -234,7 +236,7 @@ def _final(worker: Worker) -> dict[str, str]:
         for index, stage in runtime.stages.items()
         for name, held in stage.cached_weights().items()
     }
-    return {**tensors_of(runtime.stages, worker.optimizer), **caches}
+    return {**tensor_digests(runtime.stages, worker.optimizer), **caches}
 
 
 def _one_launch(

@@ -28,7 +28,7 @@ from ...training.command import release
 from ...training.config import Checkpointing, Config, read
 from ...training.loop import Opened
 from ...training.model import Language
-from ..comparisons.ranks import tensors_of
+from ..comparisons.ranks import tensor_digests
 from ..sides.training import GuardedTraining, NativeTraining, TrainingSide
 
 __all__ = ["RunControl", "RunName", "train_run"]
@@ -264,13 +264,13 @@ def _evaluate(
     side: TrainingSide, course: _Progress, step: int, control: RunControl, *, ends: bool
 ) -> None:
     """Evaluate; after the last step also digest every tensor, before and after evaluating."""
-    before = tensors_of(side.stages, side.optimizer) if ends else {}
+    before = tensor_digests(side.stages, side.optimizer) if ends else {}
     started = time.perf_counter()
     loss = side.evaluate(control.windows)
     course.evaluate_s += time.perf_counter() - started
     course.held_out.append([step, finite(loss)])
     if ends:
-        course.tensors = tensors_of(side.stages, side.optimizer)
+        course.tensors = tensor_digests(side.stages, side.optimizer)
         course.moved = sum(course.tensors.get(name) != one for name, one in before.items())
 
 

@@ -56,7 +56,7 @@ class Trial:
         device: `cpu` or `cuda`.
         mode: How a step runs.
         masters: Accumulate in float32, over master weights of float32.
-        limits: How long anything may take.
+        limits: Time limits.
     """
 
     job: Job = attrs.field(factory=Job)
