@@ -111,7 +111,7 @@ def _library(torch: Any, probe: bool) -> Finding:
     try:
         library()
         if probe:
-            from .backends.te.stage import check_backend
+            from .backends.te.self_test import check_backend
 
             check_backend()
     except Exception as error:  # whatever the library raises while it loads or runs

@@ -1,5 +1,5 @@
 """
-What a caller may name: the check of stages, slots, links and keys that were never configured.
+Checks of a caller's arguments: stages, slots, links and keys must be configured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .text import shown, spelled, within
 
 __all__ = ["UNUSABLE", "Arguments"]
 
-#: What Python raises where a transition is run over a name that was never configured.
+#: What Python raises if a transition runs over a name that was never configured.
 UNUSABLE = (KeyError, IndexError, TypeError, AttributeError)
 
 _CLASSES = {"key": TapeKey, "ref": TapeRef}
@@ -28,10 +28,10 @@ class Arguments:
     """
     The names that a process was configured with, and clear errors for any other.
 
-    The hot path does not ask beforehand: a wrong name fails in the transition's guards, which
-    write nothing, and `unusable` then says what was wrong. Looked at first are only indices below
-    zero, which a list would count from its end, and classes: what merely equals an integer or
-    looks like a key would pass every guard and be kept.
+    The hot path does not check names beforehand: a wrong name fails in the transition's guards,
+    which write nothing, and `unusable` then finds what was wrong. Checked first are only negative
+    indices, which a list would count from its end, and classes: an object that merely equals an
+    integer or resembles a key would pass every guard and be stored.
 
     Args:
         cells: Every configured cell.
@@ -45,15 +45,15 @@ class Arguments:
 
     @property
     def num_slots(self) -> int:
-        """How many slots all stages have together."""
+        """Number of slots of all stages."""
         return sum(len(own) for own in self.slots.values())
 
     def integer(self, transition: str, name: str, value: Any) -> None:
         """
-        Require a plain integer; a bool and a NumPy integer are none.
+        Require a plain ``int``; a bool or a NumPy integer is rejected.
 
         Raises:
-            TypeError: It is not one.
+            TypeError: The value is not a plain ``int``.
         """
         if value.__class__ is not int:
             raise TypeError(
@@ -66,23 +66,29 @@ class Arguments:
         Require a configured stage.
 
         Raises:
-            TypeError, ValueError: It is not one.
+            TypeError: The stage is not an ``int``.
+            ValueError: The stage is not configured.
         """
         self.integer(transition, "stage", stage)
         if stage not in self.slots:
-            raise ValueError(f"{transition}: no stage {shown(stage)}; there are {list(self.slots)}")
+            raise ValueError(
+                f"{transition}: stage {shown(stage)} is not configured; expected one of "
+                f"{list(self.slots)}"
+            )
 
     def link(self, transition: str, link: Any) -> None:
         """
         Require a configured link.
 
         Raises:
-            TypeError, ValueError: It is not one.
+            TypeError: The link is not an ``int``.
+            ValueError: The link is not configured.
         """
         self.integer(transition, "link", link)
         if not 0 <= link < self.num_links:
             raise ValueError(
-                f"{transition}: no link {shown(link)}; links are 0 to {self.num_links - 1}"
+                f"{transition}: link {shown(link)} is not configured; links are 0 to "
+                f"{self.num_links - 1}"
             )
 
     def slot(self, transition: str, key: Any, slot: Any) -> None:
@@ -90,7 +96,7 @@ class Arguments:
         Require a slot of the pool.
 
         Raises:
-            TypeError: It is not an integer.
+            TypeError: The slot is not an ``int``.
             Refused: ``ownership.unknown-slot``.
         """
         self.integer(transition, "slot", slot)
@@ -102,7 +108,7 @@ class Arguments:
         Require a key and a reference into the pool.
 
         Raises:
-            TypeError: One is of another class.
+            TypeError: The key is not a `TapeKey` or the reference not a `TapeRef`.
             Refused: ``ownership.unknown-slot``.
         """
         self._class(transition, "key", key)
@@ -114,7 +120,7 @@ class Arguments:
         Require a configured key.
 
         Raises:
-            TypeError: It is not a key.
+            TypeError: The value is not a `TapeKey`.
             Refused: ``ownership.unknown-key``.
         """
         self._class(transition, "key", key)
@@ -123,24 +129,26 @@ class Arguments:
 
     def tape_key(self, call: str, key: Any) -> None:
         """
-        Require a key, of this process or not.
+        Require a key, configured or not.
 
         Raises:
-            TypeError: It is not a key.
+            TypeError: The value is not a `TapeKey`.
         """
         self._class(call, "key", key)
 
     def of_process(self, call: str, key: Any) -> None:
         """
-        Require a configured key in a call that only reads, and so refuses nothing.
+        Require a configured key, in a call that only reads and therefore raises no refusal.
 
         Raises:
-            TypeError, ValueError: It is not one.
+            TypeError: The value is not a `TapeKey`.
+            ValueError: The key is not configured.
         """
         self._class(call, "key", key)
         if key.cell not in self.cells:
             raise ValueError(
-                f"{call}: no {spelled(key)}; expected a key of {self._configured(key)}"
+                f"{call}: {spelled(key)} is not configured; expected a key of "
+                f"{self._configured(key)}"
             )
 
     def ticket(self, transition: str, ticket: Any, incarnation: int) -> Exception:
@@ -149,8 +157,8 @@ class Arguments:
 
         Args:
             transition: ``commit`` or ``abort``.
-            ticket: What was presented.
-            incarnation: Of this contract.
+            ticket: The given ticket.
+            incarnation: The contract's current incarnation.
         """
         missing = [n for n in ("action", "slot", "serial", "incarnation") if not hasattr(ticket, n)]
         if missing:
@@ -168,12 +176,12 @@ class Arguments:
 
     def unusable(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:
         """
-        Return what to raise for a transition that could not be run at all.
+        Return the exception for a transition that could not run.
 
         Args:
-            error: What Python said of it; returned where no argument is at fault.
+            error: Python's exception; returned if no argument is at fault.
             transition: The transition.
-            arguments: Its arguments; None for one that was to be chosen.
+            arguments: Its arguments; None for an argument that the contract would have chosen.
         """
         given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
         try:
@@ -217,7 +225,7 @@ class Arguments:
         return refused
 
     def _configured(self, key: TapeKey) -> str:
-        """Say which keys there are, as near to the given one as possible."""
+        """Spell the configured keys, of the given key's stage if there is such a stage."""
         own = [cell for cell in self.cells if cell[0] == key.stage]
         if not own:
             return f"one of the stages {list(self.slots)}"

@@ -1,5 +1,5 @@
 """
-What a checkpoint of the contract holds, and as importantly what it never holds (paper, III-E).
+The persistent part of a contract: what a checkpoint holds and never holds (paper, III-E).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .text import shown
 
 __all__ = ["Caches", "Checkpoint", "cache_semantics", "require_same"]
 
-#: What a restore makes of weight caches: ``stale`` has every stage refresh its cache before its
-#: first forward, ``unguarded`` leaves caches alone, because the version relation is left out.
+#: State of weight caches after a restore. ``stale``: every stage must refresh its cache before its
+#: first forward. ``unguarded``: the version relation is left out, and caches are not checked.
 Caches = Literal["stale", "unguarded"]
 
 
 def cache_semantics(configuration: Configuration) -> Caches:
     """
-    Return what a contract of this configuration makes of weight caches at a restore.
+    Return the state of weight caches after a restore with this configuration.
 
     >>> cache_semantics(Configuration((), ("ownership", "version")))
     'stale'
@@ -50,21 +50,20 @@ class Checkpoint:
     """
     The persistent part of a contract.
 
-    It has no tokens, streams, events, generations, addresses or cache contents: those belong to
-    a process and are rebuilt.
+    A checkpoint has no tokens, streams, events, generations, addresses or cache contents: those
+    belong to a process and are rebuilt.
 
     Args:
         epoch: Weight epoch of the process.
-        configuration: What the contract was built from, without where its destinations are:
-            addresses are made anew in every process.
+        configuration: The contract's configuration, without addresses and devices of destinations,
+            which each process sets.
         state: Handle of the numerical state, saved by the caller.
         recipe: Precision recipe.
-        caches: Cache semantics: what a restore makes of weight caches; by default what the
-            configuration says.
+        caches: State of weight caches after a restore; by default derived from the configuration.
 
     Raises:
-        TypeError, ValueError: The epoch is not a non-negative integer, or the configuration is
-            none.
+        TypeError: The configuration is not a `Configuration`.
+        ValueError: The epoch is not a non-negative integer.
 
     >>> from qeffect import Contract, StageConfig
     >>> saved = Contract([StageConfig(0, microbatches=1, slots=1)]).checkpoint(state="step-0.pt")
@@ -84,7 +83,7 @@ class Checkpoint:
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
-        """Configuration of the stages, without where their destinations are."""
+        """Configuration of the stages, without addresses and devices of destinations."""
         return self.configuration.stages
 
     @property
@@ -94,7 +93,7 @@ class Checkpoint:
 
     def summary(self) -> str:
         """
-        Say in a line what was checkpointed.
+        Return one line that names the stages and relations.
 
         >>> from qeffect import Contract, StageConfig
         >>> Contract([StageConfig(0, microbatches=2, slots=1)]).checkpoint().summary()
@@ -105,7 +104,7 @@ class Checkpoint:
 
 def require_same(checkpoint: Checkpoint, own: Configuration) -> None:
     """
-    Require that a checkpoint is of a contract's own configuration and cache semantics.
+    Require that a checkpoint has a contract's configuration and cache semantics.
 
     Raises:
         Refused: ``persistence.configuration``, naming the first part that differs.
@@ -118,6 +117,6 @@ def require_same(checkpoint: Checkpoint, own: Configuration) -> None:
         raise refused(
             "persistence.configuration",
             "restore",
-            f"a checkpoint of {checkpoint.summary()}, with another {part}: {saved}",
-            f"one of {own.summary()}, with {part}: {ours}",
+            f"a checkpoint of {checkpoint.summary()}, with {part}: {saved}",
+            f"a checkpoint of {own.summary()}, with {part}: {ours}",
         )

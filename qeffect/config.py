@@ -1,5 +1,5 @@
 """
-What one pipeline stage of a process is configured with.
+Configuration of one pipeline stage of a process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .text import shown
 
 __all__ = ["Bucket", "StageConfig"]
 
-#: The largest stage; and most slots, and most cells of a stage, all of which have entries in lists.
+#: Upper bound of stage indices, slots and cells of a stage: each has entries in lists.
 _MOST: Final = 1 << 20
 
 
@@ -73,16 +73,17 @@ class Bucket:
     """
     Gradients that are reduced together.
 
-    Two stages of one process that name the same bucket share it: a destination that both write,
-    as tied embeddings do, is reduced once, after the last dW of both.
+    Two stages of one process that name the same bucket share it. A destination that both write,
+    such as that of tied embeddings, is reduced once, after the last dW of both.
 
     Args:
-        name: Its name, different from every other bucket of the process.
-        matrices: The stage's matrices whose gradients it holds; none for a bucket of gradients
-            that are no matrix, which are whole when the stage's are.
+        name: Name of the bucket, unique in the process but for stages that share it.
+        matrices: The stage's matrices whose gradients the bucket holds. Empty for a bucket of
+            other gradients (biases, norms), which are whole when the stage's matrices are.
 
     Raises:
-        TypeError, ValueError: A name cannot be one, or a matrix is named twice.
+        TypeError: A name is not a string (or, for the bucket, an integer).
+        ValueError: A matrix is named twice.
 
     >>> Bucket("attention", ("qkv", "proj")).matrices
     ('proj', 'qkv')
@@ -123,43 +124,42 @@ class StageConfig:
         stage: Global stage index.
         microbatches: Microbatches of one optimizer step, M.
         slots: Slots of the stage's pool; the schedule's peak of live tapes is enough.
-        domain: Name of the state domain. Stages whose scaling state one update may roll, as that
-            of Transformer Engine goes over every module of the process, share one.
-        blocks: Sub-layer blocks taped apart in each execution.
+        domain: Name of the state domain. Stages share a domain if one update may roll the scaling
+            state of both, as an update of Transformer Engine does for all modules of a process.
+        blocks: Sub-layer blocks in each execution that have tapes of their own.
         invocations: Invocations of each block in one execution.
-        matrices: Names of the weight matrices whose gradients dW must cover, each once.
-        destinations: Where each matrix gradient of each microbatch lands; see
-            ``qeffect.destinations``. Empty means a symbolic accumulating buffer for every matrix.
+        matrices: Names of the weight matrices whose gradients dW must write, each once.
+        destinations: The buffer of each matrix gradient of each microbatch; see
+            ``qeffect.destinations``. Empty: a symbolic accumulating buffer for every matrix.
         sends_output: The forward's output has a reader (a send, or the next local stage) that
             must finish before the slot is free.
-        sends_gradient: Likewise the input gradient.
-        receives_input: A message brings the forward's input into the slot; F runs only after it
-            was posted and has arrived.
-        receives_gradient: Likewise the output's gradient, before dI.
+        sends_gradient: The same for the input gradient.
+        receives_input: A message brings the forward's input into the slot; F runs only after the
+            receive was posted and the message has arrived.
+        receives_gradient: The same for the output's gradient, before dI.
         reduces: The stage's gradients are reduced over data-parallel ranks before the commit.
         reports_fills: The backend reports, at the commit of a refresh and of F, which matrices'
-            caches were filled and from which weight epoch. Where it does not, that a refresh
-            filled the cache is taken on trust.
+            caches were filled and from which weight epoch. Otherwise the contract trusts that a
+            refresh filled the cache.
         reports_updates: The backend reports, at the commit of F and dI, how often the domain's
-            scaling state was updated. Where it does not, that it was once is taken on trust.
-        tape_scales: What dI dequantizes its tape with: ``carried`` where a tape keeps the scales
-            of its F, and dI reports which it used; ``live`` where it reads what the domain has
-            by then; None where the backend cannot say, and it is taken on trust.
+            scaling state was updated. Otherwise the contract trusts that it was updated once.
+        tape_scales: The scales that dI dequantizes its tape with. ``carried``: the tape keeps the
+            scales of its F, and dI reports which scales it used. ``live``: dI reads the domain's
+            current scales. None: the backend cannot say, and the contract trusts it.
         pool: Name of the capture-memory pool that the stage's slots share; None gives every
             slot a pool of its own.
-        buckets: The gradients that are reduced together, each matrix in one bucket; only where
-            the stage reduces. By default all of the stage, in a bucket named as its index.
-        buffers: By matrix, the name of the memory that its gradient's destination is; another
-            matrix, of this stage or another one, may name the same. Without a name it is memory
-            of the matrix's own.
-        tied: Matrices that share the destination they name with another matrix, as tied weights
-            do. Both must be declared: what names one destination undeclared is refused. See
+        buckets: The gradients that are reduced together, each matrix in one bucket; requires
+            ``reduces``. By default one bucket with all matrices, named by the stage's index.
+        buffers: By matrix, the name of its gradient's destination; another matrix, of this stage
+            or another, may have the same name. A matrix without a name has its own memory.
+        tied: Matrices that share their named destination with another matrix, as tied weights do.
+            Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
 
     Raises:
-        TypeError, ValueError: A count is not a positive integer, a flag is no ``bool``, a matrix
-            is named twice, a name cannot be one, buckets do not hold every matrix once, or a
-            matrix is tied whose destination has no name.
+        TypeError: A count is not an integer, a flag not a ``bool``, or a name not a string.
+        ValueError: A count is out of range, a matrix is named twice, buckets do not hold every
+            matrix once, or a tied matrix has no name in ``buffers``.
 
     >>> StageConfig(0, microbatches=2, slots=1, matrices=("qkv", "fc1")).matrices
     ('fc1', 'qkv')
@@ -193,11 +193,13 @@ class StageConfig:
     def __attrs_post_init__(self) -> None:
         if (count := self.microbatches * self.blocks * self.invocations) > _MOST:
             raise ValueError(
-                f"microbatches, blocks and invocations of stage {self.stage} make {count:,} cells; "
-                f"expected at most {_MOST:,} in all"
+                f"microbatches * blocks * invocations of stage {self.stage} is {count:,} cells; "
+                f"expected at most {_MOST:,}"
             )
         if self.reports_fills and not self.matrices:
-            raise ValueError(f"stage {self.stage} has no matrices, so it has no fills to report")
+            raise ValueError(
+                f"stage {self.stage} has reports_fills=True but no matrices, so it fills no cache"
+            )
         named = [matrix for matrix, _ in self.buffers]
         for what, names, known in (
             ("buffers", named, list(self.matrices)),
@@ -205,13 +207,14 @@ class StageConfig:
         ):
             if unknown := [name for name in names if name not in known]:
                 raise ValueError(
-                    f"{what} of stage {self.stage}: {unknown} are none of {known}; tied matrices "
-                    "need a name in buffers, and buffers are of the stage's matrices"
+                    f"{what} of stage {self.stage}: {unknown} are not among {known}; buffers "
+                    "must name matrices of the stage, and tied must name matrices that are in "
+                    "buffers"
                 )
         if not self.buckets:
             return
         if not self.reduces:
-            raise ValueError(f"stage {self.stage} has buckets; they need reduces=True")
+            raise ValueError(f"stage {self.stage} has buckets, which need reduces=True")
         held = sorted(name for bucket in self.buckets for name in bucket.matrices)
         if held != list(self.matrices):
             raise ValueError(
@@ -221,7 +224,7 @@ class StageConfig:
 
     def reductions(self) -> tuple[Bucket, ...]:
         """
-        Buckets of the stage that are reduced.
+        Return the buckets of the stage that are reduced.
 
         >>> StageConfig(3, microbatches=1, slots=1, matrices=("w",), reduces=True).reductions()
         (Bucket(name=3, matrices=('w',)),)
@@ -232,7 +235,7 @@ class StageConfig:
 
     def cells(self) -> tuple[Cell, ...]:
         """
-        Every key of the stage without its epoch, in microbatch order.
+        Return every key of the stage without its epoch, in microbatch order.
 
         >>> StageConfig(3, microbatches=2, slots=1).cells()
         ((3, 0, 0, 0), (3, 1, 0, 0))
@@ -246,7 +249,7 @@ class StageConfig:
 
     def on_trust(self) -> tuple[str, ...]:
         """
-        What the stage's backend does not report, so that it is taken on trust; empty for nothing.
+        Return the facts that the stage's backend does not report and the contract trusts.
 
         >>> told = {"reports_fills": True, "tape_scales": "live"}
         >>> StageConfig(0, microbatches=1, slots=1, matrices=("w",), **told).on_trust()
@@ -260,7 +263,7 @@ class StageConfig:
         return tuple(claim for reported, claim in claims if not reported)
 
     def consumers(self) -> int:
-        """Mask of the consumers that a fresh tape of this stage waits for."""
+        """Return the mask of the consumers that a new tape of this stage waits for."""
         return (
             DGRAD_BIT
             | WGRAD_BIT
@@ -269,5 +272,5 @@ class StageConfig:
         )
 
     def messages(self) -> int:
-        """Mask of the messages that F and dI of a tape of this stage wait for."""
+        """Return the mask of the messages that F and dI of a tape of this stage wait for."""
         return (IN_BIT if self.receives_input else 0) | (BACK_BIT if self.receives_gradient else 0)

@@ -1,7 +1,7 @@
 """
-The description of a contract: all that two processes must have in common to be the same contract.
+The description of a contract: processes with equal descriptions have the same contract.
 
-An event log begins with it and a checkpoint holds it, in one spelling.
+An event log begins with the description and a checkpoint holds it, in one spelling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Positions = tuple[Hashable, tuple[tuple[str, Cell], ...]]
 @frozen
 class Configuration:
     """
-    What a contract was built from; the meaning of each part is that of ``Contract``'s arguments.
+    What a contract was built from; each part means the same as ``Contract``'s argument.
 
     Args:
         stages: The stages of the process.
@@ -40,7 +40,7 @@ class Configuration:
             then all dI, then all dW, stage by stage and slot by slot.
         declared: The declared order of each domain that declares one.
         generation_max: The last generation that a slot may reach.
-        reductions: The declared order of all buckets; empty where none is.
+        reductions: The declared order of all buckets; empty if no order is declared.
 
     >>> from qeffect import Contract, StageConfig
     >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], callers=("a", "b"))
@@ -71,7 +71,7 @@ class Configuration:
             stages: The stages of the process.
             relations: Relations in force.
             callers: Names of the streams that call.
-            st: The memory; its configured columns say the rest.
+            st: The memory; the other parts are read from its configured columns.
         """
         local = [(config.stage, i) for config in stages for i in range(config.slots)]
         ranks = zip(GRAPHS, (st.forward_rank, st.dgrad_rank, st.wgrad_rank), strict=True)
@@ -89,8 +89,7 @@ class Configuration:
         )
 
     def without_places(self) -> Configuration:
-        """Return it without the addresses and devices of destinations, which every process makes
-        anew."""
+        """Return a copy without addresses and devices of destinations, which each process sets."""
         return evolve(
             self,
             stages=tuple(
@@ -106,10 +105,10 @@ class Configuration:
 
     def difference(self, other: Configuration) -> tuple[str, str, str] | None:
         """
-        Return the first part in which another differs, and what both have there.
+        Return the first part in which another configuration differs.
 
         Returns:
-            Name of the part, what this has, what the other has; None where they are equal.
+            Name of the part, its value here, its value there; None if the two are equal.
 
         >>> one = Configuration((), ("order",), generation_max=3)
         >>> one.difference(Configuration((), ("order",), generation_max=4))
@@ -122,7 +121,7 @@ class Configuration:
         return None
 
     def summary(self) -> str:
-        """Say in a line which stages and relations there are."""
+        """Return one line that names the stages and relations."""
         stages = ", ".join(f"{c.stage} (M={c.microbatches}, {c.slots} slots)" for c in self.stages)
         return f"stages {stages} under {', '.join(self.relations)}"
 
@@ -130,7 +129,7 @@ class Configuration:
 
     def plain(self) -> dict[str, Any]:
         """
-        Return it as plain data, the default capture order written out.
+        Return the configuration as plain data, with the default capture order written out.
 
         Raises:
             ValueError: A domain, pool or caller has a name that JSON cannot hold.
@@ -155,11 +154,11 @@ class Configuration:
         Return the configuration that plain data describe.
 
         Raises:
-            KeyError, TypeError, ValueError: They describe none.
+            KeyError, TypeError, ValueError: The data do not describe a configuration.
         """
         if len(plain["declared"]) != len({domain for domain, _ in plain["declared"]}):
             raise ValueError(
-                f"a domain declares its order twice: {[d for d, _ in plain['declared']]}"
+                f"each domain may declare one order, got {[d for d, _ in plain['declared']]}"
             )
         return cls(
             tuple(_read_stage(stage) for stage in plain["stages"]),
@@ -177,7 +176,7 @@ class Configuration:
 
 def default_capture_order(stages: Sequence[StageConfig]) -> tuple[Graph, ...]:
     """
-    Return the capture order of graphs for which none is given.
+    Return the default capture order.
 
     >>> default_capture_order([StageConfig(3, microbatches=1, slots=1)])
     ((3, 0, 'F'), (3, 0, 'dI'), (3, 0, 'dW'))
@@ -191,11 +190,11 @@ def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, 
     Return destinations as plain data.
 
     Raises:
-        TypeError: One is not a ``Destination``.
-        ValueError: One has a name that is not printable.
+        TypeError: An entry is not a ``Destination``.
+        ValueError: A name is not printable.
     """
     if not all(isinstance(d, Destination) for d in destinations):
-        raise TypeError(f"an event log holds Destination records, got {shown(destinations)}")
+        raise TypeError(f"destinations must be Destination objects, got {shown(destinations)}")
     for destination in destinations:
         for name in (destination.matrix, destination.dtype, destination.device):
             _printable(name, "destination")
@@ -214,7 +213,7 @@ def _positions(st: Any, domain: int) -> tuple[tuple[str, Cell], ...]:
 
 
 def _reductions(stages: Sequence[StageConfig], st: Any) -> tuple[int | str, ...]:
-    """Return the names of all buckets in their declared order; none where none is."""
+    """Return the names of all buckets in their declared order; empty if none is declared."""
     if not st.ordered[0]:
         return ()
     placed = zip(st.reduce_at, share_buckets(stages), strict=True)
@@ -222,7 +221,7 @@ def _reductions(stages: Sequence[StageConfig], st: Any) -> tuple[int | str, ...]
 
 
 def _first_difference(part: str, ours: Any, theirs: Any) -> tuple[str, str]:
-    """Spell what differs, narrowed down to the first entry of a sequence of equal length."""
+    """Spell both values; for sequences of equal length, only the first entry that differs."""
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         if len(ours) != len(theirs):
             return f"{len(ours)} {part}", f"{len(theirs)} {part}"

@@ -1,11 +1,11 @@
 """
-What a device counts of the work that it really ran, to be compared at the commit.
+Device counts: what a device counts while it runs, compared with the committed actions.
 
-Beside every F, dI, dW and refresh, in the same captured graph, the device adds one to a counter of
+With every F, dI, dW and refresh, in the same captured graph, the device adds one to a counter of
 the stage and the kind of action, and folds the action's mark into a digest of its state domain. The
-counters say what was skipped or ran twice; the digest, which depends on the order, says that two
-actions were exchanged. The contract keeps the same numbers of the actions that were committed, and
-a commit is refused where the two differ.
+counters show actions that were skipped or ran twice; the digest, which depends on the order, shows
+actions that were exchanged. The contract computes the same numbers from the committed actions, and
+refuses a commit if the two differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "advance", "fold", "mark", "
 #: Kinds of action, in the order of a stage's counters.
 COUNTED: Final = ("refresh", "F", "dI", "dW")
 
-#: What a digest is multiplied by before the next mark is added; odd, so that nothing is lost.
+#: Factor of a digest before the next mark is added; odd, so that no information is lost.
 MULTIPLIER: Final = 6364136223846793005
 
 _HALF: Final = 1 << 63
@@ -32,7 +32,7 @@ _MASK: Final = (1 << 64) - 1
 
 def mark(action: str, place: int) -> int:
     """
-    Return the number of an action at a place; no two have the same.
+    Return the number of an action at a place; all numbers differ.
 
     Args:
         action: One of `COUNTED`.
@@ -56,7 +56,7 @@ def fold(digest: int, number: int) -> int:
 
 def wrap(number: int) -> int:
     """
-    Return an integer as 64 bits hold it, with a sign.
+    Return an integer modulo 2**64, as a signed 64-bit integer.
 
     >>> wrap(1 << 63), wrap(-1)
     (-9223372036854775808, -1)
@@ -66,14 +66,14 @@ def wrap(number: int) -> int:
 
 def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
     """
-    Return what a step multiplies the digest and each counter by, and what it then adds.
+    Return the factors and terms of the affine map that a step applies to digest and counters.
 
-    A digest is folded once for each action, so that a step is an affine map of it, modulo 2**64,
-    the same for every step that runs the same actions in the same order.
+    A digest is folded once for each action, so a step is an affine map of the digest modulo 2**64.
+    Steps that run the same actions in the same order have the same map.
 
     Args:
         before: Digest and counters before a step.
-        after: Those after it.
+        after: Digest and counters after the step.
 
     >>> advance([0, 0, 2], [7, 1, 2])[1]
     [7, 1, 0]
@@ -85,7 +85,7 @@ def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], lis
 
 
 def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
-    """Require plain integers: a number that only equals one is no count."""
+    """Require plain ``int`` values; other numbers are rejected even if they equal one."""
     numbers = (value,) if attribute.name == "digest" else tuple(value)
     if {*map(type, numbers)} == {int}:
         return
@@ -94,7 +94,7 @@ def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
 
 
 def _are_counters(value: Any) -> bool:
-    """Whether these are tuples of counters by stage, in few calls: they are made at every step."""
+    """Whether this is a dict of counter tuples by stage; few calls, since each step makes one."""
     if type(value) is not dict or {*map(type, rows := value.values())} != {tuple}:
         return False
     return {*map(len, rows)} == {len(COUNTED)} and {*map(type, chain(value, *rows))} == {int}
@@ -122,10 +122,11 @@ class DeviceCounts:
 
     Args:
         digest: All marks, folded in the order in which the actions ran.
-        stages: For each stage of the domain its counters, in the order of `COUNTED`.
+        stages: For each stage of the domain, its counters in the order of `COUNTED`.
 
     Raises:
-        TypeError, ValueError: A number is no plain integer, or a stage lacks a counter.
+        TypeError: A number is not a plain ``int``.
+        ValueError: A stage has not exactly one counter per kind of action.
 
     >>> DeviceCounts(digest=fold(0, mark("F", 0)), stages={0: (0, 1, 0, 0)}).stages[0]
     (0, 1, 0, 0)

@@ -1,5 +1,5 @@
 """
-Gradient destinations: what the arena's ledger compares, and the check that none overlap
+Gradient destinations, which the arena's ledger compares, and the check that they do not overlap
 (paper, III-D).
 """
 
@@ -52,9 +52,9 @@ class Destination:
         shape: Shape of the gradient, in elements.
         dtype: Name of the element type, for example ``float32``.
         device: Name of the device, for example ``cuda:0``.
-        address: First byte; what ``data_ptr`` returns.
-        nbytes: Length in bytes. Zero without an address is a symbolic destination, which overlaps
-            nothing; with one the length is not known, and the first byte alone is compared.
+        address: Address of the first byte, as ``data_ptr`` returns it.
+        nbytes: Length in bytes. Zero means an unknown length: only the first byte is compared. A
+            destination with neither address nor length is symbolic and overlaps nothing.
 
     Raises:
         ValueError: A microbatch, a size, an address or a length is not a non-negative integer.
@@ -77,11 +77,11 @@ def require_disjoint(destinations: Iterable[Destination]) -> None:
     """
     Refuse destinations whose bytes overlap on one device.
 
-    One that has an address and no length takes up at least its first byte, so that two at one
-    address never pass.
+    A destination with an address but no length takes up its first byte, so two destinations at one
+    address are always refused.
 
     Raises:
-        Refused: ``arena.overlapping-destinations``, naming both.
+        Refused: ``arena.overlapping-destinations``, naming both destinations.
     """
     placed = (d for d in destinations if d.nbytes or d.address)
     ranged = sorted(placed, key=lambda d: (d.device, d.address))

@@ -28,7 +28,7 @@ __all__ = ["Actions", "Dgrad", "Forward", "Guards", "Refresh", "Wgrad", "guarded
 
 
 class Guards(Protocol):
-    """What a guarded action asks of its contract; `qeffect.contract.Contract` is one."""
+    """What a guarded action needs of its contract; `qeffect.contract.Contract` has it."""
 
     @property
     def check_refresh(self) -> Callable[..., Ticket]:
@@ -62,7 +62,7 @@ class Guards(Protocol):
 
 
 class Actions(Protocol):
-    """What `guarded` asks of a contract: its actions as context managers."""
+    """What `guarded` needs of a contract: its actions as context managers."""
 
     def forward(self, key: TapeKey, **options: Any) -> Forward:
         """Guard F."""
@@ -78,9 +78,9 @@ class _Guarded:
     """
     One guarded action; a ticket exists between entry and exit.
 
-    A block that is left while another thread's call is under way can redeem nothing: its ticket
-    is then in ``outstanding()``. Where the block ended well its exit raises the
-    `ConcurrentCallError`, else what the block raised goes on.
+    A block that ends while another thread's call is under way cannot redeem its ticket, which is
+    then in ``outstanding()``. If the block succeeded, its exit raises `ConcurrentCallError`;
+    otherwise the block's own exception propagates.
     """
 
     __slots__ = ("contract", "ticket")
@@ -108,8 +108,8 @@ class _Guarded:
         if kind is None:
             self.commit()
         else:
-            # Where the block redeemed the ticket itself nothing is left to abort, and what it
-            # raised matters more than that, and than another call that is under way.
+            # If the block redeemed the ticket itself, nothing is left to abort. Its exception
+            # matters more than that, and more than a concurrent call.
             with suppress(Refused, ConcurrentCallError):
                 self.contract.abort(self.ticket)
         return False
@@ -119,7 +119,7 @@ class Refresh(_Guarded):
     """
     A guarded refresh of a stage's quantized weight cache.
 
-    Where the backend reports fills, set ``filled`` to the weight epoch of each matrix that was
+    If the backend reports fills, set ``filled`` to the weight epoch of each matrix that was
     quantized.
     """
 
@@ -140,7 +140,7 @@ class Forward(_Guarded):
     """
     A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it.
 
-    Where the backend reports them, set ``filled`` as in a refresh and ``updates`` to the number of
+    If the backend reports them, set ``filled`` as in a refresh and ``updates`` to the number of
     scaling updates.
     """
 
@@ -164,13 +164,16 @@ class Forward(_Guarded):
 
     @property
     def ref(self) -> TapeRef:
-        """Reference of the tape, once the block has ended.
+        """
+        Reference of the tape, after the block has ended.
 
         Raises:
             RuntimeError: The block has not ended, or its action failed.
         """
         if self.ticket.ref is None:
-            raise RuntimeError("a forward's reference exists only after its block has ended well")
+            raise RuntimeError(
+                "a forward's reference exists only after its block has ended without an exception"
+            )
         return self.ticket.ref
 
 
@@ -178,8 +181,8 @@ class Dgrad(_Guarded):
     """
     A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
 
-    Where the backend reports them, set ``updates`` to the number of scaling updates, and
-    ``scales`` to the token at which the F ran whose scales dI used.
+    If the backend reports them, set ``updates`` to the number of scaling updates, and ``scales`` to
+    the token at which the F ran whose scales dI used.
     """
 
     __slots__ = ("key", "options", "queued", "ref", "scales", "updates")
@@ -227,13 +230,14 @@ def guarded(
     and dW are called as ``f(key, ref, ...)``; the function itself returns
     ``(matrices, result)``, the matrices it queued or covered, and the caller gets ``result``.
 
-    The action must have happened when the function returns: a coroutine or a generator has not
-    begun then, and is refused.
+    The action must have happened when the function returns. A coroutine or a generator has not
+    started by then, and is rejected.
 
     Raises:
         ValueError: The action is not F, dI or dW.
-        TypeError: The function is an ``async def`` or a generator. When it is called: it returned
-            one, or a dI or dW returned something else than a pair; the action is aborted.
+        TypeError: The function is an ``async def`` or a generator. At a call: the function
+            returned a coroutine or generator, or a dI or dW did not return a pair; the action is
+            aborted.
         Refused: As ``Contract.check_*`` and ``Contract.commit``.
 
     >>> from qeffect import Contract, StageConfig
@@ -252,8 +256,9 @@ def guarded(
         name = getattr(function, "__name__", action)
         if any(is_kind(function) for is_kind in _STARTED_LATER):
             raise TypeError(
-                f"{name} must do its action when it is called, and a coroutine or a generator does "
-                "not; guard the call inside it"
+                f"{name} must run its action when it is called; a coroutine or a generator runs "
+                "later. "
+                "Guard the call inside it"
             )
         if action == "F":
 
@@ -289,7 +294,7 @@ _STARTED_LATER = (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
 
 
 def _done(name: str, result: Any) -> Any:
-    """Require that what an action returned is no body that has yet to run."""
+    """Reject a coroutine or generator, whose body has yet to run."""
     if iscoroutine(result) or isgenerator(result) or isasyncgen(result):
         kind = type(result).__name__
         if iscoroutine(result):

@@ -1,5 +1,5 @@
 """
-The layout of a process: its memory, and what each configured name became in it.
+The layout of a process: its memory, and the index of each configured name in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["GRAPHS", "Layout", "lay_out", "share_buckets"]
 @frozen
 class Layout:
     """
-    Dense indices of a process: what each configured name became.
+    The memory of a process and the dense indices of its configured names.
 
     Args:
         memory: The memory, in its initial state.
@@ -46,7 +46,7 @@ class Layout:
     buckets: Mapping[int | str, int]
 
 
-#: Kinds of captured graph, in the order in which a slot's are replayed.
+#: Kinds of captured graph, in the order in which the graphs of a slot are replayed.
 GRAPHS: Final = ("F", "dI", "dW")
 
 
@@ -64,24 +64,24 @@ def lay_out(
     Build the memory of a process.
 
     Args:
-        stages: Its stages; each index once.
+        stages: The stages of the process; each index once.
         functions: The composed transitions that will run over the memory.
         callers: Names of the streams that call into the domains' graph streams.
         capture_order: (stage, local slot, "F" | "dI" | "dW") of every captured graph, in the
             order of capture; only shared pools need it. By default all F, then all dI, then all
             dW, stage by stage and slot by slot.
         declared: For a domain, the order of its F and dI within an epoch as
-            ("F" | "dI", cell) pairs. Where given, another order is refused.
+            ("F" | "dI", cell) pairs. Any other order is then refused.
         reductions: Names of all buckets in the order in which every replica starts their
-            reductions. Where given, another order is refused.
+            reductions. Any other order is then refused.
         generation_max: The last generation that a slot may reach.
 
     Raises:
-        TypeError, ValueError: A stage is configured twice, a declared order is not a permutation
-            or cannot be carried by the slots and pools, or what is configured needs a relation
-            that was left out.
-        Refused: Destinations overlap, two matrices share one undeclared, or a matrix of a
-            microbatch has none or two.
+        TypeError, ValueError: A stage is configured twice; a declared order is not a permutation
+            or is infeasible with the slots and pools; or the configuration needs a relation that
+            was left out.
+        Refused: Destinations overlap, two matrices share a destination without declaring it, or a
+            matrix of a microbatch has no destination or two.
     """
     for config in stages:
         if not isinstance(config, StageConfig):
@@ -108,7 +108,7 @@ def lay_out(
         for name, d in domains.items()
     }
     slot_stage = [c.stage for c in stages for _ in range(c.slots)]
-    # One object for each number: a large pool has many columns that hold the same ones.
+    # One object for each number: a large pool has many columns with the same numbers.
     numbers = list(range(3 * len(slot_stage)))
     slots: dict[int, tuple[int, ...]] = {}
     first = 0
@@ -184,11 +184,11 @@ def lay_out(
 
 def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, int]]:
     """
-    Return the two stages that write each bucket, by its name; the same twice where there is one.
+    Return the two stages that write each bucket, by name; one stage is returned twice.
 
     Raises:
-        ValueError: More than two stages share a bucket, or two of different domains, or one that
-            is not named by both.
+        ValueError: More than two stages share a bucket, or two of different domains, or only one
+            of the two names the bucket.
 
     >>> share_buckets([StageConfig(4, microbatches=1, slots=1, reduces=True)])
     {4: (4, 4)}
@@ -200,7 +200,10 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
     for name, sharing in found.items():
         indices = [config.stage for config in sharing]
         if len(sharing) > 2:
-            raise ValueError(f"bucket {name!r} is shared by the stages {indices}; two may share")
+            raise ValueError(
+                f"bucket {name!r} is shared by the stages {indices}; at most two stages may share "
+                "one"
+            )
         if len({config.domain for config in sharing}) > 1:
             raise ValueError(
                 f"bucket {name!r} is shared by the stages {indices}, whose state domains differ: "
@@ -208,8 +211,9 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
             )
         if len(sharing) > 1 and not all(config.buckets for config in sharing):
             raise ValueError(
-                f"bucket {name!r} is named by one of the stages {indices} and the default of the "
-                f"other; name the buckets of both to share one"
+                f"stages {indices} share bucket {name!r}, but only one names it explicitly; name "
+                "the "
+                f"buckets of both"
             )
     return {name: (group[0].stage, group[-1].stage) for name, group in found.items()}
 
@@ -217,12 +221,12 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
 def _reduce_at(
     buckets: Mapping[int | str, tuple[int, int]], reductions: Sequence[int | str]
 ) -> list[int]:
-    """Return the declared place of each bucket's reduction; -1 where no order is declared."""
+    """Return the declared position of each bucket's reduction; -1 if no order is declared."""
     at = {name: place for place, name in enumerate(reductions)}
     if reductions and (len(at) != len(reductions) or at.keys() != buckets.keys()):
         raise ValueError(
-            f"the declared order of reductions must name every bucket once: expected some order "
-            f"of {[*buckets]}, got {[*reductions]}"
+            f"reductions must name every bucket once: expected {[*buckets]} in some order, got "
+            f"{[*reductions]}"
         )
     return [at.get(name, -1) for name in buckets]
 
@@ -232,7 +236,7 @@ def _require_relations(
     functions: Transitions,
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
 ) -> None:
-    """Refuse a configuration that a left-out relation would silently ignore."""
+    """Reject a configuration that needs a relation which was left out."""
     asked = [
         ("version", "reports_fills=True", any(config.reports_fills for config in stages)),
         ("order", "a declared order", bool(declared)),
@@ -246,8 +250,8 @@ def _require_relations(
     for relation, what, given in asked:
         if given and relation not in functions.relations:
             raise ValueError(
-                f"{what} is configured but the relation {relation!r}, which it needs, is left out; "
-                f"take {relation!r} out of omit, or drop what is configured"
+                f"{what} needs the relation {relation!r}, which is left out; remove {relation!r} "
+                f"from omit, or remove {what}"
             )
 
 
@@ -258,7 +262,7 @@ def _pools(
     capture_order: Iterable[tuple[int, int, str]],
     numbers: Sequence[int],
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the pool of each slot, and by kind of graph the capture rank of each slot's."""
+    """Return the pool of each slot, and by kind of graph the capture rank of each slot."""
     names: dict[Hashable, int] = {}
     owner: dict[Hashable, Hashable] = {}
     pools: list[int] = []
@@ -268,7 +272,7 @@ def _pools(
             if owner.setdefault(name, config.domain) != config.domain:
                 raise ValueError(
                     f"pool {config.pool!r} is shared by the state domains {owner[name]!r} and "
-                    f"{config.domain!r}; give each domain a pool of its own"
+                    f"{config.domain!r}; give each domain its own pool"
                 )
             pools.append(names.setdefault(name, numbers[len(names)]))
     order = []
@@ -280,13 +284,13 @@ def _pools(
                 order.append((slots[stage][local], kind))
             case _:
                 raise ValueError(
-                    f"the capture order names {graph!r}; expected (stage, local slot, F | dI | dW)"
+                    f"capture_order has {graph!r}; expected (stage, local slot, F | dI | dW)"
                 )
     if not order:
         order = [(slot, kind) for kind in GRAPHS for slot in range(len(pools))]
     if len(order) != 3 * len(pools) or len(set(order)) != len(order):
         raise ValueError(
-            f"the capture order must name F, dI and dW of all {len(pools)} slots once, "
+            f"capture_order must name F, dI and dW of all {len(pools)} slots once, "
             f"got {len(order)} graphs"
         )
     ranks = {kind: [0] * len(pools) for kind in GRAPHS}
@@ -296,7 +300,7 @@ def _pools(
 
 
 def _ranks(ranks: Mapping[str, Sequence[int]], alone: bool) -> Mapping[str, Sequence[int]]:
-    """Return the capture ranks; where nothing looks at them, ranks that hold nothing up."""
+    """Return the capture ranks; without the capture relation, ranks that block nothing."""
     if not alone:
         return ranks
     return {kind: [rank] * len(ranks[kind]) for rank, kind in enumerate(GRAPHS)}
@@ -308,7 +312,7 @@ def _positions(
     members: Mapping[Hashable, Sequence[Cell]],
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
 ) -> tuple[dict[Cell, int], dict[Cell, int], list[int]]:
-    """Return the declared position of each cell's F and dI, and which domains declare any."""
+    """Return the declared position of each cell's F and dI, and which domains declare an order."""
     has_order = [0] * len(domains)
     nowhere = dict.fromkeys(cells, -1)
     if not declared:  # both are configured and never written, so that one object serves as both
@@ -316,7 +320,9 @@ def _positions(
     positions = {"F": nowhere, "dI": nowhere.copy()}
     for name, sequence in declared.items():
         if name not in domains:
-            raise ValueError(f"an order is declared for domain {name!r}; there are {[*domains]}")
+            raise ValueError(
+                f"declared names domain {name!r}, which no stage has; expected one of {[*domains]}"
+            )
         wanted = {(kind, cell) for cell in members[name] for kind in ("F", "dI")}
         given = Counter(tuple(action) for action in sequence)
         for action in (*given, *wanted):
@@ -376,11 +382,11 @@ def placements(
     stages: Sequence[StageConfig],
 ) -> tuple[dict[Cell, tuple[Destination, ...]], dict[Cell, int], int]:
     """
-    Return each cell's destinations, the index of the buffer they are, and how many buffers.
+    Return each cell's destinations, the index of their buffer, and the number of buffers.
 
-    A buffer is a set of destinations that are written together: one per stage when they
-    accumulate, one per microbatch when every microbatch has its own. The blocks and invocations
-    of a microbatch share it; the first of them to write overwrites.
+    A buffer is a set of destinations that are written together: one per stage if they accumulate,
+    otherwise one per microbatch. The blocks and invocations of a microbatch share a buffer; the
+    first of them to write overwrites.
     """
     destination_of: dict[Cell, tuple[Destination, ...]] = {}
     buffer_of: dict[Cell, int] = {}
@@ -409,17 +415,17 @@ def shared_buffers(
     buffers: int,
 ) -> list[int]:
     """
-    Return the buffer that is shared with another stage wherever a stage's own one is written.
+    Return, for each buffer of a stage, the buffer that the stage shares with another stage.
 
-    Two sharers have one such buffer, or one for each microbatch; they come after all own ones. A
-    buffer of a stage without a sharer, and a shared one, stands for itself.
+    Two sharing stages have one shared buffer, or one per microbatch; shared buffers come after all
+    others. A shared buffer, and the buffer of a stage that shares nothing, maps to itself.
     """
     shared_of = list(range(buffers))
     known: dict[tuple[int, int | None], int] = {}
     for config in stages:
-        apart = bool(config.destinations) and config.destinations[0].microbatch is not None
+        per_microbatch = bool(config.destinations) and config.destinations[0].microbatch is not None
         for cell in config.cells():
             if sharers[config.stage] != config.stage:
-                pair = min(config.stage, sharers[config.stage]), cell[1] if apart else None
+                pair = min(config.stage, sharers[config.stage]), cell[1] if per_microbatch else None
                 shared_of[buffer_of[cell]] = known.setdefault(pair, buffers + len(known))
     return [*shared_of, *known.values()]

@@ -1,5 +1,5 @@
 """
-The one exception that every guard raises, and the plain record it turns into.
+The exception that every guard raises, and its record as plain data.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ __all__ = ["Refusal", "Refused", "refused"]
 @frozen
 class Refusal:
     """
-    A refusal as data: JSON-ready, the same wherever it was raised.
+    A refusal as plain data, ready for JSON.
 
     Args:
         clause: Stable id of the clause that was violated, for example ``order.token``.
-        transition: The transition that checked it, for example ``check_forward``.
-        found: What the guard found.
-        expected: What the contract wanted instead.
+        transition: The transition that refused, for example ``check_forward``.
+        found: The value that the guard found.
+        expected: The value that the contract requires.
         cause: The likely cause.
-        remedy: What to do about it.
-        section: Where the clause comes from in the paper, or ``design``.
+        remedy: What to do.
+        section: The clause's section in the paper, or ``design``.
 
     >>> refusal = Refused("order.token").record()
     >>> refusal.clause, refusal.section
@@ -47,10 +47,10 @@ class Refusal:
 
 class Refused(Exception):  # noqa: N818 - the contract's own word, not an error of ours
     """
-    A transition was refused; the state is as it was, save that refused evidence aborts its action.
+    A transition was refused and changed no state; but refused evidence aborts its action.
 
-    Guards raise it with the clause alone. The embedding API fills in what was found and
-    expected before it reaches the caller.
+    Guards raise it with the clause only. The public API adds found and expected before the
+    exception reaches the caller.
 
     >>> raise Refused("order.token")
     Traceback (most recent call last):
@@ -68,7 +68,7 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
 
     @property
     def relation(self) -> str:
-        """The relation whose clause was violated: the part of the id before the dot."""
+        """The relation whose clause was violated: the clause id before the dot."""
         return self.clause.partition(".")[0]
 
     def record(self) -> Refusal:
@@ -101,7 +101,7 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
 
 def refused(clause: str, transition: str, found: str, expected: str) -> Refused:
     """
-    Return a refusal that already says what was found and expected.
+    Return a refusal with found and expected filled in.
 
     >>> refused("order.token", "check_forward", "effect token 3", "token 4").found
     'effect token 3'

@@ -1,8 +1,8 @@
 """
-What every report of this project shares: the record of the environment, and how it is written.
+Reports: the record of the environment, and reading and writing of JSON files.
 
-A command that cannot do what was asked raises `UnusableError`, whichever layer it is of; its
-message is one line for the person who typed the command, and nothing was measured or written.
+A command of any layer that cannot do what was asked raises `UnusableError`. Its message is one line
+for the user; nothing was measured or written.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = [
     "write_text",
 ]
 
-#: Packages that decide what is measured or proved, as their registries spell them.
+#: Packages that influence measurements and proofs, as their registries spell them.
 PACKAGES = (
     "qeffect", "attrs", "z3-solver", "cvc5", "numpy", "hypothesis", "torch", "transformer-engine",
     "torchao",
 )  # fmt: skip
-#: What stands for a package that is not installed.
+#: Version of a package that is not installed.
 ABSENT = "not installed"
-#: What stands for the commit of code outside a git checkout.
+#: Commit of code outside a git checkout.
 UNKNOWN = "unknown"
 #: Folders of the repository whose reports pages and tests quote.
 _KEPT = ("verification/reports", "gpu_runtime/lab/reports")
@@ -60,13 +60,13 @@ def environment(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """
-    Record the hardware, the versions and the commit that a report is made with.
+    Record the hardware, the versions and the commit for a report.
 
     Args:
         argv: The command's arguments, by default those of this process; folders are left out.
-        commit_given: The commit, where the code is not in a git checkout.
-        device: What the runtime adds about its device.
-        out: The report's file. Where the commit is unknown, standard error says so once.
+        commit_given: The commit, for code outside a git checkout.
+        device: Entries that the runtime adds about its device.
+        out: The report's file. If the commit is unknown, standard error says so once.
 
     Raises:
         UnusableError: The given commit is malformed, or the commit is unknown and the file is in
@@ -94,11 +94,11 @@ def program(
     words: Sequence[str] = tuple(sys.orig_argv), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """
-    Return the words that stand before a command's arguments, without folders.
+    Return the words before a command's arguments, without folders.
 
     Args:
         words: The interpreter's own command line, its program first.
-        environ: The process's environment, in which torchrun says how many ranks it started.
+        environ: The process's environment, which has torchrun's number of ranks.
 
     >>> program(["/usr/bin/python", "-u", "-m", "qeffect", "runtime"], {})
     ['python', '-m', 'qeffect']
@@ -122,9 +122,9 @@ def program(
 
 def package(record: Mapping[str, Any], name: str) -> str | None:
     """
-    Return the version of a package in a record of the environment, of today's form or an older one.
+    Return the version of a package from a record of the environment, current or older.
 
-    Older reports of the runtime name torch and Transformer Engine beside the other entries.
+    Older reports of the runtime have torch and Transformer Engine as entries of the record itself.
 
     >>> package({"packages": {"torch": "2.13.0"}}, "torch")
     '2.13.0'
@@ -142,14 +142,14 @@ def commit(given: str | None = None) -> str:
     Return the commit of the checkout that this code runs from.
 
     Args:
-        given: The commit, where git cannot say it.
+        given: The commit, for code that git does not know.
 
     Returns:
-        Forty hexadecimal digits, with ``+changes`` where tracked files differ from that commit;
-        ``unknown`` for code that is not in a checkout of its own, such as an installed package.
+        Forty hexadecimal digits, with ``+changes`` if tracked files differ from that commit;
+        ``unknown`` for code outside a checkout of its own, such as an installed package.
 
     Raises:
-        UnusableError: What was given is not a commit.
+        UnusableError: The given commit is not 40 hexadecimal digits.
     """
     if given is not None:
         if not _COMMIT.fullmatch(given):
@@ -157,7 +157,7 @@ def commit(given: str | None = None) -> str:
         return given
     root = Path(__file__).resolve().parents[1]
     top = _git(root, "rev-parse", "--show-toplevel")
-    # A package installed below somebody's own checkout is not at that checkout's commit.
+    # A package installed inside another checkout is not at that checkout's commit.
     if top is None or Path(top).resolve() != root:
         return UNKNOWN
     head = _git(root, "rev-parse", "HEAD")
@@ -191,16 +191,16 @@ def _say_unknown() -> None:
 
 
 def finite(value: float) -> float | None:
-    """A number for JSON, which has a place for finite ones alone: None of any other."""
+    """Return a finite number; None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def read_json(path: Path) -> Any:
     """
-    Read a JSON file as RFC 8259 has it: no NaN, and no name twice in one object.
+    Read a JSON file as RFC 8259 defines it: no NaN, and no name twice in one object.
 
     Raises:
-        UnusableError: It cannot be read, or is none; the message names the file and says why.
+        UnusableError: The file cannot be read or is not JSON; the message names file and reason.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -225,25 +225,25 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant}, which is no number of JSON")
+    raise ValueError(f"{constant}, which is not a JSON number")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """
-    Write plain data as JSON; a reader sees the old file or the whole new one.
+    Write plain data as JSON; a reader sees either the old file or the complete new file.
 
     Raises:
-        UnusableError: The place cannot be written.
+        UnusableError: The file cannot be written.
     """
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """
-    Write a text; a reader sees the old file or the whole new one.
+    Write a text file; a reader sees either the old file or the complete new file.
 
     Raises:
-        UnusableError: The place cannot be written.
+        UnusableError: The file cannot be written.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe or a device has no old content to keep
@@ -261,14 +261,14 @@ def write_text(path: Path, text: str) -> None:
 
 def require_place(path: Path | None, option: str = "--out") -> None:
     """
-    Require that a file can be written, before anything is measured; what is there stays as it is.
+    Require that a file can be written, before anything is measured; an existing file is kept.
 
     Args:
-        path: The file; None for none.
-        option: How it was named.
+        path: The file; None to require nothing.
+        option: The option that named the file, for the message.
 
     Raises:
-        UnusableError: It is a folder, its folder is missing, or nothing can be written there.
+        UnusableError: The path is a folder, its folder is missing, or it cannot be written.
     """
     if path is None:
         return
@@ -293,7 +293,7 @@ def require_place(path: Path | None, option: str = "--out") -> None:
 
 
 def _places(path: Path) -> tuple[Path, Path]:
-    """A file through its links, which stay, and beside it the one that becomes it."""
+    """Return the file behind all links, and the temporary file beside it that will replace it."""
     place = path.resolve()
     return place, place.with_name(f".{place.name}.{os.getpid()}.partial")
 

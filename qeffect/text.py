@@ -1,5 +1,5 @@
 """
-Text from a log, made fit for a terminal: nothing in it moves a cursor or begins a line.
+Escape and shorten untrusted text, so that a message is one line and moves no cursor.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from typing import Any, Final
 
 __all__ = ["counted", "decoded", "escaped", "is_name", "shown", "spelled", "within"]
 
-#: Longest passage of a log that a message repeats.
+#: Longest excerpt of a log in a message, in characters.
 _LONGEST: Final = 300
 
 
 def is_name(value: Any) -> bool:
     """
-    Whether a value is a name that a log may hold: printable text.
+    Whether a value is a name that a log may hold: a printable string.
 
     >>> is_name("fc1"), is_name("fc1\\x1b[2K"), is_name("fc\\ud800"), is_name(1)
     (True, False, False, False)
@@ -24,9 +24,9 @@ def is_name(value: Any) -> bool:
 
 def escaped(text: str) -> str:
     r"""
-    Return text with every character escaped that is not printable.
+    Return text with every unprintable character escaped.
 
-    Control characters, line ends, marks that reorder what follows and lone surrogates are such.
+    These include control characters, line ends, bidirectional marks and lone surrogates.
 
     >>> escaped("fc1\nqeffect: accepted")
     'fc1\\nqeffect: accepted'
@@ -64,11 +64,11 @@ def counted(number: int, noun: str) -> str:
 
 def within(text: str, most: int = _LONGEST) -> str:
     """
-    Return text on one line of a limited length, its middle left out where it is longer.
+    Return text on one line; if it is too long, without its middle.
 
     Args:
         text: The text.
-        most: The most characters.
+        most: Longest result, in characters.
     """
     # Cut first, so that a line of megabytes costs no more to show than a short one.
     cut = text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 3) :]}"
@@ -77,7 +77,7 @@ def within(text: str, most: int = _LONGEST) -> str:
 
 
 def spelled(value: Any) -> str:
-    """Return a name as text, also one with a number that is too long to be spelled."""
+    """Return a name as text, also if it contains an integer too long for Python to print."""
     try:
         return str(value)
     except ValueError:
@@ -85,7 +85,7 @@ def spelled(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message repeats it: short, and on one line."""
+    """Return a value as a message shows it: short, and on one line."""
     try:
         text = repr(value)
     except RecursionError:
@@ -93,5 +93,6 @@ def shown(value: Any) -> str:
     except Exception as error:  # of a class of the caller's, or an integer of thousands of digits
         if isinstance(value, int):
             return f"an integer of {value.bit_length():,} bits"
-        return f"a value of class {type(value).__name__} with no text ({type(error).__name__})"
+        name = type(value).__name__
+        return f"a value of class {name} that cannot be printed ({type(error).__name__})"
     return within(text if len(text) <= 60 else f"{text[:57]}...")

@@ -31,8 +31,8 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
     Measure every reading but the concrete one.
 
     Returns:
-        Rates a second. ``accepted`` counts moves that led to a state, ``attempted`` those that
-        were refused as well: both are transitions run.
+        Rates per second. ``accepted`` counts moves that led to a state; ``attempted`` also counts
+        refused moves. Both are transitions run.
     """
     from . import mutants, prices
     from .explorer import large_scopes, run

@@ -1,11 +1,11 @@
 """
 ``python -m qeffect.verification.kept``: what keeps each clause, written beside the specification.
 
-A clause says what is refused, a promise what may be relied on, and their names differ. For each
-guard this finds the promises that fail once it is deleted, from some state that keeps every
-invariant, in a finite scope (``--prove``, minutes); and for each clause the functions that raise
-it, and the rejected log, the injected faults, the re-enacted failures and the tests that name it.
-``qeffect.spec`` renders ``kept.json`` in the contract; it can import nothing of this.
+A clause states what is refused, a promise what users may rely on; their names differ. For each
+guard this module finds the promises that fail without the guard, from some state that keeps every
+invariant, in a finite scope (``--prove``, minutes). For each clause it finds the functions that
+raise the clause, and the rejected log, the injected faults, the re-enacted failures and the tests
+that name it. ``qeffect.spec`` renders ``kept.json`` in the contract and imports nothing from here.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["FILE", "PROMISES", "guard_sites", "main", "places", "predicates_with
 
 _KERNEL: Final = Path(qeffect.__file__).parent
 _SPEC: Final = Path(spec.__file__).parent.resolve()
-#: What is written.
+#: The file that is written.
 FILE: Final = _SPEC / "kept.json"
 _TESTS: Final = _SPEC.parent / "tests"
-#: Where tests of the contract are; those of a runtime name clauses too.
+#: Folders with tests of the contract; tests of a runtime also name clauses and are left out.
 _ROOMS: Final = ("kernel", "schedule", "eventlog", "faults", "failures", "spec")
 _PROOFS: Final = Path(__file__).parent / "reports" / "proofs.json"
 
-#: Every name that the specification promises; what else may fail is a lemma of the proofs.
+#: Names of all promises of the specification; any other predicate is a lemma of the proofs.
 PROMISES: Final = frozenset(
     p.name for register in (MEMORY, WORLD, STEPS, CHANGES) for p in register
 )
@@ -69,10 +69,10 @@ def guard_sites() -> tuple[Site, ...]:
 
 def predicates_without(guards: Sequence[Site]) -> Iterator[tuple[str, ...]]:
     """
-    For each guard, the predicates that its transition fails to keep without it; sorted.
+    Yield for each guard the predicates that its transition breaks without the guard; sorted.
 
     Args:
-        guards: Guards of the full composition, each deleted by itself.
+        guards: Guards of the full composition; one is deleted at a time.
     """
     own = Composition.of((), Encoding.finite(SCOPE))
     solver = solver_of(own)
@@ -83,15 +83,15 @@ def predicates_without(guards: Sequence[Site]) -> Iterator[tuple[str, ...]]:
 
 def rows(guards: Sequence[Site], found: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
     """
-    What is written of each guard.
+    Return the row of each guard.
 
     Args:
         guards: The guards.
-        found: Of each, what fails without it, as `predicates_without` gives it.
+        found: For each guard, the predicates that fail without it, from `predicates_without`.
 
     Returns:
-        The promises among it, else the lemmas, else what the report of the proofs says that becomes
-        of a contract without the guard.
+        A row per guard with the promises that fail; else the lemmas; else the verdict on the
+        guard's mutant in the report of the proofs.
     """
     proofs = json.loads(_PROOFS.read_text(encoding="utf-8"))
     verdicts = proofs["mutant_report"]["verdicts"]
@@ -119,12 +119,12 @@ def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("transition", "half", "clause", "deleted"))
 
 
-# Who raises a clause, and what shows it
+# Functions that raise a clause, and files that show it
 
 
 def places() -> dict[str, dict[str, list[str]]]:
     """
-    For each clause: who raises it, and the log, the faults, the failures and the tests of it.
+    Return for each clause the functions that raise it, and its log, faults, failures and tests.
 
     Functions are ``file: function`` from the kernel's folder, logs from the specification's.
     """
@@ -169,11 +169,11 @@ def _tested() -> dict[str, list[str]]:
 
 def _named(path: Path, schedules: bool) -> Iterator[tuple[str, str]]:
     """
-    Each clause that stands as a string in a module, and the function around it; empty for none.
+    Yield each clause that a module names in a string, with the function around it, or empty.
 
     Args:
         path: The module.
-        schedules: Whether it is about schedules, whose clauses it names without their part.
+        schedules: Whether the module names the clauses of schedules without their part.
     """
     for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
         for inner in ast.walk(node):
@@ -184,7 +184,7 @@ def _named(path: Path, schedules: bool) -> Iterator[tuple[str, str]]:
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """What a module consists of, by name; methods one by one."""
+    """Yield the statements of a module by name; the methods of a class one by one."""
     for statement in tree.body:
         if not isinstance(statement, ast.ClassDef):
             yield getattr(statement, "name", ""), statement
@@ -210,8 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name.
 
     Returns:
-        0 when it is current or was written; 1 when ``--check`` finds that it is not, or when there
-        is a guard that nothing is known of yet, for which ``--prove`` has to be asked.
+        0 when the file is current or was written; 1 when ``--check`` finds it stale, or when a
+        guard has no row yet, which needs ``--prove``.
     """
     parser = argparse.ArgumentParser(
         prog="python -m qeffect.verification.kept", description=__doc__
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prove", action="store_true", help="ask the solver again (minutes)")
     args = parser.parse_args(argv)
     if not _TESTS.is_dir():
-        print("expected the tests beside the specification, found none; run it in a checkout")
+        print("no tests folder beside the specification; run this in a checkout")
         return 1
     before = FILE.read_text(encoding="utf-8") if FILE.is_file() else '{"guards": []}'
     guards = guard_sites()
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = {_key(row): row for row in json.loads(before)["guards"]}
         keys = [_key(_named_as(site)) for site in guards]
         if missing := [key for key in keys if key not in known]:
-            print(f"nothing is known of {missing[0]}: run it with --prove, which takes minutes")
+            print(f"{FILE.name} has no row for {missing[0]}: run with --prove (takes minutes)")
             return 1
         told = [known[key] for key in keys]
     after = _spelled(told, places())
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _spelled(told: Sequence[Mapping[str, Any]], shown: Mapping[str, Any]) -> str:
-    """The file's text, a row a line."""
+    """Return the file's text, one row per line."""
     guards = ",\n".join(f"  {json.dumps(row)}" for row in told)
     clauses = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in shown.items())
     scope = json.dumps({"scope": dict(SCOPE)})[1:-1]

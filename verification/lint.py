@@ -1,11 +1,11 @@
 """
-The lint that keeps relation modules inside what the four readings understand.
+The lint of relation modules: they may use only what all four readings understand.
 
 A half runs over lists, over small tuples, over Z3 arrays and over NumPy batches. It may therefore
 compare and branch on what a column holds, but never ask what its memory is made of: no ``is``, no
 ``isinstance``, no loop over state, no call but the few that every reading has. Guards come before
-writes, in halves of their own; a relation writes only its own columns; every clause is a literal
-that the specification knows. ``python -m qeffect.verification.lint`` checks the relation modules.
+writes, in separate halves. A relation writes only its own columns. Every clause is a literal of the
+specification. ``python -m qeffect.verification.lint`` checks the relation modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
 #: Transitions that may quantify over a column: they end an epoch, and may cost the pool's size.
 BOUNDARY = frozenset({"finalize", "commit_epoch", "checkpoint", "restore"})
 
-#: What each rule forbids, and which reading would break.
+#: What each rule forbids, and the reading that would break.
 RULES: Mapping[str, str] = {
     "is": "identity means nothing to a Z3 term; compare with ==",
     "isinstance": "a half never asks what its memory is made of",
@@ -55,7 +55,7 @@ RULES: Mapping[str, str] = {
 @frozen
 class Finding:
     """
-    One thing that a reading would not understand.
+    A construct that a reading would not understand.
 
     Args:
         rule: Key of `RULES`.
@@ -73,7 +73,7 @@ class Finding:
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-#: Everything else that may stand in an expression.
+#: The other nodes that an expression may contain.
 _EXPRESSIONS = (
     ast.BinOp,
     ast.BoolOp,
@@ -94,7 +94,7 @@ _EXPRESSIONS = (
 
 def lint() -> list[Finding]:
     """
-    Return what is wrong with the relation modules.
+    Return the findings in the relation modules.
 
     >>> lint()
     []
@@ -110,7 +110,7 @@ def lint_source(
     source: str, module: str, columns: Collection[str] = (*CONFIG, *STATE)
 ) -> list[Finding]:
     """
-    Return what is wrong with the source of one relation module.
+    Return the findings in the source of one relation module.
 
     Args:
         source: The module's source.
@@ -335,7 +335,7 @@ def _column(node: ast.AST) -> str | None:
 
 
 def main() -> int:
-    """Print what is wrong; return 1 if anything is."""
+    """Print the findings; return 1 if there are any."""
     findings = lint()
     for finding in findings:
         print(finding)

@@ -1,9 +1,9 @@
 """
-What one clause costs: guarded actions with its guard and without it.
+The price of one clause: guarded actions with the clause's guard and without it.
 
-The guard is taken out of the composed transition in memory. What its half reads into a local name
-for it stays, so that a clause's price is that of its test; what a whole relation costs, its reads
-and updates with it, is priced by leaving it out (``qeffect.cli.prices``).
+The guard is removed from the composed transition in memory. Reads that its half stores in a local
+name stay, so that a clause's price is the price of its test. The price of a whole relation, with
+its reads and updates, is measured by leaving the relation out (``qeffect.cli.prices``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["clauses", "guards_of", "without"]
 
 
 def guards_of(action: str) -> list[Site]:
-    """Return the guards in the check and the commit of an action, in the order of their asking."""
+    """Return the guards in the check and the commit of an action, in the order they run."""
     found = [site for site in sites() if site.kind == "guard"]
     return [s for name in prices.ACTIONS[action] for s in found if s.transition == name]
 
@@ -47,16 +47,16 @@ def clauses(run: prices.Run = run_epochs, **turns: int) -> dict[str, Any]:
     """
     Price every guard of F, dI and dW, and all those of an action together.
 
-    One guard of each action is taken out at a time: the actions are timed apart.
+    One guard of each action is removed at a time; each action is timed separately.
 
     Args:
         run: Runs epochs of a contract.
         turns: As for ``in_turns``.
 
     Returns:
-        ``guards``, a row a guard: its ``action``, ``transition``, ``clause``, ``relation`` and
+        ``guards``, one row per guard: its ``action``, ``transition``, ``clause``, ``relation`` and
         ``test``, and the fields of its ``price``; ``every_guard``, a price by action; and
-        ``nothing``, the price of the same functions composed anew: what the comparison is worth.
+        ``nothing``, the price of the same functions composed anew: the noise of the comparison.
     """
     guards = {action: guards_of(action) for action in prices.ACTIONS}
     together = list(zip_longest(*guards.values()))

@@ -1,3 +1,11 @@
 """
-Execution: the guarded actions, eagerly or as CUDA graphs, and their streams.
+One action of a step: ask the contract, act on memory, tell the contract.
+
+* `plan/`: the order of a rank's actions, and the slots that they need.
+* `memory/`: slots, gradient destinations, counters, numerical state.
+* `actions.py`: `GuardedActions`, with F, dI, dW and the refresh of a weight cache.
+* `performer.py`: performs the physical part; `streams.py` orders the graph stream and the caller's.
+* `eager.py` calls the backend, `graphs.py` captures the same calls and replays them;
+  `nested_graphs.py` makes graphs that the graph of a whole step can hold.
+* `reductions.py`, `clipping.py`, `optimizer.py`: the end of a step.
 """

@@ -27,7 +27,8 @@ from ..ranks.consent import StoppedError
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ..ranks.world import Limits, Member
 from ..report import Report, environment
-from .config import Config, read
+from .config import Config
+from .config_file import read
 from .figures import derive_train
 from .loop import Opened, Trainer, backend_of, opened, settled
 from .model import Language

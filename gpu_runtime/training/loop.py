@@ -26,7 +26,8 @@ from ..runtime import mode_on
 from ..step.graphs import GraphExecutor
 from .balance import measured, slowest
 from .checkpoint import Checkpoints, EarlierSaveError
-from .config import Config, differences
+from .config import Config
+from .config_file import differences
 from .data import DataError, Loader, Tokens
 from .evaluate import evaluate
 from .figures import perplexity

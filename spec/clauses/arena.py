@@ -23,34 +23,34 @@ and microbatch, or with one accumulating destination per matrix. The kernel comp
 overlap; it never touches memory.
 
 Tied weights, an embedding and the head that reads it, have one gradient. Two matrices may share a
-destination where both are declared tied, in one stage or in two; undeclared sharing is refused by
-name, and by address. Every dW of both stages then writes it beside its stage's own destinations:
-the first of the epoch, whichever stage's, overwrites it, all others add to it, one at a time. So a
-dW says of both whether it overwrites, and a stage is final when its sharer's dW have run too. Where
-gradients are reduced the shared one leaves in one bucket, after the last dW of both. Weights that
-are tied across ranks have a copy on each, and every copy leaves in a bucket of one name; a
-contract sees its own process only, so the configurations of all ranks are compared before the
-first step (`qeffect.sharing`).
+destination where both are declared tied, in one stage or in two; sharing that is not declared is
+refused, by name and by address. Every dW of both stages then writes the shared destination beside
+its stage's own: the epoch's first dW of either stage overwrites it, all others add to it, one at a
+time. So a dW states for both destinations whether it overwrites, and a stage is final only when the
+sharing stage's dW have run too. If gradients are reduced, the shared gradient leaves in one bucket,
+after the last dW of both stages. A weight that is tied across ranks has a copy on each rank, and
+every copy leaves in a bucket of the same name; a contract sees its own process only, so the
+configurations of all ranks are compared before the first step (`qeffect.sharing`).
 
-Destinations are bound before dI, because that is where `main_grad` is read. The first writer of a
-buffer in an epoch overwrites it, later ones accumulate. A dW that fails may have written half a
-gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize wants every configured
-microbatch exactly once. The *copied* path, without an arena, leaves this part out and keeps all
-others.""",
+Destinations are bound before dI, because that is where `main_grad` is read. The first dW that
+writes a buffer in an epoch overwrites it, later dW accumulate. A dW that fails may have written
+half a gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize requires every
+configured microbatch exactly once. The *copied* path has no arena: it leaves this part out and
+keeps all others.""",
     clauses=(
         Clause(
             id="arena.spoiled",
             number="4.1",
             title="A half-written arena is not used",
             invariant="In an epoch in which an action of the stage failed or was aborted, nothing "
-            "is bound, written or finalized; nor is a stage finalized that shares a destination "
-            "with it.",
+            "is bound, written or finalized, and no stage that shares a destination with it is "
+            "finalized.",
             transitions=("bind", "check_wgrad", "finalize"),
             argument="key.stage",
             unchanged="The destinations, and the mark that the epoch is spoiled.",
             section="IV-E",
-            cause="An earlier F, dI or dW of this stage raised, or a tape was dropped, so that the "
-            "sum in the buffers lacks or half contains a microbatch.",
+            cause="An earlier F, dI or dW of this stage raised, or a tape was dropped, so a "
+            "microbatch is missing from the sum in the buffers, or only half of it was added.",
             remedy="Purge the epoch, restore the last commit and run the epoch again.",
         ),
         Clause(
@@ -60,7 +60,7 @@ others.""",
             invariant="Destinations of a cell are bound once in an epoch.",
             transitions=("bind",),
             argument="key",
-            unchanged="The binding that exists.",
+            unchanged="The existing binding.",
             section="III-D",
             cause="Two places bind `main_grad` for the same microbatch.",
             remedy="Bind in one place, between the forward and its dI.",
@@ -68,9 +68,9 @@ others.""",
         Clause(
             id="arena.mismatch",
             number="4.3",
-            title="Gradients go where they were configured to go",
-            invariant="The destinations presented equal the configured ones of that cell in "
-            "matrix, microbatch, shape, dtype, device, address and length.",
+            title="Gradients go to their configured destinations",
+            invariant="The given destinations equal the cell's configured destinations in matrix, "
+            "microbatch, shape, dtype, device, address and length.",
             transitions=("bind", "check_wgrad"),
             argument="destination",
             unchanged=_BUFFER,
@@ -88,7 +88,8 @@ others.""",
             argument="key",
             unchanged="The tape and the effect token.",
             section="III-D",
-            cause="`main_grad` was bound between dI and dW; dI has then captured the old one.",
+            cause="`main_grad` was bound between dI and dW; dI has already read the old "
+            "`main_grad`.",
             remedy="Bind before dI.",
         ),
         Clause(
@@ -100,8 +101,8 @@ others.""",
             argument="destination",
             unchanged=_BUFFER,
             section="III-D",
-            cause="Two dW of one accumulating buffer overlap: a ticket was not redeemed, two "
-            "threads write, or both stages of a tied weight do.",
+            cause="Two dW of one accumulating buffer overlap: a ticket was not redeemed, or two "
+            "threads write, or both stages of a tied weight write.",
             remedy="Commit or abort the first dW, or give every microbatch its own destination.",
         ),
         Clause(
@@ -116,15 +117,15 @@ others.""",
             section="III-D",
             cause="A graph captured for microbatch 0 (is_first_microbatch, overwrite_main_grad) "
             "was replayed for a later one, or the second use of a tied weight assigns its "
-            "gradient: what was accumulated would be erased.",
+            "gradient: the accumulated gradient would be erased.",
             remedy="Ask `first_writer(key)` and `first_of_tied(key)` which graph to replay.",
         ),
         Clause(
             id="arena.stale-accumulation",
             number="4.7",
-            title="Nothing accumulates into last epoch's gradient",
-            invariant="A dW that adds to a buffer, its stage's own or the shared one, finds it "
-            "already opened in this epoch.",
+            title="Nothing accumulates into the previous epoch's gradient",
+            invariant="A dW adds to a buffer, its stage's own or the shared one, only after "
+            "another dW overwrote that buffer in this epoch.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
@@ -137,14 +138,14 @@ others.""",
             id="arena.incomplete",
             number="4.8",
             title="A final arena is whole",
-            invariant="Finalize wants one committed dW for every cell of the stage, and of the "
+            invariant="Finalize requires one committed dW for every cell of the stage, and of the "
             "stage that shares a destination with it.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",
             section="III-D",
             cause="A delayed dW has not run yet, or the schedule lost it.",
-            remedy="Run the deferred dW; `contract.live()` names the tapes that wait for one.",
+            remedy="Run the deferred dW; `contract.live()` names the tapes that wait for it.",
         ),
         Clause(
             id="arena.unknown-matrix",
@@ -170,7 +171,7 @@ others.""",
             section="III-D",
             cause="A shared (tied) weight was listed twice, or per-microbatch views were listed "
             "next to an accumulating buffer.",
-            remedy="List each matrix once for every microbatch, or once in all.",
+            remedy="List each matrix once for every microbatch, or once for all microbatches.",
         ),
         Clause(
             id="arena.missing-destination",
@@ -189,16 +190,16 @@ others.""",
             id="arena.overlapping-destinations",
             number="4.12",
             title="Destinations do not overlap undeclared",
-            invariant="Two destinations are not named alike, and their byte ranges on one device "
-            "are disjoint, unless both matrices are declared tied and name one destination.",
+            invariant="Two destinations have different names, and disjoint byte ranges on one "
+            "device, unless both matrices are declared tied and name one destination.",
             transitions=("configure",),
             argument="destination.address",
             unchanged=_NOTHING,
             section="III-D",
-            cause="Views were cut from one arena at wrong offsets, or two matrices, as tied "
-            "weights do, share a buffer and do not say so.",
-            remedy="Give each destination its own aligned range, or name it for both matrices in "
-            "`buffers` and declare both in `tied`.",
+            cause="Views were cut from one arena at wrong offsets, or two matrices, such as tied "
+            "weights, share a buffer without declaring it.",
+            remedy="Give each destination its own aligned range, or name the shared destination "
+            "for both matrices in `buffers` and declare both in `tied`.",
         ),
     ),
 )

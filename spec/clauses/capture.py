@@ -13,27 +13,27 @@ PART = Part(
     without="a later graph's scratch overwrites what an earlier graph still needs",
     holder="a capture rank per graph and a cursor per pool; one pool per slot needs no more",
     intro="""\
-While graphs are captured into one memory pool, memory that an earlier graph frees is handed to a
-later one as scratch. Such graphs are right only when they are replayed in the order in which they
-were captured; holding references to the tensors does not help. The paper does not name this
-relation.
+While graphs are captured into one memory pool, memory that an earlier graph frees becomes scratch
+of a later graph. Such graphs are right only if they are replayed in the order of their capture.
+Holding references to the tensors does not help. The paper does not name this relation.
 
 With one pool per slot, F, dI and dW of one tape are the only graphs in a pool, and ownership
-already forces their order: this part then refuses nothing more. A pool that several slots share
-needs a schedule that never reorders them while a tape is live in the pool; ZB-V does reorder.""",
+already forces their order: this part then refuses nothing that ownership accepts. A pool that
+several slots share needs a schedule that never reorders them while a tape is live in the pool; ZB-V
+does reorder.""",
     clauses=(
         Clause(
             id="capture.out-of-order",
             number="5.1",
             title="A shared pool replays in capture order",
-            invariant="While a tape is live in a memory pool, each graph replayed from it was "
-            "captured after the one replayed before.",
+            invariant="While a tape is live in a memory pool, each graph replayed from that pool "
+            "was captured after the graph replayed before.",
             transitions=("check_forward", "check_dgrad", "check_wgrad"),
             argument="key",
             unchanged="The pool's cursor, and the tapes whose memory it holds.",
             section="design",
             cause="Slots share a capture pool (one `graph_pool_handle` for all), and the schedule "
-            "replays them in another order than that of their capture.",
+            "replays their graphs in another order than the order of capture.",
             remedy="Capture F, dI and dW of each slot into a memory pool of its own.",
         ),
     ),

@@ -20,22 +20,24 @@ make them right: the graph stream waits for the caller's work before the replay,
 waits for the graph's tail before it consumes. The contract counts: per *link* (one caller stream
 and one domain's graph stream) the work that the caller submitted and how much of it the graph
 stream has waited for; per graph stream its replays, and per link how many of them the caller has
-waited for. A missing half is refused on its own side. Who fills a slot waits for its last tenant's
-replays, and the end of a transfer is work of the caller that was told of it, so that a replay
-neither reads what has not arrived nor writes what is still read.
+waited for. Each missing edge has its own clause. A stream that fills a slot must have waited for
+the previous tenant's replays. The end of a transfer counts as work of the caller whose link it
+names, so that a replay neither reads a message before it has arrived nor overwrites a buffer that
+is still read.
 
 The optimizer's update is device work too. It runs on the stream of the caller that `commit_epoch`
-names, which is the one that waited for every gradient; no graph stream reads the new weights before
-it has waited for that stream, and no checkpoint is taken before the host has seen the update's end.
+names, and that stream must have waited for every gradient. No graph stream reads the new weights
+before it has waited for that stream, and no checkpoint is taken before the host has seen the update
+finish.
 
-The host's order of calls stands for the order of enqueueing. That the waits really are on the
-streams is the runtime's duty.""",
+The contract takes the host's order of calls for the order of enqueueing. The runtime must really
+put the waits on the streams.""",
     clauses=(
         Clause(
             id="completion.wrong-stream",
             number="6.1",
             title="A link connects the action's own graph stream",
-            invariant="The link presented belongs to the state domain of the action's stage.",
+            invariant="The given link belongs to the state domain of the action's stage.",
             transitions=(
                 "check_refresh",
                 "check_forward",
@@ -53,7 +55,8 @@ streams is the runtime's duty.""",
             argument="link",
             unchanged=_STREAMS,
             section="IV-D",
-            cause="With several domains the default link 0 was used for a stage of another one.",
+            cause="With several domains, the default link 0 was used for a stage of another "
+            "domain.",
             remedy="Ask `contract.link(caller, domain)` for the link.",
         ),
         Clause(
@@ -69,24 +72,23 @@ streams is the runtime's duty.""",
             cause="The caller enqueued input copies or an optimizer update after the graph "
             "stream's last wait_stream, so the replay could read its inputs too early.",
             remedy="Make the graph stream wait for the caller's stream before the replay, and "
-            "tell it with `join`.",
+            "call `join`.",
         ),
         Clause(
             id="completion.graph-to-caller",
             number="6.3",
             title="A consumer waits for the replay",
-            invariant="A consumer's stream has waited for the replay that produced what it "
-            "consumes.",
+            invariant="A consumer's stream has waited for the replay that produced the data.",
             transitions=("check_dgrad", "read", "finalize", "start_reduction"),
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
             cause="An output was sent or used, a gradient was computed from it, a reduction was "
-            "enqueued, or the optimizer started, before the caller's stream waited for the graph's "
-            "tail event. A communication stream that waits for the default stream has not waited "
-            "for the one that ran the replay.",
+            "enqueued, or the optimizer started, before the caller's stream waited for the "
+            "graph's tail event. A communication stream that waits for the default stream has not "
+            "waited for the graph stream.",
             remedy="Make the caller's stream wait for the event recorded at the graph's tail, and "
-            "tell it with `wait`.",
+            "call `wait`.",
         ),
         Clause(
             id="completion.slot-not-awaited",
@@ -98,53 +100,53 @@ streams is the runtime's duty.""",
             argument="link",
             unchanged=_STREAMS,
             section="design",
-            cause="The slot was freed by a dW that is enqueued and may still read its input, and "
-            "the receive was posted on a stream that waits for nothing.",
-            remedy="Let the receiving stream wait for the graph stream after that dW, and tell it "
-            "with `wait` on the link that is given.",
+            cause="A dW that is enqueued but may still read its input freed the slot, and the "
+            "receive was posted on a stream that had not waited for that dW.",
+            remedy="Let the receiving stream wait for the graph stream after that dW, and call "
+            "`wait` on the receive's link.",
         ),
         Clause(
             id="completion.transfer-to-graph",
             number="6.5",
             title="A replay waits for the slot's transfers",
             invariant="Before F the graph stream has waited for the end of the slot's latest "
-            "transfer, on whichever stream it was told; likewise before dI of a stage that "
+            "transfer, whichever link that end named. The same holds before dI of a stage that "
             "receives its output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
             section="design",
-            cause="A send of the slot's last tenant, or the receive of this one, ended on another "
-            "caller's stream, and only this caller was joined.",
-            remedy="Join the link on which the end was told, or tell it on the link that calls F.",
+            cause="A send of the slot's previous tenant, or the receive of this tenant, ended on "
+            "another caller's stream, and only this caller's stream was joined.",
+            remedy="Join the link that the end named, or end the transfer on the link that calls "
+            "F.",
         ),
         Clause(
             id="completion.two-ends",
             number="6.6",
-            title="Ends of transfers are joined, or told on one stream",
-            invariant="The end of a slot's transfer is told on the link of the one before, or once "
-            "the graph stream has waited for that one.",
+            title="Ends of transfers are joined, or name one stream",
+            invariant="The end of a slot's transfer names the same link as the slot's previous "
+            "end, or follows a wait of the graph stream for that previous end.",
             transitions=("finish_receive", "finish_read"),
             argument="link",
             unchanged=_STREAMS,
             section="design",
             cause="Two sends from one slot ended on two streams, and no replay waited for the "
-            "first; the contract remembers one end a slot.",
-            remedy="Tell both ends on one link, or join the first link in between.",
+            "first; the contract remembers one end per slot.",
+            remedy="End both transfers on one link, or join the first link in between.",
         ),
         Clause(
             id="completion.wrong-consumer",
             number="6.7",
             title="One stream reads the gradients",
-            invariant="In an epoch one stream waits for the last dW of every stage, told at "
-            "finalize, and for each reduction, told at its finish: the one that the optimizer "
-            "runs on.",
+            invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
+            "stage (named at finalize) and for each reduction (named at `finish_reduction`).",
             transitions=("finalize", "finish_reduction"),
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
             cause="The default stream, or the communication stream itself, waited for the "
-            "reduction, and the optimizer runs on another.",
+            "reduction, but the optimizer runs on another stream.",
             remedy="Let the optimizer's stream wait for every graph stream and for each "
             "reduction's handle, and name its links in `finalize` and in `finish_reduction`.",
         ),
@@ -152,15 +154,15 @@ streams is the runtime's duty.""",
             id="completion.update-stream",
             number="6.8",
             title="The optimizer's update runs where the gradients were awaited",
-            invariant="The stream that the update runs on, told at the commit, is the one that "
-            "waited for every gradient, told at finalize.",
+            invariant="The stream of the update, named at the commit, is the stream that waited "
+            "for every gradient, named at finalize.",
             transitions=("commit_epoch",),
             argument="caller",
             unchanged="The weight epoch.",
             section="II-C",
-            cause="One stream waited for the gradients and was told at `finalize`, and the "
-            "optimizer runs on another, which waits for nothing; it may read gradients that are "
-            "still being written, and overwrite weights that are still being read.",
+            cause="The stream that `finalize` named waited for the gradients, but the optimizer "
+            "runs on another stream that did not. The optimizer may read gradients that are still "
+            "being written, and overwrite weights that are still being read.",
             remedy="Name the stream of the finalized links in `commit_epoch(caller=...)`, and run "
             "the optimizer on it.",
         ),
@@ -169,15 +171,15 @@ streams is the runtime's duty.""",
             number="6.9",
             title="Weights are read after the optimizer's update",
             invariant="Before a refresh or an F the graph stream has waited for the optimizer's "
-            "latest update, on whichever stream it ran, or the host has seen it finish.",
+            "latest update, whichever stream ran it, or the host has seen the update finish.",
             transitions=("check_refresh", "check_forward"),
             argument="link",
             unchanged=_STREAMS,
             section="IV-D",
-            cause="The epoch was committed and nobody let the graph stream wait: the weights were "
-            "quantized, or used, while the optimizer still wrote them.",
-            remedy="After the commit make each graph stream wait for the optimizer's stream, and "
-            "tell it with `join` on that caller's link of the domain.",
+            cause="The epoch was committed, but the graph stream was not made to wait: the "
+            "weights were quantized or used while the optimizer still wrote them.",
+            remedy="After the commit, make each graph stream wait for the optimizer's stream, and "
+            "call `join` on that caller's link of the domain.",
         ),
     ),
 )

@@ -15,23 +15,23 @@ PART = Part(
     without="a run is believed because nobody can look at it again",
     holder="a JSON Lines log of every accepted transition, replayed through the same functions",
     intro="""\
-No guard sees a runtime that acts without asking. A runtime therefore leaves a log: a header with
-its configuration, one line per accepted transition with its arguments and result, and a closing
-line with the number of events and a digest of the state that they led to. `event-log.schema.json`
-is the format; fields marked `x-semantic` are those whose change changes what the log claims. Every
-line ends in a digest of all bytes of the log before it. The digest finds damage, not forgery:
-whoever rewrites a log can compute it anew, and then meets the clauses of parts 1 to 9.
+No guard sees an action that was never checked. A runtime therefore writes a log: a header with its
+configuration, one line per accepted transition with its arguments and result, and a closing line
+with the number of events and a digest of the state that they led to. `event-log.schema.json`
+describes the format; a changed field that is marked `x-semantic` changes what the log claims. Every
+line ends in a digest of all bytes of the log before it. The digest finds damage, not forgery: a
+forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
 
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
 log is accepted when every event is, with the recorded result, and the final state is the recorded
-one. Input that is not a log at all (binary, empty, malformed) is unusable, which is not a
+one. Input that is not a log (binary, empty, malformed) is unusable; that is an error, not a
 refusal. A line has one spelling: no spaces, the schema's order of fields, printable names, the
-configuration as a recorder describes it. Another spelling is no log, and neither is a header that
-asks for more stages, slots, cells, links or destinations than a log may have.
+configuration as a recorder describes it. Any other spelling is rejected as malformed, and so is a
+header with more stages, slots, cells, links or destinations than a log may configure.
 
-Some changes leave a history that also keeps the contract, and only the digests tell: another name
-for a caller, domain or pool, an argument of a part that is left out, a wait that nothing depends
-on, or what a later restore undoes.""",
+Some changes to a log give a history that also keeps the contract; only the digests reveal them:
+another name for a caller, domain or pool, an argument of a part that is left out, a wait that
+nothing depends on, or an event that a later restore undoes.""",
     clauses=(
         Clause(
             id="log.chain",
@@ -42,7 +42,7 @@ on, or what a later restore undoes.""",
             argument="digest",
             unchanged=_BEFORE,
             section="design",
-            cause="The line, or one before it, was edited, reordered, removed or damaged.",
+            cause="This line, or an earlier line, was edited, reordered, removed or damaged.",
             remedy="Take the log from its source again.",
         ),
         Clause(
@@ -80,34 +80,34 @@ on, or what a later restore undoes.""",
             unchanged=_BEFORE,
             section="design",
             cause="The process ended before it closed its log, or the end was cut off.",
-            remedy="Close the recorder, also on an exception. What was replayed up to the break "
-            "did keep the contract.",
+            remedy="Close the recorder, also on an exception. The events before the break kept "
+            "the contract.",
         ),
         Clause(
             id="log.state",
             number="10.5",
             title="The events lead to the recorded state",
-            invariant="The digest of the replayed state equals the one in the closing line.",
+            invariant="The digest of the replayed state equals the digest in the closing line.",
             transitions=("replay",),
             argument="state",
             unchanged="Every event of the log was replayed and kept the contract.",
             section="design",
-            cause="The header's configuration or an event's argument is not what the runtime had.",
+            cause="The header's configuration or an event's argument differs from the runtime's.",
             remedy="Compare the header with the runtime's configuration.",
         ),
         Clause(
             id="log.incarnation",
             number="10.6",
             title="An incarnation begins once",
-            invariant="The incarnation of a restore is none that the log has had before, in its "
-            "header or by a restore.",
+            invariant="The incarnation of a restore is new to the log: neither the header nor an "
+            "earlier restore has it.",
             transitions=("replay",),
             argument="incarnation",
             unchanged=_BEFORE,
             section="design",
-            cause="An incarnation was kept and given to a later restore, which makes references "
-            "of its first time valid again.",
-            remedy="Leave it out: the contract draws a fresh random one.",
+            cause="An incarnation was kept and passed to a later restore, which would make old "
+            "references valid again.",
+            remedy="Leave `incarnation` out: the contract draws a new random number.",
         ),
     ),
 )

@@ -16,24 +16,25 @@ PART = Part(
     holder="one effect token per state domain; F and dI advance it, dW cannot",
     intro="""\
 With delayed scaling F and dI update amax histories and scales; dW consumes what dI retained and
-must not update them again. The *state domain* is whatever one update may roll: that of Transformer
-Engine goes over every module of the process, and rolls each history that has a new entry (before
-its pull request 825, all), so all chunks of a rank share one domain. A domain has an effect token,
-a count of the F and dI committed in it. A caller threads the token: it presents the value that it
-saw, and each F and dI is accepted only at the current one. dW takes no token and has none to
-advance.
+must not update them again. A *state domain* is everything that one update may roll. An update of
+Transformer Engine goes over every module of the process and rolls each history that has a new entry
+(before its pull request 825, every history), so all chunks of a rank share one domain. A domain has
+an effect token, a count of the F and dI committed in it. A caller threads the token: the caller
+presents the value that it saw, and an F or dI is accepted only if that is the current value. dW
+takes no token and has none to advance.
 
-A token proves that updates happened once each, and one after another. Which microbatch goes before
-which is judged only against a declared sequence, where the caller gives one. An F, dI or refresh
-that fails on the device leaves scales half updated: its domain is *poisoned* until the numerical
-state of the last commit is restored. Abort never rewinds the token.""",
+A token proves that updates happened once each, and one after another. The order of microbatches is
+checked only if the caller declares a sequence. An F, dI or refresh that fails on the device leaves
+scales half updated: its domain is *poisoned* until the numerical state of the last commit is
+restored. Abort never rewinds the token.""",
     clauses=(
         Clause(
             id="order.in-flight",
             number="3.1",
             title="One update at a time",
             invariant="At most one F, dI or refresh of a state domain is in flight, and none at a "
-            "commit or a restore, which ask of live tapes and of refreshes.",
+            "commit or a restore, whose guards require that no tape is live and no refresh in "
+            "flight.",
             transitions=("check_refresh", "check_forward", "check_dgrad"),
             argument="",
             unchanged=_TOKEN,
@@ -69,28 +70,30 @@ state of the last commit is restored. Abort never rewinds the token.""",
             section="III-B",
             cause="The caller kept a token across another F or dI of the domain: an update was "
             "skipped, repeated or run in another order than the host believed.",
-            remedy="Pass `contract.token(stage)` as it was after the F or dI that is to come "
-            "before; leave it out only where the host's order of checks is the one that is wanted.",
+            remedy="Read `contract.token(stage)` after the F or dI that must come first, and pass "
+            "that value. Leave the token out only if the host's order of checks is the intended "
+            "order.",
         ),
         Clause(
             id="order.reordered",
             number="3.4",
             title="A declared order is kept",
-            invariant="Where a domain declares the order of its F and dI, each comes at its "
-            "declared position.",
+            invariant="If a domain declares the order of its F and dI, each comes at its declared "
+            "position.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
             unchanged=_TOKEN,
             section="III-B",
-            cause="The runtime left the schedule that was declared, for example by starting "
-            "whichever microbatch arrived first.",
-            remedy="Follow the table, or declare the order that the runtime really follows.",
+            cause="The runtime deviated from the declared schedule, for example by starting the "
+            "microbatch that arrived first.",
+            remedy="Follow the table, or declare the order that the runtime follows.",
         ),
         Clause(
             id="order.incomplete",
             number="3.5",
             title="A final stage has run every F and dI",
-            invariant="Finalize wants one committed F and dI for every cell of the stage.",
+            invariant="Finalize requires one committed F and one committed dI for every cell of "
+            "the stage.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing actions may still run.",
@@ -103,45 +106,46 @@ state of the last commit is restored. Abort never rewinds the token.""",
             id="order.scaling-updates",
             number="3.6",
             title="F and dI update scales once",
-            invariant="Where the backend reports scaling updates (`StageConfig.reports_updates`; "
-            "Transformer Engine's stages report none), an F and a dI commit only when each updated "
-            "its domain's scaling state exactly once.",
+            invariant="If the backend reports scaling updates (`StageConfig.reports_updates`; "
+            "Transformer Engine's stages do not), an F or dI commits only if it updated its "
+            "domain's scaling state exactly once.",
             transitions=("commit_forward", "commit_dgrad"),
             argument="updates",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
             section="III-B",
             cause="An autocast region was entered twice for one F, the update was skipped because "
             "no module was registered, or a captured graph lacks it.",
-            remedy="Update scales once, where the outermost region of F, and of dI, ends; then "
-            "restore the numerical state of the last commit, then `restore` the contract and run "
-            "the epoch again.",
+            remedy="Update scales once, at the end of the outermost region of F and of dI. Then "
+            "restore the numerical state of the last commit, `restore` the contract, and run the "
+            "epoch again.",
         ),
         Clause(
             id="order.scales-moved",
             number="3.7",
             title="Live scales are those of the tape's forward",
-            invariant="Where dI reads live scales, it runs before another F of its domain.",
+            invariant="If dI reads live scales, no other F of its domain runs between the tape's "
+            "F and its dI.",
             transitions=("check_dgrad",),
             argument="ref",
             unchanged=_TOKEN,
             section="III-B",
             cause="The tape kept quantized data without the factor that turns it back into values, "
             "and another microbatch's F has changed that factor since.",
-            remedy="Let tapes carry the scales of their forward, or give stages that interleave "
-            "domains of their own.",
+            remedy="Let tapes carry the scales of their forward, or give interleaved stages "
+            "separate domains.",
         ),
         Clause(
             id="order.wrong-scales",
             number="3.8",
             title="dI uses the scales of its own forward",
-            invariant="Where tapes carry scales, dI commits only when it used those of its own F, "
+            invariant="If tapes carry scales, dI commits only if it used the scales of its own F, "
             "named by the token at which that F ran.",
             transitions=("commit_dgrad",),
             argument="scales",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
             section="III-B",
-            cause="The scales were read by reference instead of copied, or a tape was given those "
-            "of another microbatch.",
+            cause="The scales were read by reference instead of copied, or a tape was given the "
+            "scales of another microbatch.",
             remedy="Copy the scales onto the tape in F; then restore the last commit.",
         ),
     ),

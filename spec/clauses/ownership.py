@@ -22,39 +22,40 @@ logical name is the key `TapeKey(epoch, stage, microbatch, block, invocation)`; 
 epoch is a *cell*. Its physical place is the reference `TapeRef(slot, generation, incarnation)`: a
 slot of a bounded pool, the generation which that slot had when the tape was bound, and the random
 number of the memory that issued the reference. Captured graphs replay over fixed addresses, so the
-same slot serves many keys, and an address says nothing about whose work lies there.
+same slot serves many keys, and an address does not tell whose work it holds.
 
-A slot carries a mask of the consumers that have yet to visit it: dI, dW, and a reader of the
-output and of the input gradient where the stage is configured with one. It is free when the mask
-is empty; the last consumer's commit releases it, and abort or purge release it early. A generation
-rises once, at that release, never at allocation. An occupied slot is never preempted. Every
-consumer presents the key *and* the reference, and both must name the same live tape.
+A slot carries a mask of the consumers that have yet to visit it: dI, dW, and the configured readers
+of the output and of the input gradient. It is free when the mask is empty; the last consumer's
+commit releases it, and abort or purge release it early. A generation rises once, at that release,
+never at allocation. An occupied slot is never preempted. Every consumer presents the key *and* the
+reference, and both must name the same live tape.
 
 A *transfer* moves through a slot from `post_receive` to `finish_receive`, or from `read` to
 `finish_read`. F and dI of a stage that receives run on messages that arrived for their key. When a
-tape is aborted its transfers go on, and the slot takes no tenant before they have ended; their ends
-are told with the key and the reference that they began with. `finish_receive` on a live tape says
-that the message is there, whole. For a message that can no longer arrive the tape is dropped first,
-so that nothing runs on it, and the receive's end is told afterwards, which frees the slot. At most
-one read of an output, and one of an input gradient, is under way at a time.
+tape is aborted its transfers continue, and the slot takes no tenant until they have ended; each
+ends with the key and the reference that it began with. `finish_receive` on a live tape states that
+the message has arrived whole. If a message can no longer arrive, the tape is dropped first, so that
+nothing runs on it; `finish_receive` then frees the slot. At most one read of an output, and one of
+an input gradient, is under way at a time.
 
-A check reserves the slot under a *ticket*, the next of a series of serial numbers; while a ticket
-is out on a slot, every other action on it is refused. A commit or an abort redeems the ticket,
-once.""",
+A check reserves the slot under a *ticket*, the next of a series of serial numbers. While a slot has
+an outstanding ticket, every other action on the slot is refused. A commit or an abort redeems the
+ticket, once.""",
     clauses=(
         Clause(
             id="ownership.pool-exhausted",
             number="1.1",
             title="Live tapes are bounded by the pool",
-            invariant="A forward or a reservation takes a free slot; with none free it is refused.",
+            invariant="A forward or a reservation takes a free slot; if no slot is free, it is "
+            "refused.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_POOL,
             section="III-A",
             cause="The schedule keeps more tapes live than the stage has slots: forwards run ahead "
             "of their dI and dW, or an earlier tape was never consumed.",
-            remedy="Give the stage its schedule's peak of live tapes (`qeffect plan` prints it), "
-            "or look for a dW or a reader that was never committed.",
+            remedy="Give the stage as many slots as its schedule's peak of live tapes (`qeffect "
+            "plan` prints it), or look for a dW or a reader that was never committed.",
         ),
         Clause(
             id="ownership.foreign-slot",
@@ -73,23 +74,22 @@ once.""",
             id="ownership.slot-busy",
             number="1.3",
             title="An occupied slot is never preempted",
-            invariant="A slot takes a new tenant only when nobody waits for the old one; a "
-            "reserved slot takes only the key that reserved it.",
+            invariant="A slot takes a new tenant only when no consumer waits for the old tenant; "
+            "a reserved slot takes only the key that reserved it.",
             transitions=("reserve", "check_forward"),
             argument="slot",
             unchanged=_TENANT,
             section="III-A",
             cause="The runtime picks slots itself, by microbatch modulo the pool's size, and a "
-            "delayed dW still needs this one.",
-            remedy="Let the contract choose a free slot; where slots are fixed provide one "
-            "slot for every tape that the schedule keeps live.",
+            "delayed dW still needs this slot.",
+            remedy="Let the contract choose a free slot. If slots are fixed, provide one slot for "
+            "every tape that the schedule keeps live.",
         ),
         Clause(
             id="ownership.key-live",
             number="1.4",
             title="A key has at most one tape",
-            invariant="The live mapping is injective: a cell that holds a live tape is given no "
-            "second one.",
+            invariant="The live mapping is injective: a cell with a live tape gets no second tape.",
             transitions=("reserve", "check_forward"),
             argument="key",
             unchanged=_TENANT,
@@ -124,7 +124,7 @@ once.""",
             unchanged=_POOL,
             section="design",
             cause="The counter was configured narrower than the number of tapes this process "
-            "serves; 64 bits last longer than any run.",
+            "serves; 64 bits suffice for any run.",
             remedy="Restore from a checkpoint, which begins a new incarnation at generation zero, "
             "or configure a wider counter.",
         ),
@@ -132,8 +132,8 @@ once.""",
             id="ownership.in-flight",
             number="1.7",
             title="One action at a time on a slot",
-            invariant="While a ticket is out on a slot no other action touches it, and no restore "
-            "happens.",
+            invariant="While a slot has an outstanding ticket, no other action touches the slot, "
+            "and no restore happens.",
             transitions=(
                 "check_forward",
                 "check_dgrad",
@@ -148,8 +148,8 @@ once.""",
             argument="ref.slot",
             unchanged=_FLIGHT,
             section="design",
-            cause="An action was checked and neither committed nor aborted: an exception passed "
-            "between check and commit, or two host threads drive one stage.",
+            cause="An action was checked and neither committed nor aborted: an exception was "
+            "raised between check and commit, or two host threads drive one stage.",
             remedy="Use the context managers, which abort on an exception; otherwise commit or "
             "abort the ticket on every exit.",
         ),
@@ -178,9 +178,9 @@ once.""",
         Clause(
             id="ownership.stale-reference",
             number="1.9",
-            title="A reference dies with its tape",
+            title="A reference is valid as long as its tape",
             invariant="The slot named by a reference is occupied and has the reference's "
-            "generation, or still has a transfer of that tape under way, whose end is told.",
+            "generation, or a transfer of that tape is still under way there and the call ends it.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -193,8 +193,8 @@ once.""",
             argument="ref.generation",
             unchanged=_TENANT,
             section="III-A",
-            cause="The tape was released, aborted or purged, and its slot perhaps given to another "
-            "microbatch; the caller kept the old reference, or consumed the tape twice.",
+            cause="The tape was released, aborted or purged, and its slot may have been given to "
+            "another microbatch. The caller kept the old reference, or consumed the tape twice.",
             remedy="Carry the reference that this forward's commit returned next to the key, and "
             "drop it after the last consumer.",
         ),
@@ -202,7 +202,7 @@ once.""",
             id="ownership.wrong-key",
             number="1.10",
             title="Key and reference name one tape",
-            invariant="The key presented is the key of the tape in the reference's slot.",
+            invariant="The given key is the key of the tape in the reference's slot.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -224,8 +224,8 @@ once.""",
             id="ownership.not-forwarded",
             number="1.11",
             title="Backward follows the forward's commit",
-            invariant="dI and dW consume, and a gradient is received for, a tape whose forward has "
-            "been committed.",
+            invariant="dI and dW consume a tape whose forward has been committed; a gradient is "
+            "received for such a tape only.",
             transitions=("check_dgrad", "check_wgrad", "post_receive"),
             argument="key",
             unchanged="The reservation and the slot it holds.",
@@ -255,8 +255,8 @@ once.""",
             argument="key",
             unchanged="The tape, which still waits for dI and dW, and its destinations.",
             section="III-A",
-            cause="dW was scheduled before dI of the same microbatch, or dI is checked but not yet "
-            "committed. The dI of another microbatch does not do: it queued other work.",
+            cause="dW was scheduled before dI of the same microbatch, or dI is checked but not "
+            "yet committed. The dI of another microbatch does not count: it queued other work.",
             remedy="Move dI of this key before its dW.",
         ),
         Clause(
@@ -268,21 +268,21 @@ once.""",
             argument="key",
             unchanged="The tape, which its reader still holds, and the gradient already written.",
             section="III-A",
-            cause="dW ran already; the tape is live only because a reader has not finished.",
-            remedy="Remove the repeated dW; a second one would add the gradient again.",
+            cause="dW has already run; the tape is live only because a reader has not finished.",
+            remedy="Remove the repeated dW, which would add the gradient again.",
         ),
         Clause(
             id="ownership.work-not-queued",
             number="1.15",
             title="dI queues the deferred work",
-            invariant="dI commits only when deferred work was queued for every matrix of its "
-            "stage, each once.",
+            invariant="dI commits only if deferred work was queued exactly once for every matrix "
+            "of its stage.",
             transitions=("commit_dgrad",),
             argument="queued",
-            unchanged="Everything; the embedding API then aborts the tape, since its dI has run.",
+            unchanged="The whole state; the public API then aborts the tape, since its dI has run.",
             section="IV-A",
-            cause="A module's deferred weight gradient is off, or another slot's WeightGradStore "
-            "was installed at the forward, so that its entries went elsewhere.",
+            cause="A module's deferred weight gradient is disabled, or another slot's "
+            "WeightGradStore was installed at the forward, so that its entries went elsewhere.",
             remedy="Install the slot's own stores before F, and report each matrix whose entry the "
             "store holds after dI.",
         ),
@@ -290,13 +290,13 @@ once.""",
             id="ownership.matrix-coverage",
             number="1.16",
             title="dW covers every matrix once",
-            invariant="dW commits only when the gradient of every matrix of its stage was "
-            "produced exactly once, also where gradients are copied.",
+            invariant="dW commits only if the gradient of every matrix of its stage was produced "
+            "exactly once, also if gradients are copied.",
             transitions=("commit_wgrad",),
             argument="covered",
-            unchanged="Everything; the embedding API then aborts the tape, since its dW has run.",
+            unchanged="The whole state; the public API then aborts the tape, since its dW has run.",
             section="IV-A",
-            cause="A store was drained partly or twice; LayerNormMLP, for example, puts two "
+            cause="A store was drained partly or twice. LayerNormMLP, for example, puts two "
             "entries into its one store.",
             remedy="Drain every entry of the slot's stores, and report each matrix as often as its "
             "gradient was written.",
@@ -331,38 +331,39 @@ once.""",
             id="ownership.read-duplicate",
             number="1.19",
             title="A reader reads once at a time",
-            invariant="A read of a tape's output, or of its input gradient, begins only when none "
-            "of the same is under way: the slot waits for one end, so it would be given away under "
-            "a second reader.",
+            invariant="A read of a tape's output, or of its input gradient, begins only if no "
+            "read of the same buffer is under way. The slot waits for one end of a read, so a "
+            "second reader could lose it to a new tenant.",
             transitions=("read",),
             argument="bit",
             unchanged=_TENANT + " The read under way.",
             section="design",
-            cause="The send was posted twice, or two streams read one buffer and each told its "
-            "read; the end of the first would free the slot for both.",
-            remedy="Post one send. Where several streams read, tell one read before the first of "
-            "them begins and its end after the last of them, on a stream that waited for all.",
+            cause="The send was posted twice, or two streams read one buffer and each recorded a "
+            "read; the end of the first read would free the slot.",
+            remedy="Post one send. If several streams read, call `read` once before the first of "
+            "them begins, and `finish_read` once after the last has ended, on a stream that "
+            "waited for all.",
         ),
         Clause(
             id="ownership.transfer-in-flight",
             number="1.20",
             title="A transfer keeps its slot",
-            invariant="A slot is claimed only when no transfer moves through it; F and dI run only "
-            "when what they use has arrived whole. A transfer outlives a tape that is aborted.",
+            invariant="A slot is claimed only if no transfer moves through it, and F and dI run "
+            "only if their message has arrived whole. A transfer outlives an aborted tape.",
             transitions=("reserve", "check_forward", "check_dgrad"),
             argument="slot",
             unchanged="The transfer under way, and the slot that it keeps.",
             section="design",
             cause="A receive was posted and not awaited, or the slot's last tape was aborted while "
             "a send still read it.",
-            remedy="Wait for the transfer and tell it with `finish_receive` or `finish_read`.",
+            remedy="Wait for the transfer, then call `finish_receive` or `finish_read`.",
         ),
         Clause(
             id="ownership.receive-missing",
             number="1.21",
             title="F and dI use a message that was received",
             invariant="F of a stage that receives its input runs on an input that was posted and "
-            "arrived for this key; likewise dI and the output's gradient.",
+            "arrived for this key; the same holds for dI and the output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
             unchanged=_TENANT,
@@ -376,7 +377,7 @@ once.""",
             id="ownership.no-such-receive",
             number="1.22",
             title="Receives are configured",
-            invariant="A message is received only where the stage is configured to receive it.",
+            invariant="A message is received only if the stage is configured to receive it.",
             transitions=("post_receive",),
             argument="message",
             unchanged=_TENANT,
@@ -402,14 +403,14 @@ once.""",
             id="ownership.receive-not-posted",
             number="1.24",
             title="Only a receive that was posted finishes",
-            invariant="The end of a receive is accepted once, after it was posted.",
+            invariant="The end of a receive is accepted once, after the receive was posted.",
             transitions=("finish_receive",),
             argument="message",
             unchanged=_TENANT,
             section="design",
-            cause="The wait stands before the receive or in another microbatch's place, or the end "
-            "was told twice.",
-            remedy="Post the receive first, and tell its end once.",
+            cause="The wait stands before the receive or in another microbatch's place, or "
+            "`finish_receive` was called twice.",
+            remedy="Post the receive first, and call `finish_receive` once.",
         ),
         Clause(
             id="ownership.read-not-begun",
@@ -420,16 +421,16 @@ once.""",
             argument="bit",
             unchanged=_TENANT,
             section="design",
-            cause="A send was reported as done and never posted: the neighbour will wait for it, "
-            "or take another message for it.",
+            cause="A send was reported as done but never posted: the neighbour will wait for it, "
+            "or take another message in its place.",
             remedy="Call `read` where the send is posted.",
         ),
         Clause(
             id="ownership.unknown-ticket",
             number="1.26",
             title="A ticket is redeemed once, by its own kind",
-            invariant="Commit and abort are accepted only with the ticket that is out on the slot, "
-            "for the action that it was issued for.",
+            invariant="Commit and abort are accepted only with the slot's outstanding ticket, for "
+            "the action that the ticket was issued for.",
             transitions=(
                 "commit_forward",
                 "abort_forward",
@@ -449,14 +450,14 @@ once.""",
             id="ownership.live-tape",
             number="1.27",
             title="A commit finds no live tape",
-            invariant="The optimizer's commit happens when every slot of every stage of the "
+            invariant="The optimizer's commit happens only if every slot of every stage of the "
             "process is free.",
             transitions=("commit_epoch",),
             argument="",
             unchanged="Every live tape, and the weight epoch.",
             section="IV-E",
             cause="A dW or a reader has not finished, or a slot is still reserved for a receive.",
-            remedy="Run what the tapes wait for, or purge the epoch and rebuild it.",
+            remedy="Run the actions that the tapes wait for, or purge the epoch and rebuild it.",
         ),
         Clause(
             id="ownership.unknown-key",
@@ -490,8 +491,9 @@ once.""",
             argument="ref.slot",
             unchanged="Everything.",
             section="III-A",
-            cause="The reference was issued by another contract, or the index computed by hand.",
-            remedy="Pass on the reference that the forward's commit returned.",
+            cause="The reference was issued by another contract, or the slot index is out of "
+            "range.",
+            remedy="Pass the reference that the forward's commit returned.",
         ),
     ),
 )

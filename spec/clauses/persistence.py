@@ -20,7 +20,7 @@ A checkpoint is taken directly after a commit, when nothing is live: no tape, no
 no reduction, no device work that the host has not seen finish. A restore loads the numerical state
 first, then begins a new *incarnation*: every slot is free, every generation zero, every reference
 issued before is refused, every weight cache is stale. That holds also when one checkpoint is
-restored twice, because the incarnation is a fresh random number that is never persisted.""",
+restored twice, because the incarnation is a new random number that is never persisted.""",
     clauses=(
         Clause(
             id="persistence.live-tape",
@@ -31,7 +31,8 @@ restored twice, because the incarnation is a fresh random number that is never p
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="The checkpoint hook ran in mid-step, or a delayed dW or a reader is to come.",
+            cause="The checkpoint hook ran within a step, or a delayed dW or a reader has not "
+            "finished.",
             remedy="Checkpoint directly after `commit_epoch`.",
         ),
         Clause(
@@ -71,7 +72,7 @@ restored twice, because the incarnation is a fresh random number that is never p
             section="III-E",
             cause="Replays were enqueued after the last device synchronisation, so the numerical "
             "state could still change while it is saved or loaded.",
-            remedy="Synchronise the device and tell it with `drain`.",
+            remedy="Synchronise the device, then call `drain`.",
         ),
         Clause(
             id="persistence.reduction-in-flight",
@@ -89,14 +90,14 @@ restored twice, because the incarnation is a fresh random number that is never p
             id="persistence.same-incarnation",
             number="9.6",
             title="A restore begins a new incarnation",
-            invariant="The incarnation given to a restore differs from the current one, and from "
-            "every other that the contract has had.",
+            invariant="The incarnation given to a restore differs from the current incarnation "
+            "and from every earlier incarnation of the contract.",
             transitions=("restore",),
             argument="incarnation",
             unchanged=_RUNNING,
             section="design",
-            cause="An incarnation was saved, or derived from a seed or a rank, and given back.",
-            remedy="Leave it out: the contract draws a fresh random one.",
+            cause="An incarnation was saved and passed again, or derived from a seed or a rank.",
+            remedy="Leave `incarnation` out: the contract draws a new random number.",
         ),
         Clause(
             id="persistence.configuration",

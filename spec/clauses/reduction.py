@@ -15,21 +15,21 @@ PART = Part(
     without="the optimizer reads gradients that are partly reduced, or reduced twice",
     holder="a ledger per bucket: whole, in flight, done in this epoch",
     intro="""\
-A stage that reduces divides its gradients into *buckets*; by default all are one bucket, named as
-the stage. Every dW covers every matrix of its stage, so a bucket is whole after the stage's last dW
-of the epoch, which may be long before the other stages' and before finalize. Two stages of one
-domain that name the same bucket share it: a destination that both write is reduced once, after the
-last dW of both.
+A stage that reduces divides its gradients into *buckets*; by default they form one bucket with the
+stage's name. Every dW covers every matrix of its stage, so a bucket is whole after the stage's last
+dW of the epoch. That may be long before finalize and before other stages' buckets are whole. Two
+stages of one domain that name the same bucket share it: a destination that both write is reduced
+once, after the last dW of both.
 
-The runtime says when a reduction is enqueued, behind which stream's work; when the stream that will
-read the gradients waits for it; or that it failed. Where an order of all buckets is declared,
-every replica starts their reductions in that order, as collectives of one group must. A failed one
-leaves gradients of which nobody knows what they hold: the epoch cannot commit until it is rebuilt.
+The runtime records when a reduction is enqueued, and on which stream; when the stream that will
+read the gradients waits for it; or that it failed. If an order of all buckets is declared, every
+replica starts the reductions in that order, as collectives of one group require. After a failed
+reduction the content of the gradients is unknown: the epoch cannot commit until it is rebuilt.
 
-No guard asks whether a dW writes a bucket that is being reduced, or whether a bucket still holds
-the placeholders of an epoch without a dW: after the last dW of a stage there is none to come, and
-before it nothing starts. Both are promised, and proved. A tape that is dropped meanwhile has had
-its dW, and waits for readers alone: the buffers stay as they are, and the epoch is spoiled.""",
+No guard checks whether a dW writes a bucket that is being reduced, or whether a bucket still holds
+the placeholders of an epoch without a dW: no dW follows the stage's last dW, and no reduction
+starts before it. Both facts are promised and proved. A tape that is dropped during a reduction has
+run its dW and waits only for readers: the buffers do not change, and the epoch is spoiled.""",
     clauses=(
         Clause(
             id="reduction.incomplete",
@@ -42,15 +42,15 @@ its dW, and waits for readers alone: the buffers stay as they are, and the epoch
             unchanged=_REDUCTIONS,
             section="IV-E",
             cause="A bucket was launched as soon as its last hook fired, in dI or in the first of "
-            "two stages that share it, while a delayed dW was still to come.",
-            remedy="Start the bucket when the last dW of its stages has committed.",
+            "two stages that share it, before a delayed dW had run.",
+            remedy="Start the reduction after the last dW of the bucket's stages has committed.",
         ),
         Clause(
             id="reduction.spoiled",
             number="7.2",
             title="Spoiled gradients are not reduced",
-            invariant="A reduction starts only where no action of the bucket's stages failed in "
-            "this epoch.",
+            invariant="A reduction starts only if no action of the bucket's stages failed in this "
+            "epoch.",
             transitions=("start_reduction",),
             argument="bucket",
             unchanged=_REDUCTIONS,
@@ -62,20 +62,21 @@ its dW, and waits for readers alone: the buffers stay as they are, and the epoch
             id="reduction.in-flight",
             number="7.3",
             title="Gradients in reduction are left alone",
-            invariant="While a bucket's reduction is in flight no second one of it starts, and "
-            "nothing commits or restores.",
+            invariant="While a bucket's reduction is in flight, no second reduction of the bucket "
+            "starts, and nothing commits or restores.",
             transitions=("start_reduction", "commit_epoch", "restore"),
             argument="bucket",
             unchanged=_REDUCTIONS,
             section="IV-E",
             cause="The handle of an asynchronous all-reduce was not waited for.",
-            remedy="Wait for the reduction and tell it with `finish_reduction`.",
+            remedy="Wait for the reduction, then call `finish_reduction`.",
         ),
         Clause(
             id="reduction.duplicate",
             number="7.4",
             title="Gradients are reduced once",
-            invariant="A bucket's reduction starts only where none of it finished in this epoch.",
+            invariant="A bucket's reduction starts only if no reduction of it finished in this "
+            "epoch.",
             transitions=("start_reduction",),
             argument="bucket",
             unchanged=_REDUCTIONS,
@@ -88,37 +89,40 @@ its dW, and waits for readers alone: the buffers stay as they are, and the epoch
             id="reduction.out-of-order",
             number="7.5",
             title="All replicas reduce in one order",
-            invariant="Where an order of reductions is declared, the bucket is the next of it.",
+            invariant="If an order of reductions is declared, the bucket is the next in that "
+            "order.",
             transitions=("start_reduction",),
             argument="bucket",
             unchanged=_REDUCTIONS,
             section="IV-E",
             cause="Buckets were launched as they became whole, in an order that differs between "
-            "replicas; collectives of one group then meet others, and hang or mix gradients.",
+            "replicas. Collectives of one group then mismatch, and hang or mix gradients.",
             remedy="Start reductions in the declared order, or declare the order in which the "
             "schedule makes buckets whole.",
         ),
         Clause(
             id="reduction.not-started",
             number="7.6",
-            title="What finishes has started",
-            invariant="Finish and failure are told of a reduction that is in flight.",
+            title="Only a started reduction finishes",
+            invariant="The end or the failure of a reduction is accepted only while the reduction "
+            "is in flight.",
             transitions=("finish_reduction", "fail_reduction"),
             argument="bucket",
             unchanged=_REDUCTIONS,
             section="IV-E",
             cause="A completion callback fired twice, or for another bucket.",
-            remedy="Tell start, then finish or failure, once each.",
+            remedy="Call `start_reduction`, then `finish_reduction` or `fail_reduction`, once "
+            "each.",
         ),
         Clause(
             id="reduction.missing",
             number="7.7",
             title="A commit finds every reduction done",
-            invariant="The commit happens when the reduction of every bucket finished in this "
+            invariant="The commit happens only if the reduction of every bucket finished in this "
             "epoch.",
             transitions=("commit_epoch",),
             argument="",
-            unchanged="The weight epoch, and what is owed.",
+            unchanged="The weight epoch, and the reductions still owed.",
             section="IV-E",
             cause="The optimizer stepped on local gradients: a bucket's hook was never fired.",
             remedy="Reduce every bucket before the commit.",

@@ -22,7 +22,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "stage-out-of-range",
         "Stages exist",
         "Every action names a stage of the pipeline.",
-        "The table is of a longer pipeline, or counts stages from one.",
+        "The table belongs to a longer pipeline, or counts stages from one.",
         "Correct the entry's stage, or state the number of stages.",
     ),
     (
@@ -37,14 +37,14 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "stage-missing",
         "Every stage computes",
         "Every stage of the pipeline computes on some rank.",
-        "A row was lost, or the stated number of stages is that of another pipeline.",
+        "A row was lost, or the stated number of stages belongs to another pipeline.",
         "Add the stage's actions, or state the number of stages.",
     ),
     (
         "microbatch-out-of-range",
         "Microbatches exist",
         "Every microbatch is below the configured number.",
-        "The table is of a larger batch, or counts microbatches from one.",
+        "The table belongs to a larger batch, or counts microbatches from one.",
         "Correct the entry's microbatch, or state the number of microbatches.",
     ),
     (
@@ -74,7 +74,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Weight gradients follow their own input gradients",
         "The weight gradient of a stage and microbatch follows its own input gradient.",
         "A dW was moved into a bubble that comes before its dI.",
-        "Move the input gradient before it; that of another microbatch does not do.",
+        "Move the input gradient before it; the input gradient of another microbatch does not "
+        "count.",
     ),
     (
         "use-before-receive",
@@ -121,31 +122,32 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     ),
     (
         "wait-without-start",
-        "Only what was started is awaited",
+        "Waits end something that was started",
         "Every wait stands in the row of the send or reduction that it ends.",
         "The send was lost, or the wait stands in the row of another rank.",
         "Add the send or the REDUCE_GRAD, or remove the wait.",
     ),
     (
         "wait-before-start",
-        "Waits follow what they end",
+        "Waits follow their start",
         "A send or reduction is awaited after it was started.",
         "Two entries of a row were exchanged.",
-        "Move the wait behind the send or the REDUCE_GRAD.",
+        "Move the wait after the send or the REDUCE_GRAD.",
     ),
     (
         "wait-twice",
         "No wait twice",
         "A send or reduction is awaited once.",
         "An entry was copied.",
-        "Remove the second wait; after the first one there is nothing left to wait for.",
+        "Remove the second wait: the first already ended the send or reduction.",
     ),
     (
         "wait-missing",
         "All sends are awaited, or none",
-        "If a table says where any send (or reduction) ends, it says so of every one.",
+        "If a table has a wait for any send (or reduction), it has a wait for every send (or "
+        "reduction).",
         "A wait was lost.",
-        "Add the wait, no later than where the slot or the gradients are needed again.",
+        "Add the wait before the slot or the gradients are needed again.",
     ),
     (
         "outstanding-sends",
@@ -159,7 +161,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Unshard and reshard alternate",
         "A stage is unsharded before it is resharded, and neither twice in a row.",
         "An UNSHARD or RESHARD was repeated, or its counterpart was lost.",
-        "Remove the second UNSHARD or RESHARD, or add the one missing between.",
+        "Remove the second UNSHARD or RESHARD, or add the missing action in between.",
     ),
     (
         "use-while-resharded",
@@ -173,13 +175,13 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Reductions come last",
         "A stage's gradients are reduced after its last weight gradient.",
         "A dW was deferred past the stage's REDUCE_GRAD.",
-        "Move REDUCE_GRAD behind the stage's last W or B.",
+        "Move REDUCE_GRAD after the stage's last W or B.",
     ),
     (
         "action-after-reduction",
         "Nothing is computed after the reduction",
         "A stage computes nothing after its gradients are reduced.",
-        "An action was moved behind the stage's REDUCE_GRAD.",
+        "An action was moved after the stage's REDUCE_GRAD.",
         "Move the action before the stage's REDUCE_GRAD.",
     ),
     (
@@ -192,10 +194,10 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "deadlock",
         "Every rank reaches the end",
-        "Ranks that run their rows in order, blocking on receives (and on sends, where the "
-        "runtime's are said to), all reach the end.",
-        "Ranks wait for one another in a circle: each receives before it sends what the next one "
-        "waits for.",
+        "Ranks that run their rows in order, blocking on receives (and on sends, if the transport "
+        "is configured so), all reach the end.",
+        "Ranks wait for one another in a circle: each rank receives before it sends what the next "
+        "rank waits for.",
         "Reorder one of the ranks so that the shown cycle is broken.",
     ),
 )
@@ -204,18 +206,18 @@ PART = Part(
     name="schedule",
     title="Schedules",
     hidden="whether a table of actions can run at all",
-    without="a rank waits for ever, or a mispaired dW is found in the middle of a step",
+    without="a rank waits forever, or a mispaired dW is found in the middle of a step",
     holder="a check of the whole table, on every rank, before anything runs",
     intro="""\
-These clauses are about a schedule as such: a table of each rank's actions, from torch's schedule
-classes, from Transformer Engine's `_order` lists or from a file. They need no kernel, and what they
-say can be read off the table; `qeffect check` names the first entry that breaks one. A table that
-passes is then run, rank by rank, through the transitions of parts 1 to 9.
+These clauses are about schedules: a table of each rank's actions, from torch's schedule classes,
+from Transformer Engine's `_order` lists or from a file. They depend on the table alone; `qeffect
+check` names the first entry that breaks a clause. A table that passes is then run, rank by rank,
+through the transitions of parts 1 to 9.
 
-Whether messages keep their order, and whether every rank reaches the end, depends on which of them
-share a queue and on when a send ends. The check states what it assumes (one queue for a pair of
-ranks, buffered sends, unless told otherwise) and tries the rest: one queue for a pair of ranks, for
-a pair and kind of message (activation or gradient), for a directed pair, for a directed pair and
+Whether messages keep their order, and whether every rank reaches the end, depends on which messages
+share a queue and on when a send ends. The check states its assumptions (by default one queue per
+pair of ranks, and buffered sends) and tries the alternatives: one queue for a pair of ranks, for a
+pair and kind of message (activation or gradient), for a directed pair, for a directed pair and
 kind; and, under each, rendezvous semantics, where a send holds its queue, or its rank, until its
 receive is posted. A table that does not end there *can* deadlock; whether a runtime does depends on
 its buffers and on what it posts together.""",

@@ -30,14 +30,15 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             number="2.1",
             title="A key's epoch is the weight epoch",
             invariant="F, dI, dW, a bind and a reservation carry a key of the stage's weight "
-            "epoch. dI and dW name the key of a live tape, and no tape outlives its epoch, so that "
-            "`ownership.wrong-key` asks them.",
+            "epoch. For dI and dW `ownership.wrong-key` ensures it: their key is that of a live "
+            "tape, and no tape outlives its epoch.",
             transitions=("reserve", "bind", "check_forward"),
             argument="key.epoch",
             unchanged="The weight epochs, the slots and the bindings.",
             section="III-C",
             cause="The optimizer stepped without `commit_epoch`, a key was built from a step "
-            "counter that runs apart from it, or a backward was carried over a step.",
+            "counter that differs from the contract's epoch, or a backward ran after the step "
+            "that it belongs to.",
             remedy="Build keys from `contract.epoch`, and commit exactly where the optimizer "
             "updates the parameters.",
         ),
@@ -64,22 +65,23 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             argument="refresh",
             unchanged=_CACHE,
             section="III-C",
-            cause="Two microbatches believe to be the first, or an explicit refresh is followed by "
-            "a forward that refreshes again; the second one rolls the weight's amax once more.",
-            remedy="Refresh in one place: the action, or the first forward's flag.",
+            cause="Two microbatches were both treated as the first, or an explicit refresh was "
+            "followed by a forward that refreshes again. A second refresh rolls the weight's amax "
+            "once more.",
+            remedy="Refresh in one place: by the refresh action, or by the first forward's flag.",
         ),
         Clause(
             id="version.late-refresh",
             number="2.4",
             title="A refresh precedes the stage's forwards",
             invariant="A refresh happens before the stage's first committed forward of the epoch. "
-            "Order counts forwards: without it this is not seen.",
+            "The order relation counts forwards: a stage that leaves it out does not check this.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
             unchanged=_CACHE,
             section="design",
-            cause="The cache was invalidated in mid-epoch, for example because a module re-created "
-            "its workspace at another address.",
+            cause="The cache was invalidated in the middle of an epoch, for example because a "
+            "module re-created its workspace at another address.",
             remedy="Abort the epoch and rebuild it: microbatches of one step must not see two "
             "quantizations of the weights. Create workspaces before capture and keep them.",
         ),
@@ -94,7 +96,7 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             unchanged=_CACHE,
             section="design",
             cause="All chunks are refreshed at the start of the epoch, or another chunk's action "
-            "was scheduled between. Where updates roll all histories, that gives other scales.",
+            "was scheduled in between. If updates roll all histories, the scales then differ.",
             remedy="Replay each stage's refresh directly before its own first forward.",
         ),
         Clause(
@@ -120,8 +122,8 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.unknown-ticket",
             number="2.7",
             title="A refresh's ticket is redeemed once",
-            invariant="Commit and abort of a refresh are accepted only with the ticket that is "
-            "out on the stage.",
+            invariant="Commit and abort of a refresh are accepted only with the outstanding "
+            "ticket of the stage.",
             transitions=("commit_refresh", "abort_refresh"),
             argument="ticket",
             unchanged="The refresh in flight, and the cache's epoch.",
@@ -132,8 +134,8 @@ modules. A forward that finds the cache stale and does not refresh it is refused
         Clause(
             id="version.left-out",
             number="2.8",
-            title="Without the relation there is no cache",
-            invariant="Where a stage leaves version out, no cache is refreshed or invalidated, and "
+            title="A stage without this relation has no cache",
+            invariant="If a stage leaves version out, no cache is refreshed or invalidated, and "
             "no ticket of a refresh is redeemed.",
             transitions=("check_refresh", "commit_refresh", "abort_refresh", "invalidate"),
             argument="stage",
@@ -141,44 +143,44 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             section="design",
             cause="A backend that declared to quantize no weights refreshes them, or a ticket of a "
             "refresh was forged.",
-            remedy="Leave version in where weights are quantized once in an epoch.",
+            remedy="Keep the version relation if weights are quantized once in an epoch.",
         ),
         Clause(
             id="version.fill-missing",
             number="2.9",
             title="A refresh fills every matrix's cache",
-            invariant="Where the backend reports fills, a refresh commits only when the cache of "
-            "every matrix of the stage was filled, each once.",
+            invariant="If the backend reports fills, a refresh commits only if the cache of every "
+            "matrix of the stage was filled exactly once.",
             transitions=("commit_refresh", "commit_forward"),
             argument="filled",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
             "domain.",
             section="III-C",
-            cause="The kernel that casts a weight was skipped, a cache that was allocated was "
-            "never filled, or one matrix was quantized twice.",
-            remedy="Quantize every weight of the stage, once; then restore the last commit.",
+            cause="The kernel that casts a weight was skipped, an allocated cache was never "
+            "filled, or one matrix was quantized twice.",
+            remedy="Quantize every weight of the stage once; then restore the last commit.",
         ),
         Clause(
             id="version.wrong-fill",
             number="2.10",
             title="A refresh quantizes the current weights",
-            invariant="Where the backend reports fills, what was filled is of the stage's weight "
-            "epoch.",
+            invariant="If the backend reports fills, every cache was filled from the weights of "
+            "the stage's weight epoch.",
             transitions=("commit_refresh", "commit_forward"),
             argument="fill_epoch",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
             "domain.",
             section="III-C",
-            cause="The cache was filled from a copy of the weights that the optimizer no longer "
-            "updates, or before the update.",
+            cause="The cache was filled before the optimizer's update, or from a copy of the "
+            "weights that the optimizer no longer updates.",
             remedy="Quantize the parameters that the optimizer updated; then restore the last "
             "commit.",
         ),
         Clause(
             id="version.fill-unasked",
             number="2.11",
-            title="A forward that was not to refresh fills no cache",
-            invariant="Where the backend reports fills, an F that was checked without a refresh "
+            title="A forward without a refresh fills no cache",
+            invariant="If the backend reports fills, an F that was checked without a refresh "
             "fills no cache.",
             transitions=("commit_forward",),
             argument="fill_epoch",
@@ -187,8 +189,8 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             section="III-C",
             cause="A later microbatch replayed a graph that was captured with "
             "is_first_microbatch=True, or the flag that skips the cast was ignored.",
-            remedy="Check that F with `refresh=True`, or replay the graph that leaves the cache "
-            "alone.",
+            remedy="Check that F with `refresh=True`, or replay the graph that does not write the "
+            "cache.",
         ),
     ),
 )

@@ -10,7 +10,8 @@ from typing import Any
 
 from qeffect.gpu_runtime.lab.commands.plots import swept
 from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
-from qeffect.gpu_runtime.training.config import TABLES, read, translated
+from qeffect.gpu_runtime.training.config import TABLES
+from qeffect.gpu_runtime.training.config_file import read, translated
 from qeffect.report import package
 from tests.docs import device_block, scale_block, summary_block, tables_block
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
@@ -296,8 +297,8 @@ def example_of(report: Mapping[str, Any]) -> str | None:
     asked = report["configuration"]
     if "optimizer" not in asked:
         return None
-    tables = [name for name in TABLES if name != "checkpoint"]
     asked = {**asked, "parallel": translated(asked["parallel"])}  # older reports have flags
+    tables = [name for name in TABLES if name != "checkpoint"]
     for path in sorted(EXAMPLES.glob("*.toml")):
         options = {name: asked["run"][name] for name in ("steps", "device")}
         made = read(path, run=options).record()

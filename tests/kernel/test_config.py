@@ -245,7 +245,7 @@ class TestProcess:
     def test_nothing_is_ignored(self, relation: str, options: dict[str, Any], what: str) -> None:
         """What is configured for a relation that was left out is refused, not ignored."""
         given = {"stages": [stage()], **options}
-        with pytest.raises(ValueError, match=f"^{what} is configured but the relation '{relation}"):
+        with pytest.raises(ValueError, match=f"^{what} needs the relation '{relation}"):
             Contract(**given, omit={relation})
 
     @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ class TestProcess:
     )
     def test_capture_order_is_whole(self, order: Any) -> None:
         """A capture order names every graph once."""
-        with pytest.raises(ValueError, match=r"^the capture order must name F, dI and dW of all 2"):
+        with pytest.raises(ValueError, match=r"^capture_order must name F, dI and dW of all 2"):
             Contract([stage(pool="p")], capture_order=order)
 
     @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ class TestProcess:
     )
     def test_capture_order_names_graphs(self, graph: Any) -> None:
         """A graph is a configured stage, one of its slots and an action."""
-        with pytest.raises(ValueError, match=r"^the capture order names .*; expected \(stage, loc"):
+        with pytest.raises(ValueError, match=r"^capture_order has .*; expected \(stage, loc"):
             Contract([stage(pool="p")], capture_order=[graph])
 
     def test_pool_of_two_domains(self) -> None:
@@ -279,7 +279,7 @@ class TestProcess:
     @pytest.mark.parametrize(
         ("declared", "message"),
         [
-            ({7: []}, r"an order is declared for domain 7; there are \[0\]"),
+            ({7: []}, r"declared names domain 7, which no stage has; expected one of \[0\]"),
             ({0: []}, r"the declared order of domain 0 names .* 0 times; expected each of its 2 "),
             (
                 {0: [("F", (0, 0, 0, 0))] * 2 + [("dI", (0, 0, 0, 0))]},
@@ -340,7 +340,7 @@ class TestWhatIsNoConfiguration:
 
     def test_cells_that_no_memory_holds(self) -> None:
         """Three numbers, each of which is one, are multiplied."""
-        with pytest.raises(ValueError, match=r"stage 0 make 2,097,152 cells; expected at most"):
+        with pytest.raises(ValueError, match=r"stage 0 is 2,097,152 cells; expected at most"):
             StageConfig(0, microbatches=1 << 10, slots=1, blocks=1 << 10, invocations=2)
 
     @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -117,10 +117,10 @@ class TestContextManagers:
         assert rig.contract.live() == {}
 
     def test_no_reference_before_the_end(self) -> None:
-        """A forward's reference exists only after its block has ended well."""
+        """A forward's reference exists only after its block has ended."""
         rig = Rig()
         block = rig.contract.forward(rig.key(0), refresh=True)
-        with block, pytest.raises(RuntimeError, match="only after its block has ended well"):
+        with block, pytest.raises(RuntimeError, match="only after its block has ended"):
             _ = block.ref
 
         assert block.ref.slot == block.slot

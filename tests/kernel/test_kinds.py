@@ -253,7 +253,7 @@ class TestGuarded:
     def test_a_body_that_runs_later_cannot_be_guarded(self, name: str, action: Any) -> None:
         """Such a function returns before its body began: it would commit what has not happened."""
         for function in (getattr(self, name), partial(getattr(self, name), 1)):
-            with pytest.raises(TypeError, match="must do its action when it is called"):
+            with pytest.raises(TypeError, match="must run its action when it is called"):
                 guarded(Rig().contract, action)(function)
 
     @pytest.mark.parametrize("action", ["F", "dI"])

@@ -219,7 +219,9 @@ class TestRestore:
         """A checkpoint of other stages is refused; the message says what both are."""
         checkpoint = Contract(other).checkpoint()
 
-        with refused(Rig(), "persistence.configuration", "a checkpoint of stages 0", "one of st"):
+        with refused(
+            Rig(), "persistence.configuration", "a checkpoint of stages 0", "checkpoint of st"
+        ):
             Rig().contract.restore(checkpoint)
 
     def test_a_checkpoint_of_other_relations_is_refused(self) -> None:
@@ -258,7 +260,7 @@ class TestRestore:
         checkpoint = Contract(stages, **options).checkpoint()
         contract = Contract(stages)
 
-        with refused(contract, "persistence.configuration", f"with another {part}: {saved}"):
+        with refused(contract, "persistence.configuration", f"with {part}: {saved}"):
             contract.restore(checkpoint)
         with refused(contract, "persistence.configuration", "", f"with {part}: {ours}"):
             contract.restore(checkpoint)

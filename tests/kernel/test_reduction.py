@@ -284,7 +284,9 @@ class TestStreams:
     @pytest.mark.parametrize("wrong", [1, -1, 99])
     def test_a_link_that_is_not_configured(self, call: str, wrong: int) -> None:
         """A wrong link is named."""
-        with pytest.raises(ValueError, match=f"^{call}: no link {wrong}; links are 0 to 0$"):
+        with pytest.raises(
+            ValueError, match=f"^{call}: link {wrong} is not configured; links are 0 to 0$"
+        ):
             getattr(_final().contract, call)(0, wrong)
 
     def test_a_reduction_is_device_work(self) -> None:
@@ -396,7 +398,7 @@ class TestTied:
             ([(0, 0, "b"), (1, 0, "b"), (2, 0, "b")], r"shared by the stages \[0, 1, 2\]"),
             ([(0, 0, "b"), (1, 1, "b")], "state domains differ"),
             ([(0, 0, "b"), (1, 0, None)], ""),
-            ([(0, 0, 1), (1, 0, None)], "the default of the other"),
+            ([(0, 0, 1), (1, 0, None)], "only one names it explicitly"),
         ],
     )
     def test_what_cannot_be_shared(self, stages: list[tuple[int, int, Any]], why: str) -> None:
@@ -437,7 +439,7 @@ class TestConfiguration:
 
     def test_buckets_without_a_reduction(self) -> None:
         """Buckets of a stage that does not reduce are a mistake."""
-        with pytest.raises(ValueError, match="they need reduces=True"):
+        with pytest.raises(ValueError, match="which need reduces=True"):
             StageConfig(0, 1, 1, matrices=("w",), buckets=(Bucket("a", ("w",)),))
 
     @pytest.mark.parametrize("name", [None, 1.5, True, ("a",)])

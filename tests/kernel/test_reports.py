@@ -99,7 +99,7 @@ def found_count(reported: Any, what: str, said: str) -> str:
     if type(reported) is int and reported in (0, 2):
         return said.format(reported)
     if reported is UNSPELLED:
-        shown = "a value of class Unspelled with no text (OSError)"
+        shown = "a value of class Unspelled that cannot be printed (OSError)"
     elif reported == 10**5000:
         shown = "an integer of 16,610 bits"
     else:
@@ -202,7 +202,7 @@ class TestFills:
 
     def test_a_stage_without_matrices_has_nothing_to_report(self) -> None:
         """Such a configuration is unusable."""
-        with pytest.raises(ValueError, match=r"^stage 0 has no matrices"):
+        with pytest.raises(ValueError, match=r"^stage 0 has reports_fills=True but no matrices"):
             StageConfig(0, 1, 1, reports_fills=True)
 
 

@@ -248,8 +248,8 @@ class TestConfiguration:
         [
             ({"domain": 1}, "differ in domain"),
             ({"microbatches": 3}, "differ in microbatches"),
-            ({"buffers": {}}, "need a name in buffers"),
-            ({"buffers": {"u": "table"}}, "are none of"),
+            ({"buffers": {}}, "must name matrices that are in buffers"),
+            ({"buffers": {"u": "table"}}, "are not among"),
             ({"reduces": True}, "must be reduced in one bucket"),
         ],
     )
@@ -278,7 +278,7 @@ class TestConfiguration:
 
     def test_what_is_left_out_cannot_be_asked_for(self) -> None:
         """Tied weights need the arena's ledger."""
-        with pytest.raises(ValueError, match="tied is configured but the relation 'arena'"):
+        with pytest.raises(ValueError, match="tied needs the relation 'arena'"):
             Contract([_stage(0), _stage(1)], omit=("arena",))
 
     @pytest.mark.parametrize("buffers", ["table", [("w", 1)], 3, [("w", "a", "b")]])

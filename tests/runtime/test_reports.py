@@ -710,7 +710,7 @@ class TestPictures:
             ("{", "x.json: expected JSON, found Expecting property name"),
             ("[" * 100_000, "x.json: expected JSON, found a deeply nested value"),
             ("9" * 5000, "x.json: expected JSON, found Exceeds the limit (4300 digits)"),
-            ("[NaN]", "x.json: expected JSON, found NaN, which is no number of JSON"),
+            ("[NaN]", "x.json: expected JSON, found NaN, which is not a JSON number"),
             ('{"kind": 1, "kind": 2}', "x.json: expected JSON, found 'kind' twice in one object"),
             ('{"kind": "sweep", "derived": []}', "x.json: expected a report"),
             ('{"kind": "sweep", "derived": {"points": [{}]}}', "nothing can be drawn (KeyError"),

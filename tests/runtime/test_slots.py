@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
+from qeffect.gpu_runtime.step.memory.slots import Boundary
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.keys import TapeKey, TapeRef
@@ -197,3 +200,53 @@ class TestEnds:
 def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss."""
     return torch.nn.functional.mse_loss(y.float(), target.float())
+
+
+class TestBoundary:
+    """What crosses into a stage is compared tensor by tensor, the first and every further one."""
+
+    SPECS = (
+        TensorSpec((2, 3), torch.float32, CPU),
+        TensorSpec((4,), torch.int64, CPU, differentiable=False),
+        TensorSpec((5,), torch.bfloat16, CPU),
+    )
+
+    @pytest.mark.parametrize("number", [1, 2, 3])
+    def test_what_a_stage_takes(self, number: int) -> None:
+        """Tensors of the expected forms pass, however many there are."""
+        specs = self.SPECS[:number]
+
+        Boundary(7, "inputs", specs).check([spec.buffer() for spec in specs])
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (lambda t: t[:1], "expected shape"),
+            (lambda t: t.to(torch.float16), "expected dtype"),
+            (lambda t: t.to("meta"), "expected device"),
+        ],
+        ids=["shape", "dtype", "device"],
+    )
+    @pytest.mark.parametrize(("number", "wrong"), [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)])
+    def test_the_one_that_is_wrong_is_named(
+        self,
+        number: int,
+        wrong: int,
+        change: Callable[[torch.Tensor], torch.Tensor],
+        told: str,
+    ) -> None:
+        """Its place, and what differs; the tensors before it are right."""
+        specs = self.SPECS[:number]
+        given = [spec.buffer() for spec in specs]
+        given[wrong] = change(given[wrong].detach())
+
+        with pytest.raises(BackendError, match=f"stage 7, inputs {wrong}: {told}"):
+            Boundary(7, "inputs", specs).check(given)
+
+    @pytest.mark.parametrize("number", [0, 1, 3])
+    def test_another_number_of_tensors(self, number: int) -> None:
+        """Both numbers are said."""
+        given = [spec.buffer() for spec in self.SPECS[:number]]
+
+        with pytest.raises(BackendError, match=f"stage 7 takes 2 inputs, found {number}"):
+            Boundary(7, "inputs", self.SPECS[:2]).check(given)

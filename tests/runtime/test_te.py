@@ -31,7 +31,7 @@ from qeffect.gpu_runtime.backends.te import (
     domain as te,
 )
 from qeffect.gpu_runtime.backends.te import (
-    stage as te_stage,
+    self_test as self_test,
 )
 from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, version_problem
 from qeffect.gpu_runtime.backends.te.internals import (
@@ -532,7 +532,7 @@ class TestInternals:
 class TestBackendCheck:
     def test_it_leaves_nothing_behind(self) -> None:
         """F, dI, dW and refresh of a small layer run; afterwards a new domain can be made."""
-        te_stage.check_backend("cpu")
+        self_test.check_backend("cpu")
 
         assert 0 == len(TransformerEngineDomain("delayed", 4, CPU).stages)
 
@@ -541,7 +541,7 @@ class TestBackendCheck:
         monkeypatch.setattr(fake_te.WeightGradStore, "delay_wgrad_compute", lambda _: False)
 
         with pytest.raises(BackendError, match="queued 0 deferred products"):
-            te_stage.check_backend("cpu")
+            self_test.check_backend("cpu")
         assert 0 == len(TransformerEngineDomain("delayed", 4, CPU).stages)
 
 
@@ -557,8 +557,8 @@ class TestDoctor:
             monkeypatch.setattr(torch.cuda, name, lambda said=said: said)
         monkeypatch.setattr(torch.cuda, "get_device_name", ["small", "large"].__getitem__)
         monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 0), (9, 0)].__getitem__)
-        check = te_stage.check_backend
-        monkeypatch.setattr(te_stage, "check_backend", lambda: check("cpu"))
+        check = self_test.check_backend
+        monkeypatch.setattr(self_test, "check_backend", lambda: check("cpu"))
 
         def look(version: str) -> doctor.Finding:
             install(monkeypatch, version)

@@ -8,7 +8,7 @@ from typing import Any
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training import loop
 from qeffect.gpu_runtime.training.balance import Times, measured
-from qeffect.gpu_runtime.training.config import read
+from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.loop import Trainer, opened, settled
 from tests.ranks.bodies import LIMITS
 

@@ -21,7 +21,7 @@ from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
-from qeffect.gpu_runtime.training.config import read
+from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
 from qeffect.gpu_runtime.training.loop import Trainer

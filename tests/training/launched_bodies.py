@@ -26,7 +26,7 @@ from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step import graphs
-from qeffect.gpu_runtime.training.config import read
+from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.loop import Trainer
 from tests.ranks import recorded, recorded_bodies
 from tests.ranks.bodies import bits

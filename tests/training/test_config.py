@@ -15,8 +15,9 @@ import pytest
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.world import join, launcher_ranks
-from qeffect.gpu_runtime.training import config
-from qeffect.gpu_runtime.training.config import TABLES, differences, read
+from qeffect.gpu_runtime.training import config, config_page, fields
+from qeffect.gpu_runtime.training.config import TABLES
+from qeffect.gpu_runtime.training.config_file import differences, read
 from qeffect.report import UnusableError
 from tests.ranks.ranks import launch
 
@@ -186,7 +187,10 @@ def test_a_launcher_that_says_no_number(
         ({"RANK": "0", "WORLD_SIZE": "0"}, "below WORLD_SIZE, which is 0, found 0"),
         ({"RANK": "9" * 5000}, "RANK: expected a whole number"),
         ({"MASTER_PORT": "999999"}, "MASTER_PORT: expected a whole number"),
-        ({"MASTER_PORT": "x"}, "of at most 65535, found 'x'; start the ranks with torchrun"),
+        (
+            {"MASTER_PORT": "x"},
+            "of at most 65535, as torchrun sets it, found 'x'; start the ranks with torchrun",
+        ),
     ],
 )
 def test_a_launcher_that_cannot_be(
@@ -270,3 +274,31 @@ def test_a_place_that_cannot_be_written(new: str, said: str, tmp_path: Path) -> 
     (line,) = err.splitlines()
     assert said in line
     assert "run.toml" in line
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_has_every_field_as_it_is() -> None:
+    """`python -m qeffect.gpu_runtime.training.config_page` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == config_page.page()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_of_the_page_has_every_column(name: str) -> None:
+    """Type, default, unit, what is allowed, what holds on resume, and what it does."""
+    names = [field.name for field in attrs.fields(TABLES[name])]
+    table = config_page.rows(TABLES[name])
+
+    assert [f"`{field}`" for field in names] == [row[0] for row in table]
+    for row in table:
+        assert len(config_page.COLUMNS) == len(row)
+        assert all(cell.strip() for cell in row), row
+        assert not any("|" in cell or "\n" in cell for cell in row), row
+
+
+def test_a_field_that_must_stay_is_compared_with_the_checkpoint() -> None:
+    """What the page promises on resume of the model is what a load requires."""
+    said = {field.name: field.metadata["resume"] for field in attrs.fields(config.Model)}
+
+    assert {"seed"} == {name for name, resume in said.items() if resume != fields.SAME}

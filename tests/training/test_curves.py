@@ -220,7 +220,7 @@ def _other(place: str, name: str, value: Any) -> Callable[[dict[str, Any]], None
         (lambda report: report["raw"]["runs"][0].update(seed=0), "guarded:il:0:te is in"),
         (lambda report: report.pop("environment"), "found none of environment"),
         (lambda report: report["raw"]["runs"][0].pop("clock"), "nothing follows (KeyError: 'cl"),
-        (_other("configuration", "windows", float("nan")), "found NaN, which is no number of JSON"),
+        (_other("configuration", "windows", float("nan")), "found NaN, which is not a JSON number"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(

@@ -119,5 +119,5 @@ def test_an_installed_package_writes_nothing(
     monkeypatch.setattr(kept, "_TESTS", tmp_path / "tests")
 
     assert 1 == kept.main([])
-    assert "run it in a checkout" in capsys.readouterr().out
+    assert "run this in a checkout" in capsys.readouterr().out
     assert not [*tmp_path.iterdir()]

@@ -1,5 +1,5 @@
 """
-States in columns: a chunk of a frontier, and the drafts of where its moves lead.
+States in columns: a chunk of a frontier, and drafts of the states that its moves lead to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chunk:
         return self._packing.constant(column, index) if value is None else value
 
     def width(self, column: str) -> int:
-        """Return how many entries a column has."""
+        """Return the number of entries of a column."""
         return self._packing.width(column)
 
 
@@ -58,8 +58,8 @@ class Draft:
     Some states of a chunk while a move changes them.
 
     Args:
-        chunk: Where they come from.
-        rows: Which they are; None for all.
+        chunk: The chunk that they come from.
+        rows: Their rows in the chunk; None for all.
         pinned: Entries that the move's conditions fix for all of them.
         changed: Entries changed so far.
     """
@@ -103,7 +103,7 @@ class Draft:
             return value
 
     def width(self, column: str) -> int:
-        """Return how many entries a column has."""
+        """Return the number of entries of a column."""
         return self.chunk.width(column)
 
     def narrow(self, rows: Rows) -> Draft:

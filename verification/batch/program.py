@@ -3,7 +3,7 @@ Z3 terms as a small program over columns of many states: each term becomes one s
 
 The path table speaks of integers, five-bit masks and arrays of them. A node's value is a plain
 number where every state agrees and an array with one entry for each state where they differ, so
-that what follows from a move's fixed arguments and the configuration is computed once.
+that values which depend only on a move's fixed arguments and the configuration are computed once.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Evaluation:
             return value
 
 
-# What each kind of term computes
+# The computation of each kind of term
 
 
 def _argument(e: Evaluation, node: Node) -> Value:
@@ -292,7 +292,7 @@ _RUN: Final[Mapping[int, Callable[[Evaluation, Node], Value]]] = {
 }
 
 
-# Simplified terms take masks apart and put them together again
+# Simplified terms split masks into bits and join them again
 
 
 def _invert(term: Any) -> Callable[[Evaluation, Node], Value]:

@@ -1,5 +1,5 @@
 """
-Sets of packed states, kept sorted: exact, and nothing but the states themselves in memory.
+Exact sets of packed states, kept sorted; memory holds only the states themselves.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _keys(words: Words, salt: int) -> Keys:
     """
     What states are sorted by: one word itself, or a mix of two.
 
-    A mix can be the same for two states. They are then never taken for one: every use compares
-    the words, and stops at such a pair.
+    Two states can have the same mix. They are never merged: every use compares the words, and stops
+    at such a pair.
     """
     keys: Keys = words[0].view(np.uint64)
     if len(words) > 1:
@@ -86,7 +86,7 @@ class StateSet:
 
     def missing(self, words: Words) -> Words:
         """
-        Return those of some distinct sorted states that are not in the set.
+        Return the states among some distinct sorted states that are not in the set.
 
         Raises:
             KeyCollisionError: Two different states have one key.

@@ -89,7 +89,7 @@ def _sort(packing: Packing, family: Family, columns: Columns, count: int) -> Non
 
 
 def _sound(live: Table, cell_index: Table, slot_index: Table, tenant: Table) -> Table:
-    """Where slots and cells name each other; other states are left as they are."""
+    """Return the states in which slots and cells name each other; others stay unchanged."""
     home = np.take_along_axis(slot_index, np.minimum(cell_index, len(slot_index) - 1), 0)
     named = np.take_along_axis(tenant, np.minimum(cell_index, len(tenant) - 1), 0)
     mutual = (home == np.arange(len(live))[:, np.newaxis]) & named & (cell_index < len(tenant))

@@ -1,5 +1,5 @@
 """
-What happened while a batch exploration ran.
+Counts of a batch exploration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Sighting", "Tally"]
 
 @frozen
 class Sighting:
-    """Where something was seen: the level and the state, and which move did it, if one did."""
+    """The level and state of an occurrence, and its move, if any."""
 
     level: int
     state: tuple[int, ...]
@@ -25,15 +25,15 @@ class Sighting:
 @define
 class Tally:
     """
-    What happened, counted, with one state for each thing that did.
+    Counts of what happened, each with one state in which it did.
 
     Args:
         level: Level of the states being expanded, set by the explorer.
-        accepted: Accepted moves by move.
-        refused: Refused moves by (move, clause).
-        first_path: Where an accepting path of a transition was first taken.
-        first_refused: Where each (move, clause) was first refused.
-        broken: What was first found broken, where, and the clause if a refusal broke it.
+        accepted: Number of acceptances of each move.
+        refused: Number of refusals by (move, clause).
+        first_path: The first sighting of each accepting path of a transition.
+        first_refused: The first sighting of each refusal (move, clause).
+        broken: The first violation, its sighting, and the clause if a refusal broke it.
     """
 
     level: int = 0
@@ -45,5 +45,5 @@ class Tally:
     broken: tuple[str, Sighting, str | None] | None = None
 
     def sighting(self, chunk: Chunk, row: int, move: int | None) -> Sighting:
-        """Say where something was seen."""
+        """Return the sighting of a state of a chunk."""
         return Sighting(self.level, tuple(int(word[row]) for word in chunk.words), move)

@@ -1,5 +1,5 @@
 """
-A transition's paths as a tree of tests, so that each test is asked once.
+A transition's paths as a tree of tests, so that each test is evaluated once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tree_of(
     Args:
         name: Name of the transition.
         function: Its composed function.
-        program: Where its terms become nodes.
+        program: The program that its terms become nodes of.
         kept: Columns that make a state; writes of others are left out.
 
     Raises:

@@ -1,8 +1,8 @@
 """
-What a transition looks at: the columns and arguments that its outcome can depend on.
+The dependences of a transition: the columns and arguments that its outcome can depend on.
 
-An exploration keeps the columns that some guard of its transitions can ever see and leaves out
-the rest; two states that differ only there have the same futures.
+An exploration keeps the columns that some guard of its transitions can ever read, and leaves out
+the rest. Two states that differ only in the rest have the same futures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Dependence:
     How one composed function depends on its state and arguments.
 
     Args:
-        guards: Columns that decide whether it is refused.
+        guards: Columns that decide whether the call is refused.
         writes: For each column that it writes, the columns that decide where and what.
         arguments: Arguments that it reads, as ``token`` or ``key.cell``.
         clauses: Clauses that it can be refused for.
@@ -44,8 +44,8 @@ def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) 
 
     Args:
         function: The function.
-        off: Configured flags that are 0 everywhere: a guard that asks for one first never refuses,
-            whatever else it reads.
+        off: Configured flags that are 0 everywhere: a guard that tests such a flag first never
+            refuses, whatever else it reads.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -53,7 +53,7 @@ def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) 
 
 
 def visible_columns(found: Iterable[Dependence]) -> frozenset[str]:
-    """Return the columns that some guard can see now, or after any sequence of transitions."""
+    """Return the columns that some guard can read now or after any sequence of transitions."""
     all_found = list(found)
     seen = frozenset().union(*(one.guards for one in all_found))
     while True:
@@ -119,7 +119,7 @@ class _Reader:
             self.writes.setdefault(filled.attr, set()).update(under | self.columns(value))
 
     def never(self, test: ast.expr) -> bool:
-        """Whether a test asks first that a flag is set which is off."""
+        """Whether a test first requires a flag that is off."""
         first = test.values[0] if isinstance(test, ast.BoolOp) else test
         asks = isinstance(first, ast.Compare) and isinstance(first.ops[0], ast.NotEq)
         return asks and bool(self.columns(first) & self.off)

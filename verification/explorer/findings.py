@@ -1,5 +1,5 @@
 """
-Findings: what either reading hands over for the report, in terms of plain states.
+The findings of either reading, in terms of plain states, for the report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Findings", "Occurrence", "Stopwatch"]
 
 
 class Stopwatch:
-    """Measures wall time and processor time from its making on."""
+    """Measures wall time and processor time since its construction."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter(), time.process_time()
@@ -27,12 +27,11 @@ class Stopwatch:
 @frozen
 class Occurrence:
     """
-    One thing that was seen.
+    An accepted move, a refusal or a broken invariant, and where it occurred.
 
     Args:
-        chain: Representatives of the states on a shortest way to where it was, the initial one
-            first.
-        move: Position of the move that did it there; None for a state that breaks an invariant.
+        chain: Representatives of the states on a shortest path to it, the initial state first.
+        move: Position of the move; None for a state that breaks an invariant.
         clause: Clause of the refusal, or None when the move was accepted.
     """
 
@@ -48,12 +47,12 @@ class Findings:
 
     Args:
         states: Distinct states.
-        depth: Length of the longest shortest way to a state.
-        accepted: Accepted moves by move.
-        refused: Refused moves by (move, clause).
+        depth: Length of the longest shortest path to a state.
+        accepted: Number of acceptances of each move.
+        refused: Number of refusals by (move, clause).
         took: Wall time and processor time, in seconds.
-        witnesses: Where each name was first seen.
-        violation: What was broken, and where; or None.
+        witnesses: The first occurrence of each name.
+        violation: The violation and its occurrence, or None.
     """
 
     states: int

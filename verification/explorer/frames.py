@@ -1,5 +1,5 @@
 """
-Frames: what a transition's parameters mean in one place, and the moves that follow.
+Frames: the meaning of a transition's parameters in one place, and the moves that follow.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Wrong = tuple[Mapping[str, Value], tuple[Where, ...]]
 @frozen
 class Frame:
     """
-    What the arguments of a transition are in one place.
+    The right and wrong arguments of a transition in one place.
 
     Args:
         right: The right value of each argument.
         choices: Arguments that are the caller's choice, with the usual choice first.
         wrong: Wrong values.
         where: The place, as conditions on the state.
-        fits: Nothing is wrong yet, so that choosing and spoiling make sense.
+        fits: The place itself is right, so that choices and wrong values are tried.
     """
 
     right: Mapping[str, Value]
@@ -192,7 +192,7 @@ class Maker:
         return {name: v for name, v in values.items() if name in parameters}
 
     def shared(self, parameters: set[str], cell: int) -> tuple[dict[str, Value], list[Wrong]]:
-        """Right and wrong values of the arguments that go with a key."""
+        """Return right and wrong values of the arguments beside a key."""
         domain = self.config["domain_of"][self.config["stage_of"][cell]]
         right: dict[str, Value] = {}
         wrong: list[Wrong] = []
@@ -209,7 +209,7 @@ class Maker:
         self, parameters: set[str], stage: int, slot: int | None = None, fills: bool = True
     ) -> tuple[dict[str, Value], list[Wrong]]:
         """
-        Right and wrong values of what an action's end tells.
+        Return right and wrong values of the evidence of an action.
 
         Args:
             parameters: Parameters of the move.
@@ -271,7 +271,8 @@ class Maker:
         """
         Yield each epoch that a key can be presented with, when, and whether it is right.
 
-        Without version nothing checks it, and the caller is trusted to present the current one.
+        Without version no guard checks the epoch, and the caller is trusted to present the current
+        one.
         """
         if self.scope.fresh_keys:
             yield self.now(cell), (), True
@@ -357,6 +358,6 @@ class Maker:
 def _move(
     reads: frozenset[str], arguments: Mapping[str, Value], where: tuple[Where, ...], right: bool
 ) -> Move:
-    """A move whose arguments that nothing reads are left at zero."""
+    """Return a move; arguments that no transition reads are zero."""
     kept = {name: value if name in reads else 0 for name, value in arguments.items()}
     return Move("", (), kept, where, right)

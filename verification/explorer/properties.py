@@ -1,5 +1,5 @@
 """
-The specification's invariants over flat memory: which are claimed in a scope, and a fast check.
+The specification's invariants over flat memory: those that a scope claims, and a fast check.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _columns(predicate: Predicate, memory: FlatMemory) -> frozenset[str]:
 
 def claimed(walker: Walker, predicates: Iterable[Predicate]) -> tuple[Predicate, ...]:
     """
-    Return the predicates that speak only of what a scope has and remembers.
+    Return the predicates that read only columns which a scope has and keeps.
 
-    A column that no transition of the scope writes is remembered although no state holds it. Of a
-    sort without members, as buckets are where nothing is reduced, there is nothing to say.
+    A column that no transition of the scope writes counts as kept, although no state holds it. A
+    predicate over a sort without members, such as buckets without reductions, is left out.
     """
     relations = frozenset(walker.transitions.relations)
     written = walker.written
@@ -53,7 +53,7 @@ def claimed(walker: Walker, predicates: Iterable[Predicate]) -> tuple[Predicate,
 
 @define
 class _Group:
-    """Predicates over the same columns; their verdict is remembered by what those hold."""
+    """Predicates over the same columns; their verdict is cached by the columns' values."""
 
     instances: tuple[tuple[str, Callable[..., Any], tuple[int, ...]], ...]
     key: Callable[[Any], Any]
@@ -63,11 +63,11 @@ class _Group:
 @define
 class Checker:
     """
-    Says which predicate a walker's memory breaks.
+    Finds a predicate that a walker's memory breaks.
 
     Args:
         walker: The walker whose memory is checked.
-        predicates: What must hold.
+        predicates: The predicates that must hold.
     """
 
     walker: Walker

@@ -1,8 +1,8 @@
 """
 The normal form of a state: states that no guard can ever distinguish have one form.
 
-Serials only ever grow, counters of stream work too, and a freed slot remembers its last tenant.
-Without a normal form nearly every path would end in a state of its own. Each rule replaces
+Serials and counters of stream work only grow, and a freed slot keeps its last tenant. Without a
+normal form nearly every path would end in a state of its own. Each rule replaces
 values by others with the same futures; a test runs states and their normal forms side by side.
 """
 
@@ -31,8 +31,8 @@ class Rule:
     One rule of the normal form.
 
     Args:
-        after: Columns whose change can call for it.
-        apply: Carries it out, in place.
+        after: Columns whose change can require the rule.
+        apply: Applies the rule, in place.
     """
 
     after: frozenset[str]
@@ -190,7 +190,8 @@ def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
         for domain in range(sizes(scope)["domain"])
     ]
     waited, replays, produced = st.waited, st.replays, st.produced
-    # What no guard of the scope's transitions asks for is no mark, and no part of a state.
+    # A value that no guard of the scope's transitions reads is not numbered and not part of a
+    # state.
     landed = st.landed if "landed" in st.layout else [0] * len(st.landed)
     vacated = st.vacated if "vacated" in st.layout else [0] * len(produced)
     drops = "vacated" in st.layout and "drop" in scope.transitions

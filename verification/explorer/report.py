@@ -28,11 +28,11 @@ class ExploreReport:
         by_clause: Refused moves by clause.
         by_transition: Accepted moves by label.
         depth: Length of the longest shortest schedule to a state.
-        invariants: How many invariants every state was checked against.
-        violation: What was broken and the schedule that breaks it, or None.
-        witnesses: A shortest schedule for everything that happened, by name: transitions and
-            their paths accepted, refusals as ``transition: clause``.
-        seconds: Wall time of the exploration, without that of witnesses.
+        invariants: Number of invariants checked in every state.
+        violation: The violation and a schedule that leads to it, or None.
+        witnesses: A shortest schedule by name: for accepted transitions, for their paths, and for
+            refusals (``transition: clause``).
+        seconds: Wall time of the exploration, without the search for witnesses.
         cpu_seconds: Processor time of it, which other work on the machine does not lengthen as
             much.
         peak_rss_mb: Largest memory of the process so far.
@@ -56,17 +56,17 @@ class ExploreReport:
 
     @property
     def rate(self) -> float:
-        """Accepted moves a second."""
+        """Accepted moves per second."""
         return self.transitions / max(self.seconds, 1e-9)
 
     @property
     def attempted_rate(self) -> float:
-        """Accepted and refused moves a second."""
+        """Accepted and refused moves per second."""
         return (self.transitions + self.refused) / max(self.seconds, 1e-9)
 
     @property
     def cpu_rate(self) -> float:
-        """Accepted moves a second of processor time."""
+        """Accepted moves per second of processor time."""
         return self.transitions / max(self.cpu_seconds, 1e-9)
 
     def asdict(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """
-Symmetry: slots of one stage are interchangeable, and so are its cells where their order is free.
+Symmetry: the slots of a stage are interchangeable, and its cells where their order is free.
 
-Slots differ in nothing when each has a capture-memory pool of its own; cells differ in nothing
-when no order is declared. The representative of an orbit has the tapes first, sorted by what
-their slot, cell and buffers hold, then the free slots, then the idle cells.
+Slots are interchangeable if each has its own capture-memory pool; cells are if no order is
+declared. The representative of an orbit has the tapes first, sorted by the values of their slot,
+cell and buffers, then the free slots, then the idle cells.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Family:
 
 
 def families(scope: Scope, kept: Iterable[str]) -> tuple[Family, ...]:
-    """Return what may be interchanged with what."""
+    """Return the families of interchangeable slots and cells."""
     names = [name for name in STATE if name in set(kept)]
     own_pools = "capture" in scope.omit or not scope.shared_pool
     per_slot = ("slot", "pool") if own_pools else ("slot",)
@@ -69,8 +69,8 @@ def canonical_form(scope: Scope, memory: FlatMemory) -> Callable[[], None]:
     """
     Return what brings a memory's state, in normal form, to its orbit's representative, in place.
 
-    A state in which slots and cells do not name each other is left as it is: an invariant is
-    broken there, and only orbits of sound states are known to be alike.
+    A state in which slots and cells do not name each other stays unchanged: it breaks an invariant,
+    and only sound states of one orbit are known to behave alike.
     """
     found = [_sorter(family, memory) for family in families(scope, memory.layout)]
 

@@ -1,7 +1,7 @@
 """
-Witnesses: a shortest schedule for everything that an exploration saw happen.
+Witnesses: a shortest schedule for every transition and refusal that occurs in an exploration.
 
-An exploration that never accepts a transition, or never meets a clause, would agree with any
+An exploration that never accepts a transition, or never reaches a clause, would agree with any
 claim about it. So what must *sometimes* happen is checked like what must always hold.
 """
 
@@ -59,7 +59,7 @@ class Guide:
         return found
 
     def texts(self, seen: Occurrence) -> list[str]:
-        """Return the schedule of something that was seen, step by step."""
+        """Return the schedule of an occurrence, step by step."""
         steps, state = self.schedule(seen.chain)
         if seen.move is None:
             return [str(step) for step in steps]
@@ -91,7 +91,7 @@ class Guide:
         self, state: bytes, wanted: Callable[[int, str | None, bytes], bool]
     ) -> tuple[Step, bytes]:
         """
-        Return the first move from a state that is wanted, and where it leads.
+        Return the first wanted move from a state, and the state it leads to.
 
         Raises:
             ValueError: No move leads from one state to the next.
@@ -105,13 +105,13 @@ class Guide:
 
 def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
     """
-    Return what none of the reports witnessed and some must: transitions, their accepting paths
-    where a batch reading tells paths apart, and refusals, as ``transition: clause``.
+    Return the names that some report must witness and none does: transitions, their accepting paths
+    where a batch reading reports paths, and refusals, as ``transition: clause``.
 
-    What must be is said by the specification, not by the functions that ran.
+    The names come from the specification, not from the functions that ran.
 
     A path that no state and arguments can take, such as one on which a reader is two readers,
-    need not be witnessed.
+    needs no witness.
     """
     seen: set[str] = set()
     for report in reports:

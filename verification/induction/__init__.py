@@ -1,11 +1,12 @@
 """
 The artefacts of the proofs: the history beside the memory, and the lemmas that make it inductive.
 
-The promises are the specification's (``qeffect.spec.promises``). What is here serves their proof:
-ghost columns and how each accepted transition moves them (``history``), and what else every
-transition keeps, of the memory alone (``memory_lemmas``) and of the history beside it (``tapes``,
-``scaling``, ``gradients``, ``device``, ``converse``). ``INVARIANTS`` and ``HISTORY`` are promises
-and lemmas together, which is what an induction is about; ``ORIGIN`` is what it starts from.
+The specification has the promises (``qeffect.spec.promises``). This package has what their proof
+needs: ghost columns (``ghosts``), their changes by each accepted transition (``history``,
+``effects``), and lemmas of the memory alone (``memory_lemmas``) and of memory and history
+(``tapes``, ``scaling``, ``gradients``, ``device``, ``converse``). ``INVARIANTS`` and ``HISTORY``
+are promises and lemmas together, the claims of the induction. ``ORIGIN`` has its assumptions about
+the initial state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HISTORY: Final = Register(
     device.HISTORY,
     converse.HISTORY,
 )
-#: Of those, what nobody is promised.
+#: The lemmas among them, which are not promised.
 LEMMAS: Final = Register(
     memory_lemmas.MEMORY,
     tapes.HISTORY,

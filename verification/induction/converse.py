@@ -1,9 +1,9 @@
 """
-What is always true of the marks that stop an action: each has a reason in the world.
+Invariants of the marks that stop an action: each has a reason in the world.
 
-The other lemmas say that what the world forbids is marked, so that a guard sees it. These say that
-nothing else is, so that a guard sees nothing that is not there: what the proof needs that a legal
-check is accepted.
+The other lemmas state that whatever the world forbids is marked, so that a guard sees it. These
+lemmas state the converse: whatever is marked is forbidden in the world. The proof that every legal
+check is accepted needs them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HISTORY = Register()
 
 @HISTORY("ownership.good-reference-finds-its-work")
 def finds_its_work(st: State, h: History) -> Truth:
-    """A reference whose work is not gone names it, in this incarnation."""
+    """A reference whose work is not gone names that work, in this incarnation."""
     s = h.ref_slot[0]
     there = live(st, s) & (st.generation[s] == h.ref_generation[0])
     current = (s != NO_SLOT) & (st.incarnation[0] == h.ref_incarnation[0])
@@ -70,7 +70,7 @@ def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("version.busy-with-first-forward", needs="order", d="domain")
 def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
-    """What is in flight where a first F must come next is that F, or a refresh of its stage."""
+    """Where a first F must come next, only that F or a refresh of its stage is in flight."""
     g = st.refreshed[d]
     flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
     return implies(flying, (h.fill_of_epoch[g] != NEVER) & (h.num_dgrads[g] < st.cells[g]))
@@ -87,7 +87,7 @@ def first_forward_before_final(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("version.spoiled-has-a-reason", needs="order", g="stage")
 def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
-    """A stage is spoiled because something of it failed, was given up, or its cache was lost."""
+    """A stage is spoiled because an action failed, a tape was dropped, or its cache was lost."""
     lost = h.lost_in_use[g] == now(st, g)
     return implies(st.spoiled[g] == now(st, g), (h.spoiled[g] == now(st, g)) | lost)
 
@@ -108,13 +108,13 @@ def behind_has_a_reason(st: State, h: History, l: Index) -> Truth:  # noqa: E741
 
 @HISTORY("completion.unawaited-has-a-reason", d="domain")
 def unawaited_has_a_reason(st: State, h: History, d: Index) -> Truth:
-    """An update is called unawaited only while it may run beside the graph stream."""
+    """An update is marked unawaited only while it may run beside the graph stream."""
     return implies(h.updating[d] == 0, st.unawaited[d] == 0)
 
 
 @HISTORY("completion.seen-is-counted")
 def seen_is_counted(st: State, h: History) -> Truth:
-    """A caller that waited for the replay that wrote a tape's output has that counted."""
+    """The wait of a caller for the replay that wrote a tape's output is counted."""
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     there = retained(st, s) & (st.domain_at[l] == domain_of_slot(st, s))
     return implies(there & (h.seen[0] == 1), st.produced[s] <= st.waited[l])
@@ -122,7 +122,7 @@ def seen_is_counted(st: State, h: History) -> Truth:
 
 @HISTORY("completion.heard-was-told", l="link")
 def heard_was_told(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
-    """A graph stream has waited for no end that was not told."""
+    """A graph stream has waited only for ends that were reported."""
     return (0 <= h.heard[l]) & (h.heard[l] <= h.told[l]) & (0 <= st.joined[l])
 
 

@@ -1,9 +1,10 @@
 """
-What is always true of the device: of graph memory, of enqueued replays, and of reductions.
+Invariants of the device: of graph memory, of enqueued replays, and of reductions.
 
 No replay overwrites what a live tape keeps in its pool. A caller that waited past a replay sees
-what it wrote, and device work that may be unfinished is undrained or its action still in flight.
-A bucket's reduction is where the contract says, and of gradients that are whole.
+what the replay wrote. Device work that may be unfinished is marked undrained, or its action is
+still in flight. A bucket's reduction has the state that the contract says, and its gradients are
+whole.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def cursor(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("capture.last-rank", s="slot")
 def last_rank(st: State, h: History, s: Index) -> Truth:
-    """A tape's latest replay is the one that its mask, and the action in flight, say."""
+    """The mask and the action in flight determine a tape's latest replay."""
     idle, mask = st.held[s] == 0, st.consumers[s]
     begun = (mask == RESERVED) & in_flight(st, s)
     forwarded = retained(st, s) & awaits(st, s, DGRAD_BIT)
@@ -131,7 +132,7 @@ def former_work(st: State, h: History) -> Truth:
 
 @HISTORY("completion.trailing")
 def trailing(st: State, h: History) -> Truth:
-    """An end that the graph stream has not waited for is the one that the slot remembers."""
+    """The slot remembers an end that the graph stream has not waited for."""
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     told = (st.ended_on[s] == l) & (st.joined[l] < st.ended_at[s])
     return implies(h.trailing[0] == 1, told) & implies(h.trailing[0] != 0, h.trailing[0] == 1)
@@ -159,7 +160,7 @@ def device(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("reduction.stations", b="bucket")
 def stations(st: State, h: History, b: Index) -> Truth:
-    """Each bucket's reduction is where the contract says, and of gradients that are whole."""
+    """Each bucket's reduction has the state that the contract says; its gradients are whole."""
     none, running, done = (h.reduction[b] == k for k in (NONE, RUNNING, DONE))
     s, t = st.stage_at[b], st.tied_at[b]
     whole = (st.wgrads[s] == st.cells[s]) & (st.wgrads[t] == st.cells[t])
@@ -179,14 +180,14 @@ def counted(st: State, h: History) -> Truth:
 
 @HISTORY("completion.one-consumer", g="stage")
 def one_consumer(st: State, h: History, g: Index) -> Truth:
-    """Whoever finalized a stage in this epoch is the consumer of the gradients."""
+    """The stream that finalized a stage in this epoch is the consumer of the gradients."""
     named = (st.named[0] == now(st, g)) & (st.consumer[0] == st.caller_at[h.finalized_by[g]])
     return implies(st.final[g] == now(st, g), named)
 
 
 @HISTORY("completion.finalized-after-gradients", g="stage")
 def finalized_after_gradients(st: State, h: History, g: Index) -> Truth:
-    """Whoever finalized a stage in this epoch has waited for its latest dW."""
+    """The stream that finalized a stage in this epoch has waited for its latest dW."""
     l = h.finalized_by[g]  # noqa: E741 - a link
     there = st.domain_at[l] == st.domain_of[g]
     return implies(st.final[g] == now(st, g), there & (st.landed[g] <= st.waited[l]))
@@ -194,14 +195,14 @@ def finalized_after_gradients(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.update-runs", d="domain")
 def update_runs(st: State, h: History, d: Index) -> Truth:
-    """An update that may still run beside a graph stream is called so, with the stream it is on."""
+    """An update that may still run beside a graph stream is marked, with its stream."""
     told = (st.unawaited[d] != 0) & (st.updater[0] == h.updated_on[0])
     return implies(h.updating[d] != 0, told)
 
 
 @HISTORY("completion.awaited-by-consumer", needs="reduction", b="bucket")
 def awaited_by_consumer(st: State, h: History, b: Index) -> Truth:
-    """Whoever waited for a bucket's reduction is the consumer of the gradients."""
+    """The stream that waited for a bucket's reduction is the consumer of the gradients."""
     named = st.named[0] == now(st, st.stage_at[b])
     ours = st.consumer[0] == st.caller_at[h.awaited_by[b]]
     return implies(h.reduction[b] == DONE, named & ours)

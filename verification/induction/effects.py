@@ -44,7 +44,7 @@ __all__ = [
 
 
 def issue(st: State, h: History, key: Any, slot: Any) -> None:
-    """A reference to the slot is handed to the key's owner."""
+    """A reference to the slot is issued to the key's owner."""
     same = (
         (slot == h.ref_slot[0])
         & (st.generation[slot] == h.ref_generation[0])
@@ -56,7 +56,7 @@ def issue(st: State, h: History, key: Any, slot: Any) -> None:
 
 
 def bury(h: History, slot: Any) -> None:
-    """The work in the slot is gone; references handed out for it are dead."""
+    """The work in the slot is gone; its references have ended."""
     h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1), 1, h.dead[0])
 
 
@@ -75,7 +75,7 @@ def redeem(h: History, ticket: Any) -> None:
 
 
 def replay(st: State, h: History, slot: Any, rank: Any) -> None:
-    """A graph of the slot is replayed: it scratches on what later graphs of its pool keep."""
+    """A graph of the slot is replayed: it overwrites what later graphs of its pool keep."""
     pool = st.pool_of[slot]
     kept = (h.in_pool[h.slot[0]] == 1) & (st.pool_of[h.slot[0]] == pool)
     h.clobbered[0] = choose(kept & (rank <= h.last_rank[h.slot[0]]), 1, h.clobbered[0])
@@ -84,7 +84,7 @@ def replay(st: State, h: History, slot: Any, rank: Any) -> None:
 
 
 def trade(numbers: Any, members: Any, group: Any, member: Any, number: Any) -> None:
-    """A member of a numbered group takes a number; whoever had it gets the member's."""
+    """A member of a numbered group takes a number; its former holder gets the member's."""
     other, before = members[group, number], numbers[member]
     numbers[other] = before
     numbers[member] = number
@@ -101,7 +101,7 @@ def enter_pool(st: State, h: History, slot: Any) -> None:
 
 
 def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
-    """Where ``leaves``, the slot keeps no memory in its pool any more."""
+    """Where ``leaves``, the slot no longer keeps memory in its pool."""
     pool = st.pool_of[slot]
     last = h.tapes[pool] - 1
     trade(h.seat, h.seated, pool, slot, choose(leaves, last, h.seat[slot]))
@@ -110,7 +110,7 @@ def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
 
 
 def vacate(st: State, h: History, slot: Any) -> None:
-    """The work in a slot is lost; what is still read of it stays, and what arrives is nobody's."""
+    """The work in a slot is lost; reads under way keep its memory, and arrivals are dropped."""
     unread = (h.moving[slot] & READ_BITS) == 0
     leave_pool(st, h, slot, (h.in_pool[slot] == 1) & unread)
     h.owing[slot] = 0
@@ -132,7 +132,7 @@ def visit(st: State, h: History, slot: Any, bit: Any) -> None:
 
 
 def replayed_on(h: History, slot: Any) -> None:
-    """A replay may touch a slot; who fills the slot next has to wait for it."""
+    """A replay may touch a slot; the next stream that fills the slot must wait for it."""
     h.saw[0] = choose(slot == h.slot[0], 0, h.saw[0])
 
 
@@ -157,13 +157,13 @@ def begin(st: State, h: History, slot: Any) -> None:
 
 
 def end(st: State, h: History, slot: Any) -> None:
-    """Also what was enqueued after a drain is device work."""
+    """An action ends; what it enqueued after a drain is also device work."""
     h.acting[slot] = h.acting[slot] - 1
     h.device[domain_of_slot(st, slot)] = 1
 
 
 def enqueue(h: History, d: Any) -> None:
-    """A replay was enqueued; one that failed may have been in part."""
+    """A replay was enqueued; a failed replay may have been enqueued in part."""
     h.enqueued[d] = h.enqueued[d] + 1
 
 
@@ -176,7 +176,7 @@ def begin_update(h: History, d: Any) -> None:
 
 
 def end_update(h: History, d: Any, updates: Any) -> None:
-    """Scaling state was updated as often as the backend says; once, where it cannot say."""
+    """Scaling state was updated as often as the backend reports; once if it does not report."""
     h.running[d] = h.running[d] - 1
     h.updates[d] = h.updates[d] + updates
     h.updates_of_epoch[d] = h.updates_of_epoch[d] + updates
@@ -191,8 +191,8 @@ def break_update(h: History, d: Any) -> None:
 
 
 def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> Any:
-    """The weights that a fill left in the cache: those reported, if that was every matrix; where
-    the backend cannot say, the current ones."""
+    """Return the weights in the cache after a fill: the reported ones if every matrix was reported;
+    the current ones if the backend does not report."""
     reported = choose(filled == st.matrices[stage], fill_epoch, NEVER)
     return choose(st.reports_fills[stage] != 0, reported, h.weights[0])
 
@@ -211,7 +211,7 @@ def write(st: State, h: History, cell: Any, more: int) -> None:
 
 
 def forget_epoch(st: State, h: History) -> None:
-    """The weights are others now; what ran, ran for the old ones."""
+    """The weights change: all counts of the epoch start again."""
     for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
         st.fill(count, 0)
     for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.reduction):

@@ -1,9 +1,9 @@
 """
-What is always true of the gradients: of an epoch's counts of them and of the buffers they lie in.
+Invariants of the gradients: of an epoch's counts and of the gradient buffers.
 
-The counts say which cells' dW ran, a stage that is final has every one of them, and one that a
-failure spoiled is spoiled and never final. A buffer holds gradients of the one epoch that it was
-opened in, at most one dW writes it, and a cell is bound to it before its dI runs.
+The counts say which cells' dW ran. A final stage has the dW of every cell. A stage that a failure
+spoiled is marked and never final. A buffer holds the gradients of the epoch in which it was opened,
+at most one dW writes it, and a cell is bound to it before its dI runs.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def every_place_taken(st: State, h: History, g: Index, i: Index) -> Truth:
 
 @HISTORY("epoch.spoiled-is-marked", g="stage")
 def spoiled_is_marked(st: State, h: History, g: Index) -> Truth:
-    """An epoch that a failure spoiled is spoiled."""
+    """An epoch that a failure spoiled is marked as spoiled."""
     marked = implies(h.spoiled[g] == now(st, g), st.spoiled[g] == now(st, g))
     return marked & (h.spoiled[g] <= now(st, g)) & (h.half_written[g] <= h.spoiled[g])
 
 
 @HISTORY("epoch.half-written", g="stage")
 def half_written(st: State, h: History, g: Index) -> Truth:
-    """An epoch with half-written gradients is spoiled."""
+    """An epoch with half-written gradients is marked as spoiled."""
     return implies(h.half_written[g] == now(st, g), st.spoiled[g] == now(st, g))
 
 
@@ -128,6 +128,6 @@ def bound_before_dgrad(st: State, h: History, c: Index) -> Truth:
 
 @HISTORY("arena.bound-during-dgrad", s="slot")
 def bound_during_dgrad(st: State, h: History, s: Index) -> Truth:
-    """So is one whose dI is running."""
+    """A cell whose dI is in flight was bound."""
     running = in_flight(st, s) & retained(st, s)
     return implies(running, h.binds[st.cell_at[s]] == 1)

@@ -1,12 +1,12 @@
 """
-The physical history: what really happened beside the contract, told without asking the contract.
+The physical history: what really happened beside the contract, recorded without the contract.
 
-Each function below says what one accepted transition means for the world: which work ran, what a
-buffer or a cache now holds, who has waited for whom. It follows the action and its arguments and
-the configuration, never the contract's own state and never a guard, so that a property of the
-history is a claim about the world and not the guard said twice. (A reference's generation and
-incarnation are read from the memory, because that is what the caller is handed.) Time is told
-conservatively: from its check to its commit an action may touch the device at any moment.
+Each function below states the effect of one accepted transition on the world: which work ran, what
+a buffer or a cache now holds, which stream has waited for which. It depends on the action, its
+arguments and the configuration, never on the contract's own state or a guard. A property of the
+history is therefore a claim about the world and not a repeated guard. (A reference's generation and
+incarnation are read from the memory, because the caller receives them from there.) Timing is
+conservative: from its check to its commit an action may touch the device at any moment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .ghosts import History, State
 __all__ = ["ADVANCE", "advance"]
 
 
-# What each accepted transition means
+# The effect of each accepted transition
 
 
 def reserve(st: State, h: History, key: Any, slot: Any, link: Any) -> None:
@@ -247,7 +247,7 @@ def post_receive(st: State, h: History, key: Any, ref: Any, message: Any, link: 
 
 
 def finish_receive(st: State, h: History, key: Any, ref: Any, message: Any, link: Any) -> None:
-    """What arrives for work that is lost is nobody's."""
+    """A message that arrives for lost work is dropped."""
     h.moving[ref.slot] = h.moving[ref.slot] & ~message
     lost = h.owing[ref.slot] == 0
     h.arrived[ref.slot] = choose(lost, h.arrived[ref.slot], h.arrived[ref.slot] | message)
@@ -291,7 +291,7 @@ def join(st: State, h: History, link: Any) -> None:
 
 
 def wait(st: State, h: History, link: Any) -> None:
-    """The caller waits for all that its domain's graph stream was given."""
+    """The caller waits for all work enqueued on its domain's graph stream."""
     d = st.domain_at[link]
     mine = link == h.link[0]
     h.seen[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.seen[0])
@@ -319,7 +319,7 @@ def start_reduction(st: State, h: History, bucket: Any, link: Any) -> None:
 
 
 def finish_reduction(st: State, h: History, bucket: Any, link: Any) -> None:
-    """The caller's stream waits for it."""
+    """The caller's stream waits for the reduction."""
     h.reduction[bucket] = DONE
     h.awaited_by[bucket] = link
 
@@ -367,7 +367,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     h.dead[0] = choose(h.issued[0] == 1, 1, h.dead[0])
 
 
-#: What each transition means for the world; one that is absent means nothing.
+#: The effect of each transition on the world; a transition that is absent has none.
 ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
     function.__name__: function
     for function in (
@@ -409,7 +409,7 @@ def advance(
     transition: str, st: State, h: History, arguments: tuple[Any, ...], ticket: Any = None
 ) -> None:
     """
-    Tell the history that a transition was accepted.
+    Advance the history by an accepted transition.
 
     Args:
         transition: Its name.

@@ -1,8 +1,8 @@
 """
-Lemmas of the memory alone: what the induction needs beside the promises.
+Lemmas of the memory alone, which the induction needs beside the promises.
 
-They hold in every reachable state. Nobody is promised them: another kernel that keeps the promises
-may keep others.
+The lemmas hold in every reachable state. They are not promised: another kernel that keeps the
+promises may have other lemmas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["MEMORY"]
 MEMORY = Register()
 
 
-# Ownership: who waits for a tape, and what is in flight on it
+# Ownership: the consumers of a tape, and what is in flight on it
 
 
 @MEMORY("ownership.consumers", s="slot")
@@ -88,7 +88,7 @@ def receives_under_way(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.received-before-use", s="slot")
 def received_before_use(st: State, s: Index) -> Truth:
-    """What a tape received came before its use, and what was used had come."""
+    """A tape's messages arrived before their use, and every used message arrived."""
     arrived, receives = st.arrived[s], st.receives[st.slot_stage[s]]
     claimed = (st.consumers[s] == RESERVED) & (st.held[s] == 0)
     run = live(st, s) & ((st.consumers[s] != RESERVED) | (st.held[s] != 0))
@@ -155,7 +155,7 @@ def refreshed_at_home(st: State, d: Index) -> Truth:
     return implies(st.refreshed[d] != NO_STAGE, st.domain_of[st.refreshed[d]] == d)
 
 
-# Tickets: what a check reserved is what its commit finds
+# Tickets: a commit finds what its check reserved
 
 
 @MEMORY("tickets.issued", s="slot")
@@ -166,20 +166,20 @@ def issued(st: State, s: Index) -> Truth:
 
 @MEMORY("tickets.issued-to-refresh", g="stage")
 def issued_to_refresh(st: State, g: Index) -> Truth:
-    """So was every ticket in flight on a stage's cache."""
+    """Every ticket in flight on a stage's cache was issued."""
     refreshing = (0 <= st.refreshing[g]) & (st.refreshing[g] <= st.serial[0])
     return refreshing & (0 <= st.filling[g]) & (st.filling[g] <= st.serial[0])
 
 
 @MEMORY("tickets.one-stage", a="stage", b="stage")
 def one_stage(st: State, a: Index, b: Index) -> Truth:
-    """No ticket is of two refreshes."""
+    """No ticket belongs to two refreshes."""
     return implies((st.refreshing[a] == st.refreshing[b]) & (st.refreshing[a] != 0), a == b)
 
 
 @MEMORY("tickets.tape-or-refresh", s="slot", g="stage")
 def tape_or_refresh(st: State, s: Index, g: Index) -> Truth:
-    """No ticket is in flight on a slot and of a refresh."""
+    """No ticket is in flight on a slot and belongs to a refresh."""
     return implies(st.held[s] == st.refreshing[g], st.held[s] == 0)
 
 
@@ -222,7 +222,7 @@ def joins_behind_work(st: State, l: Index) -> Truth:  # noqa: E741 - a link
 
 @MEMORY("completion.waits-behind-work", l="link")
 def waits_behind_work(st: State, l: Index) -> Truth:  # noqa: E741 - a link
-    """Nothing waits for work that was not enqueued."""
+    """Every wait is for enqueued work."""
     return (st.joined[l] <= st.submitted[l]) & (st.waited[l] <= st.replays[st.domain_at[l]])
 
 

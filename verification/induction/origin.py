@@ -1,5 +1,5 @@
 """
-What is taken for granted of the beginning: a stage's cells, and a pool's slots, can be numbered.
+Assumptions about the initial state: a stage's cells and a pool's slots can be numbered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .words import History, Index, State, Truth
 
 __all__ = ["ORIGIN"]
 
-#: Assumed: that ghosts with an arbitrary start start so.
+#: Assumed of ghosts with an arbitrary initial value.
 ORIGIN = Register()
 
 

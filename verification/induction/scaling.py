@@ -1,9 +1,9 @@
 """
-What is always true of the weights, of the caches of quantized weights, and of scaling state.
+Invariants of the weights, of the caches of quantized weights, and of scaling state.
 
-A cache that is called fresh holds the current weights, and all forwards of an epoch read one and
-the same fill of it, made just before the first of them. One action at a time updates a domain's
-scaling state, the effect token counts the updates, and state that is broken is marked.
+A cache that is marked fresh holds the current weights. All forwards of an epoch read the same fill
+of the cache, made just before the first forward. One action at a time updates a domain's scaling
+state, the effect token counts the updates, and broken state is marked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HISTORY = Register()
 
 @HISTORY("version.fill-in-progress", g="stage")
 def fill_in_progress(st: State, h: History, g: Index) -> Truth:
-    """A refresh in flight was not lost."""
+    """The fill of a refresh in flight was not lost."""
     return implies(st.refreshing[g] != 0, h.lost[g] == 0)
 
 
@@ -53,7 +53,7 @@ def filled_by_forward(st: State, h: History, s: Index, g: Index) -> Truth:
 
 @HISTORY("version.tape-of-that-fill", needs="order", s="slot")
 def tape_of_that_fill(st: State, h: History, s: Index) -> Truth:
-    """A retained tape is of that fill."""
+    """A retained tape read the same fill as the first F of the epoch."""
     g = st.slot_stage[s]
     begun = retained(st, s) | (live(st, s) & in_flight(st, s))
     return implies(begun, (h.fill_read[s] == h.fill_of_epoch[g]) & (h.fill_of_epoch[g] != NEVER))
@@ -115,7 +115,7 @@ def refresh_before_forwards(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("order.position", d="domain")
 def position(st: State, h: History, d: Index) -> Truth:
-    """The position counts those of the epoch."""
+    """The position counts the scaling updates of the epoch."""
     return st.position[d] == h.updates_of_epoch[d]
 
 
@@ -139,13 +139,13 @@ def broken(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.counts", g="stage")
 def counts(st: State, h: History, g: Index) -> Truth:
-    """The counts of F and dI are those that ran."""
+    """The counts of F and dI are the numbers that ran."""
     return (st.forwards[g] == h.num_forwards[g]) & (st.dgrads[g] == h.num_dgrads[g])
 
 
 @HISTORY("order.touched", d="domain")
 def touched(st: State, h: History, d: Index) -> Truth:
-    """Scaling state that was touched since the last commit shows it."""
+    """Scaling state that was touched since the last commit is marked."""
     g, s, r = h.toucher[d], h.updater[d], h.refresher[d]
     forward = (s != NO_SLOT) & (st.held[s] == st.busy[d]) & (st.consumers[s] == RESERVED)
     refresh = (r != NO_STAGE) & (st.refreshing[r] == st.busy[d])
@@ -174,7 +174,7 @@ def tape_touches(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.scaled-by", s="slot")
 def scaled_by(st: State, h: History, s: Index) -> Truth:
-    """A tape's position is that of its forward, which some update has come after."""
+    """A tape's position is the position of its forward, and some update came after it."""
     d = domain_of_slot(st, s)
     before = (st.scaled_at[s] < st.token[d]) & (st.scaled_at[s] == h.scaled_by[s])
     return implies(retained(st, s), before)

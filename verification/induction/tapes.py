@@ -1,10 +1,10 @@
 """
-What is always true of slots, of the work in them, and of the tickets that are out.
+Invariants of slots, of the work in them, and of outstanding tickets.
 
-A live slot holds one key's work, and its mask says exactly what of that work has run. Per weights,
-F runs at most once, dI only after it, dW only after that and over every matrix. At most one action
-is on a slot at a time. A reference matches only the work that it was handed out for, and a ticket
-that is out finds, when it is redeemed, what was reserved for it.
+A live slot holds the work of one key, and its mask says exactly which actions of that work have
+run. Per weight epoch F runs at most once, dI only after F, and dW only after dI and over every
+matrix. At most one action is in flight on a slot. A reference matches only the work that it was
+issued for. An outstanding ticket finds at its commit what its check reserved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["HISTORY"]
 HISTORY = Register()
 
 
-# Ownership: who is in a slot, and how far its work has come
+# Ownership: the tenant of a slot, and the progress of its work
 
 
 @HISTORY("ownership.acting", s="slot")
@@ -57,7 +57,7 @@ def deferred_whole(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("ownership.reference", s="slot")
 def reference(st: State, h: History, s: Index) -> Truth:
-    """A reference that still matches was handed out for the work that is there, and only such."""
+    """A reference that matches was issued for the work in its slot, and conversely."""
     mine = (s == h.ref_slot[0]) & (st.incarnation[0] == h.ref_incarnation[0])
     issued = mine & (h.issued[0] == 1)
     matches = st.generation[s] == h.ref_generation[0]
@@ -67,7 +67,7 @@ def reference(st: State, h: History, s: Index) -> Truth:
         & (st.epoch_at[s] == h.ref_epoch[0])
         & (h.dead[0] == 0)
     )
-    # An aborted tape's transfers are told with a reference of the generation before.
+    # Transfers of an aborted tape end with a reference of the previous generation.
     last = mine & (st.generation[s] == h.ref_generation[0] + 1)
     moves = last & (st.consumers[s] == 0) & (st.moving[s] != 0)
     named = (st.cell_at[s] == h.ref_cell[0]) & (st.epoch_at[s] == h.ref_epoch[0])
@@ -82,17 +82,17 @@ def reference(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("ownership.dead-was-issued")
 def dead_was_issued(st: State, h: History) -> Truth:
-    """Only a reference that was handed out dies."""
+    """Only an issued reference ends."""
     flags = ((h.issued[0] == 0) | (h.issued[0] == 1)) & ((h.dead[0] == 0) | (h.dead[0] == 1))
     return flags & (h.dead[0] <= h.issued[0])
 
 
-# Tickets: a ticket that is out is the one that its commit will find
+# Tickets: an outstanding ticket is the ticket that its commit finds
 
 
 @HISTORY("tickets.outstanding")
 def outstanding(st: State, h: History) -> Truth:
-    """What the check reserved for a ticket that is out is still reserved for it."""
+    """What a check reserved for an outstanding ticket is still reserved for it."""
     t, s, kind = h.ticket[0], h.ticket_slot[0], h.outstanding[0]
     held = (s != NO_SLOT) & (st.held[s] == t) & (t != 0)
     return (
@@ -107,7 +107,7 @@ def outstanding(st: State, h: History) -> Truth:
 
 @HISTORY("tickets.outstanding-refresh")
 def outstanding_refresh(st: State, h: History) -> Truth:
-    """What the check reserved for a refresh that is out is still reserved for it."""
+    """What a check reserved for an outstanding refresh is still reserved for it."""
     t, g = h.ticket[0], h.ticket_stage[0]
     kept = (g != NO_STAGE) & (st.refreshing[g] == t) & (t != 0)
     return implies(h.outstanding[0] == REFRESH, kept)
@@ -115,7 +115,7 @@ def outstanding_refresh(st: State, h: History) -> Truth:
 
 @HISTORY("tickets.nothing-else", s="slot")
 def nothing_else(st: State, h: History, s: Index) -> Truth:
-    """A ticket in flight on a slot is out, and of the kind that the mask says."""
+    """A ticket in flight on a slot is outstanding, and of the kind that the mask says."""
     mine = (st.held[s] == h.ticket[0]) & (h.ticket[0] != 0)
     forward = (st.consumers[s] == RESERVED) & (h.outstanding[0] == FORWARD)
     dgrad = retained(st, s) & awaits(st, s, DGRAD_BIT) & (h.outstanding[0] == DGRAD)
@@ -125,12 +125,12 @@ def nothing_else(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("tickets.nothing-else-refreshes", g="stage")
 def nothing_else_refreshes(st: State, h: History, g: Index) -> Truth:
-    """A ticket of a refresh in flight is out, as a refresh of that stage."""
+    """The ticket of a refresh in flight is outstanding, as a refresh of that stage."""
     mine = (st.refreshing[g] == h.ticket[0]) & (h.ticket[0] != 0)
     return implies(mine, (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == g))
 
 
 @HISTORY("tickets.none-before-issue")
 def none_before_issue(st: State, h: History) -> Truth:
-    """A ticket is not out before it was issued."""
+    """A ticket is not outstanding before it was issued."""
     return implies(h.outstanding[0] != NONE, h.ticket[0] <= st.serial[0])

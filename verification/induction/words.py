@@ -1,5 +1,5 @@
 """
-What is in flight, in the words of the promises: the vocabulary of the lemmas.
+The vocabulary of the lemmas: what is in flight on a slot, a stage or a domain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def retained(st: State, slot: Index) -> Truth:
-    """The forward has run and its work is kept for the consumers in the mask."""
+    """The forward has run, and its work is retained for the consumers in the mask."""
     return (st.consumers[slot] != 0) & (st.consumers[slot] != RESERVED)
 
 
@@ -52,12 +52,12 @@ def in_flight(st: State, slot: Index) -> Truth:
 
 
 def wgrad_in_flight(st: State, slot: Index) -> Truth:
-    """That action is a dW."""
+    """The action in flight is a dW."""
     return in_flight(st, slot) & retained(st, slot) & (st.consumers[slot] & DGRAD_BIT == 0)
 
 
 def update_in_flight(st: State, slot: Index) -> Truth:
-    """That action updates scaling state: it is an F or a dI."""
+    """The action in flight updates scaling state: it is an F or a dI."""
     forward_or_dgrad = (st.consumers[slot] == RESERVED) | awaits(st, slot, DGRAD_BIT)
     return in_flight(st, slot) & live(st, slot) & forward_or_dgrad
 

@@ -29,7 +29,7 @@ class Edit:
 
     Args:
         line: Line of the log, counted from 1.
-        path: Where in the line.
+        path: Place in the line.
         was: The value there.
         now: The value after.
     """
@@ -82,7 +82,7 @@ def schema() -> Mapping[str, Any]:
 
 
 def line_schema(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of the schema that is about a line like this one."""
+    """Return the part of the schema for lines of this kind."""
     if "qeffect" in fields:
         name = "header"
     elif "events" in fields:
@@ -105,7 +105,7 @@ def edits(lines: Sequence[str]) -> Iterator[Edit]:
     Yield edits of every place in every semantic field of a log.
 
     A place gets its neighbouring numbers, a changed digit or letter, and values that the same
-    field has elsewhere in the log, since those are the mistakes that a runtime makes.
+    field has elsewhere in the log, because a runtime makes such mistakes.
     """
     parsed = [_fields(line) for line in lines]
     seen: dict[Path, list[Any]] = {}

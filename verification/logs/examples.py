@@ -1,5 +1,5 @@
 """
-The example logs: what each scenario records, and for every reachable clause an edit that breaks it.
+The example logs: the log of each scenario, and for every reachable clause an edit that breaks it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def valid() -> Mapping[str, list[str]]:
 
 @cache
 def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
-    """Return every one-field edit of a valid log, resealed, with what the replayer says of it."""
+    """Return every one-field edit of a valid log, resealed, with the replayer's verdict."""
     result: list[tuple[Edit, ReplayReport | LogError]] = []
     for edit in edits(valid()[log]):
         try:
@@ -93,7 +93,7 @@ def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
 
 
 def given_up() -> list[str]:
-    """A tape of one stage is given up, and another stage goes on."""
+    """A tape of one stage is dropped, and another stage continues."""
     stages = [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)]
     d = RecordedCaller(stages, incarnation=0x5EED_0800)
     d.forward(1, 0, refresh=True)
@@ -129,8 +129,8 @@ _SINGLE_EDIT_LOGS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "two-writes-at-once": two_writes_at_once,
 }
 
-#: Clauses that only these logs break: the log, the first line with this text, the place, and what
-#: stands there afterwards.
+#: Clauses that only these logs break: the log, the first line with this text, the place, and the
+#: value after the edit.
 _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
     "arena.spoiled": ("given-up", "bind", ("key", 1), 1),
     # The stage then accumulates into one symbolic buffer, and the buffer's number that the second
@@ -163,8 +163,9 @@ def rejected() -> dict[str, Rejected]:
     """
     Return one rejected log per clause that a single field can break.
 
-    Every edit of the scenarios' logs is tried: one that is refused at its own line is preferred,
-    then a shorter log, then the earlier. Clauses that none breaks have a log of their own.
+    Every edit of the scenarios' logs is tried. Edits that are refused at their own line are
+    preferred, then shorter logs, then earlier edits. Clauses that no edit breaks have a log of
+    their own.
     """
     best: dict[str, tuple[tuple[bool, int], Rejected]] = {}
     for log, lines in valid().items():

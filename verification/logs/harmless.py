@@ -1,9 +1,9 @@
 """
-Why an edited log that the replayer accepts says nothing that the contract forbids.
+Proofs that an accepted edit of a log is harmless: the contract allows what the log records.
 
-The proofs run the composed transitions over memories of their own, line by line, and compare whole
-states; they ask nothing of the replayer, so an edit that it only overlooks has no proof. Equal
-states have equal futures: a transition reads nothing but its state and its arguments.
+The proofs run the composed transitions over their own memories, line by line, and compare whole
+states. They never use the replayer, so an edit that the replayer only overlooks has no proof. Equal
+states have equal futures: a transition reads only its state and its arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REASONS: Final[Mapping[str, str]] = {
     "undone": "a restore leads to the same state but for entries that are written before they are "
     "read again, and nothing before it outlives a restore",
 }
-#: Transitions whose effect a restore does not take back.
+#: Transitions whose effect a restore does not undo.
 LASTING: Final = frozenset({"commit_epoch", "checkpoint"})
 _SYNCHRONIZE: Final = frozenset({"submit", "join", "wait"})
 
@@ -44,10 +44,10 @@ _SYNCHRONIZE: Final = frozenset({"submit", "join", "wait"})
 @frozen
 class History:
     """
-    What a log's lines do, by the composed transitions alone.
+    A run of a log's events by the composed transitions alone.
 
     Args:
-        contract: The contract that the header describes, after the last event.
+        contract: The contract of the header, after the last event.
         events: The events.
         arguments: Arguments of each, as the contract's own calls pass them.
         states: The state before the first event, and after each.
@@ -60,7 +60,7 @@ class History:
 
 
 class _Unreadable:
-    """Stands in an entry of a column that nothing may read; any use but overwriting it raises."""
+    """A column entry that may only be overwritten; any other use raises."""
 
     def _read(self, *_: Any) -> Any:
         raise TypeError("an entry that was left over is read")
@@ -73,11 +73,12 @@ def history(
     lines: Sequence[str], spoiled: tuple[int, Sequence[tuple[str, Any]]] = (-1, ())
 ) -> History | None:
     """
-    Run a log's events, its closing line left aside; None where one of them cannot or may not run.
+    Run a log's events without its closing line; None if an event cannot run or is refused.
 
     Args:
-        lines: A whole log; neither digests nor numbers are looked at.
-        spoiled: After how many events to make which entries unreadable, by column and index.
+        lines: A whole log; digests and line numbers are not checked.
+        spoiled: By number of events: the entries that become unreadable after it, by column and
+            index.
     """
     header, *events = [json.loads(line) for line in lines[:-1]]
     try:
@@ -113,7 +114,7 @@ def _own(lines: tuple[str, ...]) -> History:
 
 def proof(lines: Sequence[str], edit: Edit) -> str | None:
     """
-    Return why an edit of a valid log is harmless, a key of ``REASONS``; None: nothing shows it.
+    Return why an edit of a valid log is harmless, as a key of ``REASONS``; None without a proof.
 
     Args:
         lines: The log.
@@ -132,7 +133,7 @@ def proof(lines: Sequence[str], edit: Edit) -> str | None:
 
 
 def _undone(lines: Sequence[str], ours: History, theirs: History, at: int) -> bool:
-    """Whether the next restore takes back whatever the edit changed."""
+    """Whether the next restore undoes every change of the edit."""
     names = [event["transition"] for event in ours.events]
     if "restore" not in names[at:]:
         return False
@@ -163,7 +164,7 @@ def _differing(contract: Contract, one: Snapshot, other: Snapshot) -> list[tuple
 
 
 def _same_state(ours: History, theirs: History, at: int) -> str:
-    """Say why two lines lead to the same state."""
+    """Return why two lines lead to the same state."""
     name = ours.events[at - 1]["transition"]
     before, after = ours.arguments[at - 1], theirs.arguments[at - 1]
     if name == theirs.events[at - 1]["transition"]:

@@ -1,5 +1,5 @@
 """
-Is every guard needed? Each is deleted in turn, and so is each operand and each state update.
+Mutants: each guard, operand and state update is deleted in turn, to see whether it is needed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 @define
 class MutantReport:
     """
-    What became of every mutant.
+    The verdicts on all mutants.
 
     Args:
         verdicts: The verdict of each.
-        seconds: What it took in all.
-        setup_seconds: Of that, what the search took in which all are tried in reachable states.
+        seconds: Total time.
+        setup_seconds: The part of it that tries all mutants in reachable states.
     """
 
     verdicts: list[Verdict] = field(factory=list)
@@ -47,22 +47,22 @@ class MutantReport:
 
     @property
     def mutants(self) -> int:
-        """How many there are."""
+        """Number of mutants."""
         return len(self.verdicts)
 
     @property
     def killed(self) -> int:
-        """How many behave differently in a way that matters."""
+        """Number of mutants that a promise, a legal schedule or a clause's name detects."""
         return sum(verdict.killed for verdict in self.verdicts)
 
     @property
     def equivalent(self) -> list[Verdict]:
-        """Those proved to do the same as the contract, because something else does their work."""
+        """The mutants that are proved equal to the contract, because another guard covers them."""
         return [v for v in self.verdicts if v.kind == "equivalent" and v.justified]
 
     @property
     def survivors(self) -> list[Verdict]:
-        """Those neither killed nor proved equivalent and justified."""
+        """The mutants that are neither killed nor proved equivalent and justified."""
         return [verdict for verdict in self.verdicts if not verdict.justified]
 
     @property
@@ -99,10 +99,10 @@ def run(
     note: Callable[[str], None] | None = None,
 ) -> MutantReport:
     """
-    Delete each guard, operand and update in turn, and say what becomes of each mutant.
+    Delete each guard, operand and update in turn, and return the verdict on each mutant.
 
     Args:
-        progress: Called with a line now and then.
+        progress: Called with a progress line.
         only: Part of a site's text, for example ``check_dgrad`` or ``arena.``; None for all.
         note: Told the first survivor at once.
     """

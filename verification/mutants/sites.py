@@ -1,5 +1,5 @@
 """
-Where a transition can be broken: every guard, every operand of one, every state update.
+The sites of mutants: every guard, every operand of a guard, every state update.
 
 Sites are found in the syntax trees of the relations' halves, with their helpers written out, so
 that a helper's guard is deleted in one transition at a time.
@@ -21,7 +21,7 @@ from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transition
 
 __all__ = ["BREAKDOWN", "Mutant", "Site", "mutant", "sites"]
 
-#: What a broken function may raise beside a refusal.
+#: Exceptions that a broken function may raise beside a refusal.
 BREAKDOWN: Final = (KeyError, IndexError, TypeError)
 
 #: Steps from a syntax node to one of its parts: attribute names and positions.
@@ -31,16 +31,16 @@ Place = tuple[str | int, ...]
 @frozen
 class Site:
     """
-    One thing to delete.
+    One piece of source to delete.
 
     Args:
-        transition: The transition it belongs to.
+        transition: The transition of the site.
         half: ``relation.function`` of its half.
-        kind: ``guard``, ``operand`` or ``update``; ``condition`` where what is deleted is the
-            test of an update, which then always happens.
-        text: What is deleted.
+        kind: ``guard``, ``operand`` or ``update``; ``condition`` for the test of an update, which
+            then always happens.
+        text: The deleted source.
         clause: Clause that the guard raises; empty for an update.
-        place: Where it is in the half's tree, with helpers written out.
+        place: Place in the half's tree, with helpers written out.
     """
 
     transition: str
@@ -66,7 +66,7 @@ class Mutant:
     The transitions with some sites deleted.
 
     Args:
-        deleted: What is deleted; one site, but for showing that one guard covers another.
+        deleted: The deleted sites; more than one only to show that one guard covers another.
         omit: Relations left out.
     """
 
@@ -82,7 +82,7 @@ class Mutant:
     def replaced(self) -> dict[str, ast.FunctionDef]:
         """The halves to put in place of the relations' own."""
         found: dict[str, ast.FunctionDef] = {}
-        # From the back, so that deleting one site leaves the places of the others.
+        # From the back, so that deleting one site does not move the others.
         for site in sorted(self.deleted, key=lambda s: _sortable(s.place), reverse=True):
             module, _, name = site.half.partition(".")
             half = found.get(site.half) or _flat(
@@ -198,7 +198,7 @@ def _is_update(statement: ast.stmt) -> bool:
 
 
 def _make_unconditional(half: ast.FunctionDef, place: Place) -> None:
-    """Put what a test guards in place of the test."""
+    """Replace a test by its body."""
     body: Any = half
     for step in place[:-1]:
         body = body[step] if isinstance(step, int) else getattr(body, step)

@@ -1,12 +1,13 @@
 """
-What becomes of a mutant, and how it is decided.
+The verdict on a mutant.
 
-In turn: does the broken transition accept a call in a reachable state after which an invariant, a
-property of the history or a step property fails? Does it refuse an action of a legal schedule? Does
-it name another clause? Does it do any of that in a composition that leaves a relation out? Does it
-break an invariant from some state that satisfies them all, though none was reached? Or is it the
-same function on every state that satisfies them? The last is a proof over unbounded sorts, and then
-some other guard must be found that does its work.
+These questions are asked in turn. Does the broken transition accept a call in a reachable state
+after which an invariant, a property of the history or a step property fails? Does it refuse an
+action of a legal schedule? Does it name another clause? Does it do any of that in a composition
+that leaves a relation out? Does it break an invariant from some state that satisfies all of them,
+whether or not that state is reachable? Does it equal the contract on every state that satisfies
+them? The last answer is a proof over unbounded sorts; then another guard must be found that covers
+the mutant.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .sites import BREAKDOWN, Mutant, Site, sites
 
 __all__ = ["CLASSES", "Verdict", "judge", "prepare"]
 
-#: How a mutant is killed, best first: the kind of its verdict, and that in words.
+#: Kinds of kills, best first, each in words.
 CLASSES: Final = {
     "state": "a state invariant fails",
     "history": "a property of the physical history fails",
@@ -50,17 +51,17 @@ ELSEWHERE: Final = ("order", "arena", "version")
 @frozen
 class Verdict:
     """
-    What became of a mutant.
+    The verdict on a mutant.
 
     Args:
-        mutant: The mutant; where nothing shows in the full composition, that of another one.
+        mutant: The mutant; of another composition where the full composition shows no difference.
         kind: One of ``CLASSES``; ``equivalent`` or ``survived``.
-        by: The predicate that fails, or what is refused or named instead; for an equivalent one
-            what does its work.
-        probe: The call that shows it, in a reachable state.
-        covering: What the call shows it with, where that is not the mutant alone: another guard
-            deleted too, or a relation left out.
-        seconds: What it took.
+        by: The failing predicate, or what is refused or named instead; for an equivalent mutant
+            the guard that covers it.
+        probe: A call in a reachable state that shows the difference.
+        covering: The mutant of the probe where it is not the mutant alone: another guard is deleted
+            too, or a relation is left out.
+        seconds: Time to decide.
     """
 
     mutant: Mutant
@@ -72,7 +73,7 @@ class Verdict:
 
     @property
     def killed(self) -> bool:
-        """Whether it behaves differently in a way that matters."""
+        """Whether a promise, a legal schedule or a clause's name detects the mutant."""
         return self.kind in CLASSES
 
     @property
@@ -82,7 +83,7 @@ class Verdict:
 
     @property
     def justified(self) -> bool:
-        """Whether it is killed, or equivalent with another guard doing its work."""
+        """Whether the mutant is killed, or equivalent and covered by another guard."""
         return self.killed or (self.kind == "equivalent" and self.covering is not None)
 
     def asdict(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class Verdict:
 
 
 def judge(mutant: Mutant) -> Verdict:
-    """Decide what becomes of a mutant."""
+    """Return the verdict on a mutant."""
     began = time.perf_counter()
     found = (
         _harms(mutant)
@@ -120,7 +121,7 @@ def judge(mutant: Mutant) -> Verdict:
 
 
 def _harms(mutant: Mutant) -> Verdict | None:
-    """Look for a call that it accepts and that leaves a property broken."""
+    """Look for a call that the mutant accepts and that breaks a property."""
     for probe, failing in corpus(mutant.omit).harmful.get(mutant.site, ()):
         kind, name = failing[0]
         return Verdict(mutant, kind, name, probe)
@@ -128,7 +129,7 @@ def _harms(mutant: Mutant) -> Verdict | None:
 
 
 def _refuses_legal(mutant: Mutant) -> Verdict | None:
-    """Look for a legal schedule with an action that it refuses."""
+    """Look for a legal schedule with an action that the mutant refuses."""
     functions = mutant.functions.functions
     for process, actions in legal_schedules(mutant.omit):
         memory = process.lay_out().memory
@@ -142,7 +143,7 @@ def _refuses_legal(mutant: Mutant) -> Verdict | None:
 
 
 def _names_another(mutant: Mutant) -> Verdict | None:
-    """Look for a refusal that it gives another name."""
+    """Look for a refusal that the mutant names by another clause."""
     for answer, probes in corpus(mutant.omit).renamed.get(mutant.site, {}).items():
         for probe in probes:
             if probe.clause is not None:
@@ -151,7 +152,7 @@ def _names_another(mutant: Mutant) -> Verdict | None:
 
 
 def _matters_elsewhere(mutant: Mutant) -> Verdict | None:
-    """Look for all that in a composition without another relation."""
+    """Look for any of these in a composition that leaves a relation out."""
     elsewhere = [Mutant(mutant.deleted, (relation,)) for relation in ELSEWHERE]
     elsewhere = [other for other in elsewhere if mutant.site.relation not in other.omit]
     for look in (_harms, _names_another):
@@ -172,7 +173,7 @@ def _finite(omit: tuple[str, ...]) -> tuple[Composition, Any]:
 
 
 def _harms_by_induction(mutant: Mutant) -> Verdict | None:
-    """Look for any state from which it breaks a property, in a finite scope."""
+    """Look for any state in a finite scope from which the mutant breaks a property."""
     composition, solver = _finite(mutant.omit)
     broken = Composition(mutant.omit, composition.encoding, mutant.functions)
     failing = next(refuted(broken, mutant.site.transition, solver), None)
@@ -186,7 +187,7 @@ def _unbounded(omit: tuple[str, ...]) -> tuple[Composition, Z3]:
 
 
 def _equivalent(mutant: Mutant) -> Verdict | None:
-    """Prove that it does the same wherever the invariants hold, and find what covers it."""
+    """Prove that the mutant equals the contract wherever the invariants hold; find its cover."""
     composition, solver = _unbounded(mutant.omit)
     words = composition.vocabulary
     name = mutant.site.transition
@@ -265,10 +266,10 @@ def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple
 
 def prepare(tell: Callable[[str], None]) -> None:
     """
-    Try all mutants in reachable states of all compositions, so that none waits for it.
+    Try all mutants in reachable states of all compositions, so that no verdict waits for it.
 
     Args:
-        tell: Called with a line at each composition.
+        tell: Called with a progress line per composition.
     """
     for omit in ((), *((relation,) for relation in ELSEWHERE)):
         tell(f"mutants: trying all in reachable states, {composition_name(omit)}")

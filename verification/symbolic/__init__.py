@@ -1,8 +1,8 @@
 """
 The symbolic reading: every path of every composed transition, as Z3 terms.
 
-``path_table`` runs the very functions that guard the GPU over symbolic memory and returns what
-each path requires and leaves behind. The proofs ask Z3 about the table; the batch explorer
+``path_table`` runs the very functions that guard the GPU over symbolic memory and returns what each
+path requires and the state that it leaves. The proofs ask Z3 about the table; the batch explorer
 compiles it to NumPy.
 """
 

@@ -51,7 +51,7 @@ ARGUMENTS: Mapping[str, str] = {
     "ref.incarnation": "int",
 }
 
-#: The stage of every cell: what ``key.stage`` reads. Configured, and known to no transition.
+#: The stage of every cell, which ``key.stage`` reads. Configured; no transition reads the column.
 STAGE_OF = "stage_of"
 
 _INDEX_SORTS = (
@@ -277,7 +277,7 @@ class Memory:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:
-        """Make the view of a column that is met for the first time; most never are."""
+        """Make the view of a column at its first use; most columns are never used."""
         term = self.__dict__.get("_before", {}).get(name)
         if term is None:
             raise AttributeError(f"unknown column {name!r}")

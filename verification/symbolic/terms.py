@@ -23,13 +23,13 @@ class UndecidedError(TypeError):
 @define
 class Run:
     """
-    One execution of a transition: which way each test that it met was decided.
+    One execution of a transition: the decision of each test that it met.
 
     Args:
         prefix: Decisions to replay; later tests are decided ``True`` first.
         taken: Decision of each test that the path conditions do not already settle.
         condition: The tests as decided; their conjunction is the path's condition.
-        shared: What all runs of one transition have in common.
+        shared: Terms and tests that all runs of one transition share.
     """
 
     prefix: list[bool] = field(factory=list)
@@ -40,7 +40,7 @@ class Run:
     _values: list[tuple[int, Term, Term]] = field(factory=list)
 
     def decide(self, test: Term) -> bool:
-        """Return this run's decision of a test, and remember it as part of the condition."""
+        """Return this run's decision of a test, and add it to the condition."""
         plain, negated = self.shared.plain(test)
         if plain is None:
             return not negated
@@ -58,7 +58,7 @@ class Run:
         return outcome
 
     def _settled(self, test: Test) -> bool | None:
-        """Return what earlier decisions say of a test: the same one, or a term's value."""
+        """Return what earlier decisions imply for a test, by the same test or by a term's value."""
         known = self._known.get(test.number)
         if known is not None:
             return known
@@ -69,7 +69,7 @@ class Run:
 @define(eq=False)
 class Test:
     """
-    A test that runs decide: no negation, and neither true nor false.
+    A test that runs decide: not a negation, and neither true nor false.
 
     Args:
         term: Its term.
@@ -98,7 +98,7 @@ class Test:
         return cls(term, term.get_id(), z3.Not(term), values, _parts(term))
 
     def under(self, values: list[tuple[int, Term, Term]]) -> bool | None:
-        """Return what the values of some terms make of it; None where they leave it open."""
+        """Return the test's truth under the values of some terms; None where it stays open."""
         key = tuple(part for number, _, value in values for part in (number, value.get_id()))
         found = self._under.get(key)
         if found is None:
@@ -112,9 +112,9 @@ class Test:
 @define(eq=False)
 class Shared:
     """
-    What was built and decided before: runs of one transition do most of it alike.
+    Terms and tests that were built before; runs of one transition build most of them alike.
 
-    Every entry holds the terms of its key, so that their ids stay their own.
+    Every entry holds the terms of its key, so that their ids are not reused.
     """
 
     _tests: dict[int, tuple[Term, Test | None, bool]] = field(factory=dict)
@@ -136,7 +136,7 @@ class Shared:
         return found[1], found[2]
 
     def once(self, how: Callable[..., Term], term: Term, *given: Any) -> Term:
-        """Return what a function makes of a term and of terms or plain values."""
+        """Return the result of a function on a term and further arguments, computed once."""
         key = (how, term.get_id(), *(_key(part) for part in given))
         found = self._built.get(key)
         if found is None:

@@ -1,3 +1,3 @@
 """
-Transformer Engine behind the backend protocol. The only room that imports the library.
+Transformer Engine behind the backend protocol: the only folder that imports the library.
 """

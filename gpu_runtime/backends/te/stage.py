@@ -39,7 +39,6 @@ from .domain import (
     TransformerEngineDomain,
     library,
     refuse_missing,
-    reset_process,
 )
 from .internals import (
     STATE,
@@ -469,43 +468,6 @@ class TransformerEngineStage:
         if self.dynamic is not None:
             unit = self.dynamic.unit.name
             self.dynamic.main_grad = None if destinations is None else destinations[unit]
-
-
-def check_backend(device: torch.device | str = "cuda") -> None:
-    """
-    Run refresh, F, dI and dW of one small layer, eager, and forget it after.
-
-    What a look at names cannot see is seen here: a library that still has every name and uses one
-    of them differently. FP8 state of this process is reset.
-
-    Args:
-        device: Where; the current CUDA device when it is left out.
-
-    Raises:
-        BackendError: FP8 modules are registered in this process already, or the library lacks or
-            changed what the runtime reaches; the message names it.
-    """
-    # 128 tokens: the library's fused attention backward is wrong below.
-    config = LayerConfig(sequence=128)
-    domain = TransformerEngineDomain("delayed", 16, device)
-    try:
-        stage = TransformerEngineStage(0, domain, config)
-        gradients = {
-            unit.name: torch.zeros(unit.shape, dtype=config.dtype, device=domain.device)
-            for unit in stage.units
-        }
-        stage.warm()
-        stage.refresh_cache()
-        tape = stage.new_tape(0)
-        outputs = stage.forward(tape, [spec.buffer() for spec in stage.inputs])
-        stage.bind(tape, gradients)
-        stage.dgrad(tape, [torch.ones_like(output) for output in outputs])
-        stage.wgrad(tape, accumulate=False)
-        stage.address_probe()()
-        if domain.device.type == "cuda":
-            torch.cuda.synchronize(domain.device)
-    finally:
-        reset_process()
 
 
 def _unit(path: str, module: Any, part: str) -> WgradUnit:

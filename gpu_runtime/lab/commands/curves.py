@@ -27,7 +27,8 @@ from ...ranks.consent import StoppedError
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
 from ...ranks.world import gathered
 from ...training.command import require_processes
-from ...training.config import Checkpointing, read
+from ...training.config import Checkpointing
+from ...training.config_file import read
 from ...training.loop import TIMES, backend_of, opened, settled
 from ..reports.report import (
     ALIKE,

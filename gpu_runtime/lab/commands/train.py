@@ -25,7 +25,8 @@ from ...training.command import (
     nonfinite_lines,
     release,
 )
-from ...training.config import Checkpointing, read
+from ...training.config import Checkpointing
+from ...training.config_file import read
 from ...training.loop import Trainer, backend_of
 from ..comparisons.ranks import compared, native, tensor_digests, totals_of_ranks
 

@@ -25,7 +25,8 @@ from ...backends.protocol import parameters
 from ...ranks.job import NAMES
 from ...ranks.world import Member, gathered
 from ...training.command import release
-from ...training.config import Checkpointing, Config, read
+from ...training.config import Checkpointing, Config
+from ...training.config_file import read
 from ...training.loop import Opened
 from ...training.model import Language
 from ..comparisons.ranks import tensor_digests

@@ -1,3 +1,3 @@
 """
-Memory: slots, gradient destinations and their sums, numerical state.
+Device memory of a step: slots, gradient destinations and their sums, counters, numerical state.
 """

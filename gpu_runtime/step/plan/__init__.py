@@ -1,3 +1,3 @@
 """
-Plans: the order of a rank's actions, and the slots that they need.
+Plans of a step: the order of a rank's actions, its row with messages, and the slots both need.
 """

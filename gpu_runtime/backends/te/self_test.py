@@ -1,0 +1,50 @@
+"""
+A self-test of Transformer Engine behind the backend protocol, for `qeffect runtime doctor`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layers import LayerConfig
+from .domain import TransformerEngineDomain, reset_process
+from .stage import TransformerEngineStage
+
+__all__ = ["check_backend"]
+
+
+def check_backend(device: torch.device | str = "cuda") -> None:
+    """
+    Run refresh, F, dI and dW of one small layer, eager, and forget the layer afterwards.
+
+    This finds what a check of names cannot find: a library that has every name and uses one of them
+    differently. FP8 state of this process is reset.
+
+    Args:
+        device: Where to run; by default the current CUDA device.
+
+    Raises:
+        BackendError: FP8 modules are registered in this process already, or the library lacks or
+            changed what the runtime reaches; the message names it.
+    """
+    # 128 tokens: the library's fused attention backward is wrong below.
+    config = LayerConfig(sequence=128)
+    domain = TransformerEngineDomain("delayed", 16, device)
+    try:
+        stage = TransformerEngineStage(0, domain, config)
+        gradients = {
+            unit.name: torch.zeros(unit.shape, dtype=config.dtype, device=domain.device)
+            for unit in stage.units
+        }
+        stage.warm()
+        stage.refresh_cache()
+        tape = stage.new_tape(0)
+        outputs = stage.forward(tape, [spec.buffer() for spec in stage.inputs])
+        stage.bind(tape, gradients)
+        stage.dgrad(tape, [torch.ones_like(output) for output in outputs])
+        stage.wgrad(tape, accumulate=False)
+        stage.address_probe()()
+        if domain.device.type == "cuda":
+            torch.cuda.synchronize(domain.device)
+    finally:
+        reset_process()

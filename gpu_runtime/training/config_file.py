@@ -1,0 +1,169 @@
+"""
+A training file, read and checked: an error is one line that names the field, what was expected and
+what was found. Paths are relative to the file's own folder.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from qeffect.report import UnusableError
+
+from .config import TABLES, Config
+
+__all__ = ["differences", "read", "translated"]
+
+_T = TypeVar("_T")
+_FLAGS = ("captured", "one_launch")
+"""Fields of `[parallel]` that `mode` replaces."""
+
+
+def read(path: Path, **changes: Mapping[str, Any]) -> Config:
+    """
+    Read and check a training file.
+
+    Args:
+        path: The file.
+        changes: By table, fields that the command line overrides; None leaves the file's.
+
+    Raises:
+        UnusableError: The file is missing or not TOML, a table or field is unknown, a value is not
+            allowed, or other fields leave a given field without use.
+    """
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnusableError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:  # also a number of too many digits, and a NUL in the path
+        raise UnusableError(f"{path}: expected a TOML file, found {error}") from None
+    for name in given:
+        if name not in TABLES:
+            raise UnusableError(
+                f"{path}: there is no table [{name}]; there are {', '.join(TABLES)}"
+            )
+    tables: dict[str, Any] = {}
+    for name, kind in TABLES.items():
+        found = given.get(name, {})
+        if not isinstance(found, dict):
+            raise UnusableError(f"{path}: [{name}]: expected a table, found {found!r}")
+        if name == "parallel":
+            found = _with_mode(path, found)
+        over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
+        if over:  # a bad value of the file is refused also where the command line replaces it
+            _table(path, name, kind, {**over, **found})
+        tables[name] = _table(path, name, kind, {**found, **over})
+    cut = tables["parallel"].cut
+    for name in ("embedding_cost", "head_cost"):
+        if cut != "balanced" and name in given.get("parallel", {}):
+            raise UnusableError(
+                f"{path}: [parallel] {name}: costs are for cut = 'balanced', found cut = {cut!r}; "
+                "leave it out, or set cut"
+            )
+    rates = tables["optimizer"]
+    if rates.least_rate > rates.rate:
+        own = "" if "least_rate" in given.get("optimizer", {}) else ", its default"
+        raise UnusableError(
+            f"{path}: [optimizer] least_rate: expected at most rate, which is {rates.rate}, found "
+            f"{rates.least_rate}{own}"
+        )
+    return Config(source=path, **tables)
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """
+    List the fields in which two runs differ, one line each.
+
+    Args:
+        saved: The tables of the run that was saved, from `Config.record`.
+        own: The tables of the run that resumes.
+
+    >>> differences({"run": {"steps": 4, "log": ""}}, {"run": {"steps": 6, "log": ""}})
+    ['[run] steps was 4, is 6']
+    """
+    before = {**saved, "parallel": translated(saved.get("parallel", {}))}
+    return [
+        f"[{table}] {name} was {before.get(table, {}).get(name)!r}, is {value!r}"
+        for table, fields in own.items()
+        for name, value in fields.items()
+        if before.get(table, {}).get(name) != value
+    ]
+
+
+def translated(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return a table `[parallel]` with `mode` in place of the flags of earlier releases.
+
+    >>> translated({"pp": 2, "captured": True, "one_launch": False})
+    {'pp': 2, 'mode': 'replays'}
+    """
+    new = {name: value for name, value in parallel.items() if name not in _FLAGS}
+    if len(new) < len(parallel):
+        replays = "replays" if parallel.get("captured", True) else "eager"
+        new["mode"] = "one launch" if parallel.get("one_launch", False) else replays
+    return new
+
+
+def _with_mode(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Accept the older flags of a file's `[parallel]`, with a warning."""
+    old = [name for name in _FLAGS if name in given]
+    if not old:
+        return given
+    for name in old:
+        if type(given[name]) is not bool:
+            raise UnusableError(
+                f"{path}: [parallel] {name}: expected true or false, found {_shown(given[name])}"
+            )
+    if "mode" in given:
+        raise UnusableError(
+            f"{path}: [parallel] {old[0]}: mode says how a step runs; leave {old[0]} out"
+        )
+    if given.get("one_launch") and not given.get("captured", True):
+        raise UnusableError(
+            f"{path}: [parallel] one_launch: expected captured = true beside it, as the step's "
+            "graph is made of those that are replayed, found captured = false; write mode instead"
+        )
+    new = translated(given)
+    warnings.warn(
+        f"{path}: [parallel] {', '.join(old)} will be removed in the next release; write "
+        f'mode = "{new["mode"]}"',
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return new
+
+
+def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _T:
+    fields = {field.name: field for field in attrs.fields(kind)}  # type: ignore[arg-type]
+    for key, value in given.items():
+        if key not in fields:
+            raise UnusableError(
+                f"{path}: [{name}] {key}: there is no such field; there are {', '.join(fields)}"
+            )
+        known = fields[key].metadata
+        if not known["fits"](value):
+            raise UnusableError(
+                f"{path}: [{name}] {key}: expected {_expected(known, value)}, found {_shown(value)}"
+            )
+    return kind(**given)
+
+
+def _expected(known: Mapping[str, Any], value: Any) -> str:
+    said: str = known["expected"]
+    if type(value) is str and "\0" in value and said == "a text":
+        return "a text without NUL, which no path has"
+    if known["most"] is not None and type(value) in (int, float) and value > known["most"]:
+        return f"{said} and at most {known['most']:,}"
+    return said
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no number of so many digits
+        return "a number of too many digits"

@@ -1,0 +1,92 @@
+"""
+The page of all fields of a training file, made from `config.py`.
+
+``python -m qeffect.gpu_runtime.training.config_page`` writes it into `docs/configuration.md` of
+this tree; a path as an argument writes it there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from .config import TABLES
+
+__all__ = ["COLUMNS", "descriptions", "page", "rows"]
+
+COLUMNS = ("field", "type", "default", "unit", "allowed", "on resume", "what it does")
+
+_HEAD = """# The training file
+
+`qeffect runtime train FILE.toml` reads one TOML file. Every field has a default, and an unknown
+field is refused. Paths are relative to the file's folder. An
+[example](../gpu_runtime/training/examples/cpu.toml) runs on a CPU in two processes.
+
+*On resume* says what holds for `--resume`, which continues from the newest checkpoint. A field that
+must stay the same is compared with the checkpoint before any rank writes anything, and another
+value is refused. The log lists the fields that changed.
+
+This page is generated from `gpu_runtime/training/config.py`:
+`python -m qeffect.gpu_runtime.training.config_page`.
+"""
+
+
+def descriptions(table: type) -> dict[str, str]:
+    """Return what each field of a table does, from the table's docstring."""
+    text = inspect.getdoc(table) or ""
+    _, _, arguments = text.partition("Args:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in found}
+
+
+def rows(table: type) -> list[tuple[str, ...]]:
+    """Return the rows of a table's fields, a cell for each of `COLUMNS`."""
+    does = descriptions(table)
+    fields: Any = attrs.fields(table)
+    defaults = table()
+    return [
+        (
+            f"`{field.name}`",
+            field.metadata["kind"],
+            f"`{_toml(getattr(defaults, field.name))}`",
+            field.metadata["unit"] or "-",
+            field.metadata["allowed"],
+            field.metadata["resume"],
+            does.get(field.name, ""),
+        )
+        for field in fields
+    ]
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    parts = [_HEAD]
+    for name, table in TABLES.items():
+        title, _, about = (inspect.getdoc(table) or "").partition("\n")[0].partition(": ")
+        assert title == f"Table `[{name}]`", title
+        parts.append(f"## `[{name}]`\n\n{about[:1].upper()}{about[1:]}\n")
+        cells = [COLUMNS, tuple("---" for _ in COLUMNS), *rows(table)]
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in cells) + "\n")
+    return "\n".join(parts)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def main(arguments: list[str]) -> None:
+    """Write the page."""
+    tree = Path(__file__).resolve().parents[2]
+    place = Path(arguments[0]) if arguments else tree / "docs" / "configuration.md"
+    place.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,154 @@
+"""
+The kinds of fields that a training file has: type, default, unit, allowed values, and resuming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ..ranks.job import NAMES
+
+__all__ = [
+    "COUNT",
+    "FREE",
+    "SAME",
+    "SEED",
+    "cut",
+    "flag",
+    "number",
+    "one_of",
+    "schedule",
+    "text",
+    "times",
+    "whole",
+]
+
+SIZE = 2**20
+"""Upper limit of a dimension, and of counts of ranks, stages, layers and microbatches."""
+COUNT = 2**53
+"""Upper limit of counts of steps and windows."""
+SEED = 2**63 - 1
+"""Largest seed."""
+NUMBER = 1e9
+"""Upper limit of a number."""
+
+SAME = "must stay the same"
+"""A run that resumes with another value is refused."""
+FREE = "may change"
+"""A run may resume with another value."""
+
+
+def _field(
+    default: Any,
+    kind: str,
+    expected: str,
+    allowed: str,
+    fits: Callable[[Any], bool],
+    *,
+    unit: str = "",
+    resume: str = FREE,
+    most: float | None = None,
+) -> Any:
+    """
+    A field.
+
+    Args:
+        default: Its default; a list is copied for each table.
+        kind: Its type, in TOML's words.
+        expected: What an error says that was expected.
+        allowed: What the page of all fields says that is allowed.
+        fits: Whether a value is allowed.
+        unit: Its unit; empty without one.
+        resume: What holds for a run that resumes from a checkpoint.
+        most: Its upper limit, for the error.
+    """
+    known = {
+        "kind": kind,
+        "expected": expected,
+        "allowed": allowed,
+        "fits": fits,
+        "unit": unit,
+        "resume": resume,
+        "most": most,
+    }
+    if isinstance(default, list):
+        return attrs.field(factory=lambda: list(default), metadata=known)
+    return attrs.field(default=default, metadata=known)
+
+
+def whole(default: int, least: int = 1, most: int = SIZE, **known: Any) -> Any:
+    """A whole number between two limits, both included."""
+    fits = lambda v: type(v) is int and least <= v <= most  # noqa: E731 - one of many alike
+    expected = f"a whole number of at least {least}"
+    return _field(default, "integer", expected, f"{least:,} to {most:,}", fits, most=most, **known)
+
+
+def number(default: float, *, positive: bool = False, **known: Any) -> Any:
+    """A finite number of at least 0, or above 0."""
+
+    def fits(value: Any) -> bool:
+        is_number = type(value) in (int, float) and value <= NUMBER
+        return is_number and (value > 0 if positive else value >= 0)
+
+    least = "above 0" if positive else "of at least 0"
+    allowed = f"{'above 0' if positive else '0'} to {NUMBER:,.0f}"
+    return _field(default, "number", f"a number {least}", allowed, fits, most=NUMBER, **known)
+
+
+def flag(default: bool, **known: Any) -> Any:
+    """True or false."""
+    fits = lambda v: type(v) is bool  # noqa: E731 - one of many alike
+    return _field(default, "boolean", "true or false", "true, false", fits, **known)
+
+
+def text(default: str, **known: Any) -> Any:
+    """A string, of paths here: any without NUL."""
+    fits = lambda v: type(v) is str and "\0" not in v  # noqa: E731 - one of many alike
+    return _field(default, "string", "a text", "any without NUL", fits, **known)
+
+
+def one_of(default: str, *options: str, **known: Any) -> Any:
+    """One of several strings."""
+    shown = ", ".join(map(repr, options))
+    allowed = ", ".join(f"`{option}`" for option in options)
+    fits = lambda v: type(v) is str and v in options  # noqa: E731 - one of many alike
+    return _field(default, "string", f"one of {shown}", allowed, fits, **known)
+
+
+def schedule(default: str, **known: Any) -> Any:
+    """A short name of a schedule, or the name of a schedule class of torch."""
+
+    def fits(value: Any) -> bool:
+        return type(value) is str and (value in NAMES or value.startswith("Schedule"))
+
+    expected = f"one of {', '.join(NAMES)}, or a schedule class of torch"
+    allowed = f"{', '.join(f'`{name}`' for name in NAMES)}, or a schedule class of torch"
+    return _field(default, "string", expected, allowed, fits, **known)
+
+
+def cut(**known: Any) -> Any:
+    """How layers are divided into stages: by a rule, or the number of layers of each stage."""
+
+    def fits(value: Any) -> bool:
+        if type(value) is list:
+            return bool(value) and all(type(n) is int and 1 <= n <= SIZE for n in value)
+        return value in ("even", "balanced", "measured")
+
+    expected = "'even', 'balanced', 'measured', or a list of layers a stage"
+    allowed = f"`even`, `balanced`, `measured`, or a list of 1 to {SIZE:,} layers for each stage"
+    return _field("even", "string or list of integers", expected, allowed, fits, **known)
+
+
+def times(**known: Any) -> Any:
+    """A list of times, one for each layer."""
+
+    def fits(value: Any) -> bool:
+        return type(value) is list and all(
+            type(one) in (int, float) and 0 < one <= NUMBER for one in value
+        )
+
+    allowed = f"each above 0 to {NUMBER:,.0f}; empty, or one for each layer"
+    return _field([], "list of numbers", "a list of numbers above 0", allowed, fits, **known)

@@ -1,0 +1,135 @@
+"""
+What one rank runs in the tests of waits around a launch, with a wait and with it taken away.
+
+A long kernel delays one stream, so that whatever does not wait for it reads too early each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.ranks.consent import StoppedError
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
+from qeffect.gpu_runtime.ranks.worker import Worker
+from tests.ranks.launch_bodies import BEFORE, _made
+
+#: Cycles of a kernel that waits: about 0.2 s, longer than a step of a small model by far.
+DELAY = 400_000_000
+
+
+class UnrecordedEvent(torch.cuda.Event):
+    """An event that is never recorded: whoever waits for it goes on at once."""
+
+    def record(self, stream: Any = None) -> None:
+        """Record nothing."""
+
+
+def delay(stream: Any = None) -> None:
+    """Keep a stream busy; the current one, unless another is given."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(DELAY)  # type: ignore[no-untyped-call]
+
+
+def _begun(job: Job, prepare: Callable[[OneLaunch], None] | None = None) -> OneLaunch:
+    """A runner whose next step is checked as one."""
+    worker = _made(job, "cuda", one=True, rate=1e-3)
+    runner = OneLaunch(worker)
+    if prepare is not None:
+        prepare(runner)
+    for _ in range(BEFORE):
+        runner.step()
+    torch.cuda.synchronize()
+    return runner
+
+
+class _Weights:
+    """Copies of all parameters, in memory that is there before anything is delayed."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._live = [t.detach() for t in worker.optimizer.named.values()]
+        self._kept = [t.clone() for t in self._live]
+
+    def take(self) -> None:
+        """Copy on the current stream, without waiting for another."""
+        torch._foreach_copy_(self._kept, self._live)
+
+    def same(self, other: _Weights) -> bool:
+        """Whether two copies are equal, once the device is idle."""
+        torch.cuda.synchronize()
+        return all(torch.equal(a, b) for a, b in zip(self._kept, other._kept, strict=True))
+
+
+def _close(runner: OneLaunch) -> None:
+    torch.cuda.synchronize()
+    runner.leave()
+    runner.close()
+    runner.worker.close()
+
+
+def confirmed(job: Job, waits: bool) -> str:
+    """Two launches of which the first is delayed: why the second one stopped; empty if not."""
+    runner = _begun(job)
+    if not waits:
+        runner._await = lambda done: None  # type: ignore[method-assign]
+    delay(runner.runtime.handoff.stream)  # type: ignore[attr-defined]
+    try:
+        for _ in range(2):
+            runner.step()
+    except StoppedError as stopped:
+        torch.cuda.synchronize()
+        return stopped.cause.text
+    _close(runner)
+    return ""
+
+
+def rated(job: Job, waits: bool) -> bool:
+    """Whether a launch has used the rate, 0, that the caller's stream sets behind a delay."""
+    runner = _begun(job)
+    handoff: Any = runner.runtime.handoff
+    before, after = _Weights(runner.worker), _Weights(runner.worker)
+    torch.cuda.synchronize()
+    if not waits:
+        handoff._from_caller = UnrecordedEvent()
+    delay()
+    runner.worker.optimizer.set_rate(0.0)
+    runner.step()
+    torch.cuda.synchronize()
+    after.take()
+    still = after.same(before)
+    _close(runner)
+    return still
+
+
+def updated(job: Job, waits: bool) -> bool:
+    """Whether a caller that reads the weights right behind a launch finds them updated."""
+
+    def late(runner: OneLaunch) -> None:
+        """Delay each launch behind its last dW, whose graph has recorded the tail."""
+        capture = runner._gate.capture
+
+        def delayed(gradients: Any) -> Tensor:
+            if gradients is not None:
+                torch.cuda._sleep(DELAY)  # type: ignore[no-untyped-call]
+            return capture(gradients)
+
+        runner._gate.capture = delayed  # type: ignore[method-assign]
+
+    runner = _begun(job, late)
+    handoff: Any = runner.runtime.handoff
+    before, found, left = (_Weights(runner.worker) for _ in range(3))
+    torch.cuda.synchronize()
+    if not waits:
+        handoff.record_tail = lambda: None
+    runner.step()
+    found.take()
+    torch.cuda.synchronize()
+    left.take()
+    assert not left.same(before), "the step moved no weight, so that nothing could be seen"
+    fresh = found.same(left)
+    _close(runner)
+    return fresh
