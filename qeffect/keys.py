@@ -15,7 +15,7 @@ __all__ = ["Cell", "TapeKey", "TapeRef", "Unfrozen", "cell_of", "reference", "sp
 #: A key without its epoch: (stage, microbatch, block, invocation).
 Cell = tuple[int, int, int, int]
 
-#: One object per cell: the memory's look-ups then compare by identity, and no key holds another.
+#: One object per cell, so that look-ups in the memory compare by identity.
 _cells: dict[Cell, Cell] = {}
 
 
@@ -61,8 +61,8 @@ def _integer(name: Any, attribute: Attribute[Any], value: Any) -> None:
     """
     Require a plain integer, of no subclass.
 
-    ``True`` and an enumeration's member equal an integer and are another object. Cells are kept
-    one object each, and that object would then stand for every later key.
+    ``True`` and an enumeration's member equal an integer, but are other objects. Each cell is one
+    object for the whole process, and such a member would then be part of every later key.
     """
     if value.__class__ is not int:
         raise TypeError(
@@ -75,19 +75,18 @@ class TapeKey:
     """
     The logical name of one stage execution (paper, III-A).
 
-    A key says nothing of addresses: the same slot serves many keys, and a key is forwarded at
-    most once in an epoch.
+    A key has no address: one slot serves many keys. A key is forwarded at most once per epoch.
 
     Args:
         epoch: Optimizer epoch, that is, the weight version the execution must see.
         stage: Global stage index of the pipeline.
         microbatch: Microbatch index within the optimizer step.
-        block: Sub-layer block of the stage, when its blocks are taped apart.
+        block: Sub-layer block of the stage, if its blocks have tapes of their own.
         invocation: Invocation counter within the block.
 
     Raises:
-        TypeError, ValueError: A part is not a plain ``int`` (a bool and a NumPy integer are none),
-            or negative.
+        TypeError: A part is not a plain ``int``; a bool or a NumPy integer is rejected.
+        ValueError: A part is negative.
 
     >>> TapeKey(epoch=3, stage=1, microbatch=0).cell
     (1, 0, 0, 0)
@@ -148,9 +147,9 @@ def reference(slot: int, generation: int, incarnation: int) -> TapeRef:
     """
     Return ``TapeRef(slot, generation, incarnation)`` in less than half of the time.
 
-    Every forward makes a reference, and a frozen class looks up by name how to set each
-    attribute. So it is made unfrozen, in the same layout, and frozen when whole. The commit of F
-    spells it out, to spare the call.
+    Every forward makes a reference, and setting attributes of a frozen class is slow. So the
+    reference is made unfrozen, in the same layout, and frozen when complete. The commit of F
+    contains the same lines, to save the call.
 
     >>> reference(2, 5, 0x1F) == TapeRef(slot=2, generation=5, incarnation=0x1F)
     True

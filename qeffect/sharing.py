@@ -1,5 +1,5 @@
 """
-Tied weights: gradient destinations that two matrices write, as both of them declare.
+Tied weights: gradient destinations that two matrices write and both declare.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .refusals import refused
 
 __all__ = ["require_tied_ranks", "share_destinations", "written_once"]
 
-#: One matrix that writes a named destination: the stage that has it, and its name there.
+#: A matrix that writes a named destination: its stage and its name.
 Writer = tuple[StageConfig, str]
 
 
 def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
     """
-    Return the sharer of each stage: the other one that writes its tied destinations, or itself.
+    Return, for each stage, the other stage that writes its tied destinations, or itself.
 
     Raises:
-        Refused: ``arena.overlapping-destinations``: two matrices name one destination, and not
-            both are declared tied.
+        Refused: ``arena.overlapping-destinations``: two matrices name one destination without
+            both being declared tied.
         ValueError: More than two stages share, or two of different domains or numbers of
-            microbatches; the destination is not described alike by both; the two do not leave in
-            one bucket; or a tied matrix has no partner here and no bucket that takes it to one.
+            microbatches; the two describe the destination differently; the two are in different
+            buckets; or a tied matrix has neither a partner in this process nor a bucket.
 
     >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
     >>> stages = [StageConfig(s, matrices=("w",), **tied) for s in (0, 3)]
@@ -48,8 +48,9 @@ def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
             others = {other for other in (*own, sharers[stage]) if other != stage}
             if len(others) > 1:
                 raise ValueError(
-                    f"stage {stage} shares destinations with the stages {sorted(others)}; it may "
-                    "share with one"
+                    f"stage {stage} shares destinations with the stages {sorted(others)}; expected "
+                    "at "
+                    "most one"
                 )
             (sharers[stage],) = others
             partner = own[sharers[stage]]
@@ -63,7 +64,7 @@ def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
 
 
 def written_once(stages: Sequence[StageConfig]) -> Iterable[Destination]:
-    """Yield every destination of a process, one that several tied matrices write only once."""
+    """Yield every destination of a process once, also if several tied matrices write it."""
     seen: set[tuple[str, int | None]] = set()
     for config in stages:
         named = dict(config.buffers)
@@ -78,20 +79,21 @@ def written_once(stages: Sequence[StageConfig]) -> Iterable[Destination]:
 
 def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tuple[int, ...]]:
     """
-    Require that weights tied across ranks are reduced together, and return where they are.
+    Require that weights tied across ranks are reduced together, and return their ranks.
 
-    Each rank has a copy of such a weight and of its gradient. Its contract sees that the copy
-    leaves in a bucket, not with whom; so the configurations of all ranks are compared once, before
-    the first step: every copy is declared tied, by one name, and leaves in a bucket of one name.
+    Each rank has a copy of such a weight and of its gradient. A rank's contract sees that its copy
+    leaves in a bucket, but not the other ranks' copies. So the configurations of all ranks are
+    compared once, before the first step: every copy must be declared tied, under one name, and must
+    leave in a bucket of one name.
 
     Args:
         ranks: The stages of each rank of a pipeline.
 
     Returns:
-        The ranks that have a copy of each tied destination, by its name.
+        By the name of each tied destination, the ranks that have a copy.
 
     Raises:
-        Refused: ``arena.overlapping-destinations``: one of two copies is not declared tied.
+        Refused: ``arena.overlapping-destinations``: a copy is not declared tied.
         ValueError: A tied weight has no second matrix on any rank, or its copies leave in
             different buckets.
 
@@ -108,8 +110,8 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
         holders = tuple(sorted({places[config.stage] for config, _ in writers}))
         if len(writers) == 1 and writers[0][1] in writers[0][0].tied:
             raise ValueError(
-                f"{_who(*writers[0])} is declared tied, and no matrix of any rank is tied with it "
-                f"as {name!r}"
+                f"{_who(*writers[0])} is declared tied as {name!r}, but no other matrix of any "
+                "rank is"
             )
         if len(holders) > 1:
             for writer in writers:
@@ -121,7 +123,7 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
 
 
 def _by_name(stages: Iterable[StageConfig]) -> dict[str, list[Writer]]:
-    """Return who writes each destination that has a name."""
+    """Return the writers of each named destination."""
     found: dict[str, list[Writer]] = {}
     for config in stages:
         for matrix, name in config.buffers:
@@ -136,20 +138,20 @@ def _require_declared(name: str, writers: Sequence[Writer]) -> None:
         raise refused(
             "arena.overlapping-destinations",
             "configure",
-            f"{_who(*undeclared[0])} in {name!r}, where {_who(*other)} is",
+            f"{_who(*undeclared[0])}, not declared tied, in {name!r}, which {_who(*other)} writes",
             "a destination of its own, or both matrices declared tied",
         )
 
 
 def _require_alike(name: str, writers: Sequence[Writer]) -> None:
-    """Require that one destination is described alike by all that write it."""
+    """Require that all writers of a destination describe it alike."""
     first = _described(*writers[0])
     for writer in writers[1:]:
         if _described(*writer) != first:
             raise ValueError(
-                f"{_who(*writers[0])} and {_who(*writer)} are tied as {name!r} and their "
-                "destinations differ in more than the matrix: they must have the same microbatch, "
-                "shape, dtype, device, address and length"
+                f"{_who(*writers[0])} and {_who(*writer)} are tied as {name!r}, but their "
+                "destinations differ; they must have the same microbatch, shape, dtype, device, "
+                "address and length"
             )
 
 
@@ -159,7 +161,7 @@ def _described(config: StageConfig, matrix: str) -> dict[int | None, Destination
 
 
 def _require_one_bucket(name: str, writers: Sequence[Writer]) -> None:
-    """Require that a destination is reduced once, not once for each matrix that writes it."""
+    """Require that a destination is in one bucket, whichever matrices write it."""
     buckets = {_bucket(*writer) for writer in writers}
     if len(buckets) > 1:
         listed = ", ".join(f"{_who(*writer)} in {_named(_bucket(*writer))}" for writer in writers)
@@ -169,21 +171,21 @@ def _require_one_bucket(name: str, writers: Sequence[Writer]) -> None:
 
 
 def _require_way_out(name: str, config: StageConfig, matrix: str) -> None:
-    """Require a bucket that is named, for a tied weight whose partner is on another rank."""
+    """Require a named bucket for a tied weight whose partner is on another rank."""
     if not config.buckets:
         raise ValueError(
-            f"{_who(config, matrix)} is tied as {name!r} with no other matrix of this process; its "
-            "gradient must leave in a bucket that both ranks name: configure reduces and buckets"
+            f"{_who(config, matrix)} is tied as {name!r}, but no other matrix of this process is; "
+            "its gradient must leave in a bucket that both ranks name: set reduces and buckets"
         )
 
 
 def _bucket(config: StageConfig, matrix: str) -> Hashable:
-    """Return the bucket that a matrix's gradient leaves in; None where it is not reduced."""
+    """Return the bucket of a matrix's gradient; None if the gradient is not reduced."""
     return next((b.name for b in config.reductions() if matrix in b.matrices), None)
 
 
 def _named(bucket: Hashable) -> str:
-    return "none" if bucket is None else f"bucket {bucket!r}"
+    return "no bucket" if bucket is None else f"bucket {bucket!r}"
 
 
 def _who(config: StageConfig, matrix: str) -> str:

@@ -107,16 +107,27 @@ class Explore:
         parser.add_argument(
             "--slots",
             type=int,
-            help="explore the slot pool with this many slots (default 3); the pool may have at "
-            f"most {MOST_STATES:,} states and {MOST_KEYS} keys",
+            metavar="N",
+            help="slots of the slot pool to explore (default 3); the pool may have at most "
+            f"{MOST_STATES:,} states and {MOST_KEYS} keys",
         )
-        parser.add_argument("--keys", type=int, help="keys of the slot pool (default: slots)")
-        parser.add_argument("--generations", type=int, help="its generations (default 3)")
         parser.add_argument(
-            "--scope", metavar="NAME", help=f"explore one named scope: {', '.join(SCOPES)}"
+            "--keys", type=int, metavar="N", help="keys of the slot pool (default: its slots)"
         )
-        parser.add_argument("--batch", action="store_true", help="use the NumPy reading")
-        parser.add_argument("--symmetry", action="store_true", help="one state of each orbit")
+        parser.add_argument(
+            "--generations", type=int, metavar="N", help="generations per slot (default 3)"
+        )
+        parser.add_argument(
+            "--scope", metavar="NAME", help=f"the one scope to explore: {', '.join(SCOPES)}"
+        )
+        parser.add_argument(
+            "--batch", action="store_true", help="explore with the compiled NumPy batches"
+        )
+        parser.add_argument(
+            "--symmetry",
+            action="store_true",
+            help="one state per orbit: slots and keys are exchangeable",
+        )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Explore and report."""
@@ -215,30 +226,39 @@ class Prove:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--seeds", type=int, metavar="N", help="solver seeds to sweep (default 1)"
+            "--seeds",
+            type=int,
+            metavar="N",
+            help="number of solver seeds to prove with (default 1)",
         )
         parser.add_argument(
             "--depth",
             type=int,
             metavar="N",
-            help=f"transitions in a row of the bounded proof beside the unbounded ones "
-            f"(default {DEPTH})",
+            help=f"length in transitions of the bounded proofs beside the unbounded ones "
+            f"(default {DEPTH}, the most)",
         )
-        parser.add_argument("--cvc5", action="store_true", help="also ask a second solver")
+        parser.add_argument(
+            "--cvc5", action="store_true", help="prove with the second solver, cvc5, too"
+        )
         parser.add_argument(
             "--mutants",
             action="store_true",
-            help="also delete every guard, operand and update in turn",
+            help="also delete each guard, operand and update in turn, show what breaks (minutes)",
         )
         parser.add_argument(
             "--only",
             metavar="TEXT",
-            help="no proofs; only the mutants of lines that contain this text, as programs",
+            help="no proofs: run only the mutants of lines that contain this text, and print each "
+            "counterexample as a program",
         )
         parser.add_argument(
-            "--programs", type=Path, metavar="DIR", help="write each counterexample as a program"
+            "--programs",
+            type=Path,
+            metavar="DIR",
+            help="folder for the counterexamples, one program each",
         )
-        parser.add_argument("--out", type=Path, metavar="F", help="also write the JSON report here")
+        parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""

@@ -50,6 +50,7 @@ PROMISES: Final = frozenset(
 #: Parts of the kernel that name a clause without raising it, or are generated from those that do.
 _TELLING: Final = frozenset(
     {
+        "cli",
         "explain.py",
         "explanations",
         "refusals.py",

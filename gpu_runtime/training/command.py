@@ -48,14 +48,18 @@ __all__ = [
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `train`."""
-    parser.add_argument("config", type=Path, help="a TOML file; every field has a default")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the file's")
-    parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
+    parser.add_argument("config", type=Path, help="TOML file of the run; every field has a default")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint, where there is one"
+        "--steps", type=int, metavar="N", help="optimizer steps (default: the file's)"
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write a JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint, if there is one"
+    )
+    parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to name in the report, outside a git checkout"
+    )
 
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:

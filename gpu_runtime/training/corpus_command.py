@@ -14,18 +14,25 @@ __all__ = ["add_corpus_arguments", "run_corpus"]
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `corpus`."""
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where files go")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the token files"
+    )
     parser.add_argument(
         "--tokenizer",
         choices=("bpe", "bytes"),
         default="bpe",
-        help="byte pairs, trained here (default), or single bytes, which need no package",
+        help="bpe: byte pairs, trained here (default); bytes: single bytes, which need no package",
     )
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="of byte pairs (default 32768)")
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        metavar="N",
+        help="size of the vocabulary of byte pairs (default 32768)",
+    )
     parser.add_argument(
         "--any-version",
         action="store_true",
-        help="go on where the library is not the listed one of its version",
+        help="accept a standard library that differs from the listed one",
     )
 
 

@@ -136,8 +136,8 @@ def _add(parent: argparse.ArgumentParser, below: Iterable[Command | Group]) -> N
 def _declare(sub: argparse.ArgumentParser, command: Command) -> None:
     command.add_arguments(sub)
     output = sub.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--quiet", action="store_true", help="show no progress on stderr")
+    output.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
+    output.add_argument("--quiet", action="store_true", help="no progress on standard error")
     sub.set_defaults(run=command.run)
 
 

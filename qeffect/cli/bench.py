@@ -45,8 +45,8 @@ class Bench:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("--kernel", action="store_true", help="measure the kernel alone")
-        parser.add_argument("--out", type=Path, metavar="F", help="also write the JSON report here")
+        parser.add_argument("--kernel", action="store_true", help="measure only the kernel")
+        parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Measure and report."""

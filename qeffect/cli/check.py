@@ -36,23 +36,29 @@ class Check:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         named = add_source(parser)
-        named.add_argument("--fixtures", action="store_true", help="check every shipped table")
-        named.add_argument("--random", type=int, metavar="N", help="check N random schedules")
+        named.add_argument(
+            "--fixtures", action="store_true", help="check every table shipped with QEffect"
+        )
+        named.add_argument(
+            "--random", type=int, metavar="N", help="number of random schedules to check"
+        )
         parser.add_argument("--seed", type=int, metavar="S", help="seed of --random (default 0)")
         rules = parser.add_argument_group("rules")
         rules.add_argument(
             "--pairing",
             choices=tuple(DISCIPLINES),
-            help="how the runtime pairs dW with retained work (default: contract)",
+            help="how the runtime pairs a dW with the work that a dI retained (default contract)",
         )
         rules.add_argument(
             "--shared-pool",
             action="store_true",
-            help="let all graphs of a rank share one capture-memory pool",
+            help="all graphs of a rank share one capture-memory pool (default: one pool per slot)",
         )
         pictures = parser.add_argument_group("pictures")
-        pictures.add_argument("--svg", type=Path, metavar="F", help="write a timeline")
-        pictures.add_argument("--trace", type=Path, metavar="F", help="write a Chrome trace")
+        pictures.add_argument("--svg", type=Path, metavar="F", help="SVG file of the timeline")
+        pictures.add_argument(
+            "--trace", type=Path, metavar="F", help="JSON file of the Chrome trace"
+        )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Check and report."""

@@ -40,21 +40,29 @@ class Plan:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         add_source(parser)
-        parser.add_argument("--hidden", type=int, help="hidden size, for byte counts")
-        parser.add_argument("--ffn", type=int, help="feed-forward size (default 4 * hidden)")
-        parser.add_argument("--layers", type=int, help="layers a stage (default 1)")
-        parser.add_argument("--dtype", help="gradient type (default bf16)")
+        parser.add_argument(
+            "--hidden", type=int, metavar="N", help="hidden size; adds byte counts to the plan"
+        )
+        parser.add_argument(
+            "--ffn", type=int, metavar="N", help="feed-forward size (default 4 * hidden)"
+        )
+        parser.add_argument("--layers", type=int, metavar="N", help="layers per stage (default 1)")
+        parser.add_argument(
+            "--dtype", metavar="TYPE", help="gradient type: bf16, fp16 or fp32 (default bf16)"
+        )
         times = parser.add_argument_group("step time")
         times.add_argument(
             "--durations",
             type=Path,
             metavar="F",
-            help="simulate a step whose actions and messages take what F.json says: "
-            '{"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.3, "message": 0.04}; more in '
-            "qeffect/schedule/durations.schema.json",
+            help="JSON file of the times of actions and messages; adds a simulated step to the "
+            'plan. Example: {"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.3, "message": 0.04}. All '
+            "fields: qeffect/schedule/durations.schema.json",
         )
-        times.add_argument("--svg", type=Path, metavar="F", help="write it as a timeline, to scale")
-        times.add_argument("--trace", type=Path, metavar="F", help="write it as a Chrome trace")
+        times.add_argument(
+            "--svg", type=Path, metavar="F", help="SVG file of the simulated step's timeline"
+        )
+        times.add_argument("--trace", type=Path, metavar="F", help="JSON file of its Chrome trace")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Plan and report."""

@@ -31,7 +31,7 @@ class Replay:
             type=Path,
             nargs="+",
             metavar="LOG",
-            help="a JSON Lines event log; with several, the logs of all ranks of one pipeline",
+            help="event log in JSON Lines; several are the logs of all ranks of one pipeline",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:

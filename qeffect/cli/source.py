@@ -34,44 +34,60 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     """
     schedule = parser.add_argument_group("schedule")
     named = schedule.add_mutually_exclusive_group(required=True)
-    named.add_argument("file", nargs="?", metavar="FILE.csv", help="a torch schedule table")
-    named.add_argument("--torch", metavar="CLASS", help="a schedule class of torch, by name")
-    named.add_argument("--te-order", metavar="LIST", help="a Transformer Engine _order list")
+    named.add_argument(
+        "file", nargs="?", metavar="FILE.csv", help="torch schedule table; - reads standard input"
+    )
+    named.add_argument(
+        "--torch",
+        metavar="CLASS",
+        help="schedule class of torch by name, or module:Class for a subclass of yours, also from "
+        "the working folder",
+    )
+    named.add_argument(
+        "--te-order", metavar="LIST", help="Transformer Engine _order list, such as 1,1,-1,-1"
+    )
     schedule.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default 2)")
-    schedule.add_argument("--vpp", type=int, metavar="N", help="stages of each rank")
-    schedule.add_argument("--comms", action="store_true", help="with sends and receives")
+    schedule.add_argument(
+        "--vpp",
+        type=int,
+        metavar="N",
+        help="stages per rank (default 2; 1 for a class with one stage per rank)",
+    )
+    schedule.add_argument(
+        "--comms", action="store_true", help="include sends and receives in the table"
+    )
     schedule.add_argument(
         "--microbatches",
         type=int,
         metavar="N",
-        help="microbatches of one step: with --torch as many are made (default 4), with FILE.csv "
-        "the table must hold as many",
+        help="microbatches per step (default 4 with --torch); with FILE.csv, the number that the "
+        "table must hold",
     )
     schedule.add_argument(
         "--defer-receives",
         action="store_true",
-        help="receives just before their use (with --comms; torch's defer_pp_recv)",
+        help="place each receive just before its use, torch's defer_pp_recv (needs --comms)",
     )
     schedule.add_argument(
         "--max-outstanding-sends",
         type=int,
         metavar="N",
-        help="the most sends of a rank that are posted and not awaited, torch 2.15's option "
-        "(with --torch and --comms, the table is made with it)",
+        help="sends per rank that may be posted and not yet awaited, at most; with --torch and "
+        "--comms, torch makes the table with this limit (torch 2.15; default unlimited)",
     )
     schedule.add_argument(
         "--queues",
         choices=tuple(QUEUES),
-        help="messages that share a queue, and arrive in the order of their sends: those of a pair "
-        "of ranks (default); direction: activations and gradients apart (torch 2.14's "
-        "pipeline_per_direction_p2p); edge: each way apart (torch 2.15's pipeline_per_edge_p2p); "
-        "edge-direction: both",
+        help="which messages share a queue and so arrive in the order of their sends. pair: all of "
+        "a pair of ranks (default). direction: activations and gradients have separate queues "
+        "(torch 2.14's pipeline_per_direction_p2p). edge: each way has its own queue (torch "
+        "2.15's pipeline_per_edge_p2p). edge-direction: both",
     )
     schedule.add_argument(
         "--rendezvous",
         choices=RENDEZVOUS,
-        help="refuse a table that can deadlock where a send holds its queue, or its whole rank, "
-        "until its receive is posted (default: sends are buffered)",
+        help="what a send blocks until its receive is posted, its queue or its whole rank; a table "
+        "that can then deadlock is refused (default: sends are buffered and block nothing)",
     )
     schedule.description = "--pp, --vpp, --comms and --defer-receives apply to --torch."
     return named

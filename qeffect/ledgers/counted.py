@@ -23,8 +23,8 @@ class Counted:
         late: Whether a commit's counts are presented after it, and before the next one.
 
     Attributes:
-        awaited: What the device must have counted at the last commit, until it is presented; None
-            where no commit awaits its counts.
+        awaited: Expected counts of the last commit, until they are presented; None if no commit
+            awaits counts.
     """
 
     __slots__ = ("_digests", "_domains", "_numbers", "_places", "awaited", "late")
@@ -80,7 +80,7 @@ class Counted:
             self._numbers[stage] = [n + m for n, m in zip(self._numbers[stage], more, strict=True)]
 
     def own(self) -> dict[Hashable, DeviceCounts]:
-        """What a device that ran exactly the committed actions, in their order, has counted."""
+        """The counts of a device that ran exactly the committed actions in order."""
         return {
             domain: DeviceCounts(
                 digest,
@@ -101,7 +101,7 @@ class Counted:
 
         Raises:
             Refused: They are missing or differ; or the commit before this one awaits its own.
-            TypeError, ValueError: They are no counts of the contract's domains and stages.
+            TypeError, ValueError: The counts do not match the contract's domains and stages.
         """
         if not self.late:
             self._require(self.own(), counted)
@@ -121,12 +121,12 @@ class Counted:
             raise refused(
                 "epoch.uncounted",
                 transition,
-                "the last commit's counts not presented",
-                "present_counts, with what the device had counted at the last commit",
+                "a commit whose counts were not presented",
+                "present_counts first, with the device's counts at that commit",
             )
 
     def committed(self) -> None:
-        """Note a commit: late counts are those of the actions up to here."""
+        """Note a commit: late counts cover the actions up to here."""
         if self.late:
             self.awaited = self.own()
 
@@ -136,7 +136,7 @@ class Counted:
 
         Raises:
             Refused: They differ; they stay awaited, until a restore.
-            TypeError, ValueError: They are no counts of the contract's domains and stages, or no
+            TypeError, ValueError: The counts do not match the contract's domains and stages, or no
                 commit awaits any.
         """
         if self.awaited is None:
@@ -149,23 +149,23 @@ class Counted:
         own: Mapping[Hashable, DeviceCounts],
         counted: Mapping[Hashable, DeviceCounts] | None,
     ) -> None:
-        """Require that two agree; presented late, what is refused is still the commit."""
+        """Require that the counts agree; late counts too are refused as those of the commit."""
         if counted is None:
             raise refused(
-                "epoch.uncounted", "commit_epoch", "no counts", "those of every state domain"
+                "epoch.uncounted", "commit_epoch", "no counts", "the counts of every state domain"
             )
         if not isinstance(counted, Mapping):
             raise TypeError(f"counted: expected DeviceCounts by state domain, got {shown(counted)}")
         if set(counted) != set(own):
-            raise ValueError(f"counted: domains {[*counted]}; the contract has {[*own]}")
+            raise ValueError(f"counted: expected domains {[*own]}, got {[*counted]}")
         for domain, expected in own.items():
             found = counted[domain]
             if not isinstance(found, DeviceCounts):
                 raise TypeError(f"counted: expected DeviceCounts, got {shown(found)}")
             if set(found.stages) != set(expected.stages):
                 raise ValueError(
-                    f"counted: stages {[*found.stages]} of domain {domain!r}; "
-                    f"the contract has {[*expected.stages]}"
+                    f"counted: expected stages {[*expected.stages]} of domain {domain!r}, "
+                    f"got {[*found.stages]}"
                 )
             for stage, numbers in expected.stages.items():
                 for action, ran, committed in zip(
@@ -176,7 +176,7 @@ class Counted:
                             "epoch.device-count",
                             "commit_epoch",
                             f"stage {stage}: the device ran {ran} {action}",
-                            f"{committed}, as were committed",
+                            f"{committed}, as many as were committed",
                         )
         for domain, expected in own.items():
             if counted[domain].digest != expected.digest:
@@ -184,5 +184,5 @@ class Counted:
                     "epoch.device-order",
                     "commit_epoch",
                     f"digest {counted[domain].digest:x} of the order that ran",
-                    f"{expected.digest:x}, of the order that was committed",
+                    f"digest {expected.digest:x} of the committed order",
                 )

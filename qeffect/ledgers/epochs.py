@@ -14,7 +14,7 @@ __all__ = ["Epochs"]
 
 class Epochs:
     """
-    What is asked and told between the last dW of an epoch and the next epoch.
+    Finalize, reductions and the commit.
 
     Args:
         runner: Runs the transitions.
@@ -42,10 +42,10 @@ class Epochs:
 
     def reduction(self, transition: str, bucket: int | str, link: int | None) -> None:
         """
-        Tell that a bucket's reduction starts or finished, on a caller's stream.
+        Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        By default the stream is the one that reads the gradients of the bucket's stage in this
-        epoch, where finalize or another finish named one, and else the first caller.
+        By default the stream that finalize or another finish of this epoch named as the reader of
+        the gradients; otherwise the first caller's.
 
         Raises:
             ValueError: No bucket has that name, or no link that index.
@@ -68,7 +68,9 @@ class Epochs:
         return index, self.reader(index)
 
     def reader(self, index: int) -> int:
-        """Return the link of the stream that reads a bucket's gradients, or of the first caller."""
+        """
+        Return the link of the stream that reads a bucket's gradients; else the first caller's.
+        """
         st = self._runner.memory
         stage = st.stage_at[index]
         named = st.named[0] == st.weight_epoch[stage]
@@ -92,11 +94,12 @@ class Epochs:
         except KeyError:
             pass
         raise ValueError(
-            f"{transition}: no bucket {shown(bucket)} is reduced; there are {[*self._buckets]}"
+            f"{transition}: no bucket {shown(bucket)} is reduced; expected one of "
+            f"{[*self._buckets]}"
         )
 
     def check_commit(self, epoch: int | None, caller: int) -> None:
-        """Run every guard of a commit, over a copy of the memory that is then dropped."""
+        """Run every guard of a commit over a copy of the memory."""
         runner = self._runner
         given = (self._named(epoch), caller)
         try:
@@ -111,7 +114,7 @@ class Epochs:
         return current + 1
 
     def _named(self, epoch: int | None) -> int:
-        """Return the epoch that is meant: the one that was named, or the current one."""
+        """Return the named epoch, or the current epoch if none is named."""
         if epoch is None:
             return self.current
         self._runner.arguments.integer("commit_epoch", "epoch", epoch)

@@ -41,7 +41,7 @@ class Pool:
         self.reserved.clear()
 
     def next_slot(self, key: TapeKey) -> int:
-        """Return the slot a reservation should use; one that is refused when none is free."""
+        """Return the slot for a reservation; if no slot is free, one that the guards refuse."""
         free = self.free[key.stage]
         return free.next if free else int(self._memory.slot_of[key.cell])
 
@@ -51,7 +51,7 @@ class Pool:
         self.reserved[key.cell] = slot
 
     def reclaim(self, slot: int) -> None:
-        """Put a slot back if nothing waits for it, and nothing moves through it, any more."""
+        """Return a slot to the pool if no consumer and no transfer needs it any more."""
         st = self._memory
         if st.consumers[slot] == 0 and st.moving[slot] == 0:
             free = self.free[st.slot_stage[slot]]

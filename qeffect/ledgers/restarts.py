@@ -1,5 +1,5 @@
 """
-Restarts: what persists of a contract, and how another incarnation begins there.
+Restarts: checkpoints of a contract, and new incarnations that begin at one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Restarts:
         runner: Runs the transitions.
         pool: The free slots; all are free after a restore.
         epochs: Knows the current epoch.
-        counted: What the device is held to have counted, from zero after a restore; None where
-            nothing is counted.
+        counted: Expected counts of the device, zero after a restore; None if nothing is counted.
     """
 
     __slots__ = ("_begun", "_counted", "_epochs", "_pool", "_runner")
@@ -43,7 +42,7 @@ class Restarts:
         self._begun: set[int] = set()
 
     def check_checkpoint(self) -> None:
-        """Run every guard of a checkpoint, over a copy of the memory that is then dropped."""
+        """Run every guard of a checkpoint over a copy of the memory."""
         self._require_compared()
         runner = self._runner
         try:
@@ -52,13 +51,13 @@ class Restarts:
             raise runner.failure(error, "checkpoint", ()) from None
 
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
-        """Return what persists; refused while anything is live."""
+        """Return the checkpoint; refused while anything is live."""
         self._require_compared()
         self._runner.run("checkpoint")
         return Checkpoint(self._epochs.current, own, state, recipe)
 
     def _require_compared(self) -> None:
-        """Weights whose commit awaits its counts may not have moved; nobody knows it yet."""
+        """Require that no commit awaits counts: the device may have skipped its update."""
         if self._counted is not None:
             self._counted.require_compared("checkpoint")
 
@@ -69,7 +68,9 @@ class Restarts:
         if incarnation is not None and not (
             incarnation.__class__ is int and 0 <= incarnation < 1 << 64
         ):
-            raise ValueError(f"restore: an incarnation has 64 bits, got {shown(incarnation)}")
+            raise ValueError(
+                f"restore: incarnation must be an int of 64 bits, got {shown(incarnation)}"
+            )
         require_same(checkpoint, own)
         leaving = int(self._runner.memory.incarnation[0])
         fresh = secrets.randbits(64) if incarnation is None else incarnation
@@ -77,7 +78,7 @@ class Restarts:
             raise refused(
                 "persistence.same-incarnation",
                 "restore",
-                f"incarnation {fresh:016x}, which this contract had before",
+                f"incarnation {fresh:016x}, which this contract already had",
                 "a new random incarnation",
             )
         self._runner.apply("restore", checkpoint.epoch, fresh)

@@ -1,5 +1,5 @@
 """
-The runner: one memory, the transitions over it, and what is said of those that are refused.
+The runner: one memory, the transitions over it, and the exceptions of those that are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..refusals import Refused
 
 __all__ = ["FAILURES", "Observer", "Runner"]
 
-#: Why a transition does not run: a guard refused, or an argument was never configured.
+#: Exceptions of a transition that does not run: a refusal, or an argument that is not configured.
 FAILURES = (Refused, *UNUSABLE)
 
 #: Called after every accepted transition with its name, its arguments and what it returned.
@@ -43,7 +43,7 @@ class Runner:
 
     def run(self, transition: str, *arguments: Any) -> Any:
         """
-        Run a transition, tell the observer, and return what it returned.
+        Run a transition, call the observer, and return the transition's result.
 
         Raises:
             Refused: A guard refused; what was found and expected is filled in.
@@ -55,10 +55,10 @@ class Runner:
 
     def apply(self, transition: str, *arguments: Any) -> Any:
         """
-        Run a transition of which the observer is yet to be told, and return what it returned.
+        Run a transition without calling the observer, and return its result.
 
-        Whoever keeps books beside the memory brings them up to date before `tell`: the observer
-        may raise, and the transition has happened.
+        A ledger updates its own state before `tell`: the observer may raise, and the transition
+        has happened.
 
         Raises:
             Refused, TypeError, ValueError: As `run`.
@@ -69,18 +69,20 @@ class Runner:
             raise self.failure(error, transition, arguments) from None
 
     def tell(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
-        """Tell the observer of an accepted transition; what it raises is the caller's."""
+        """
+        Call the observer with an accepted transition; the caller gets what the observer raises.
+        """
         if self.observer is not None:
             self.observer(transition, arguments, result)
 
     def failure(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:
         """
-        Return what to raise for a transition that did not run.
+        Return the exception for a transition that did not run.
 
         Args:
             error: One of `FAILURES`, as the transition raised it.
             transition: The transition.
-            arguments: Its arguments; None for one that was to be chosen.
+            arguments: Its arguments; None for an argument that the contract would have chosen.
         """
         if isinstance(error, Refused):
             return explain(error, transition, self.memory, arguments)
@@ -88,9 +90,9 @@ class Runner:
 
     def on_link(self, transition: str) -> Callable[[int], None]:
         """
-        Return a transition whose one argument is a link, with all that it reaches for bound.
+        Return a transition whose one argument is a link, with its look-ups bound.
 
-        Every F, dI and dW joins its caller and lets it wait, so that each look-up would show.
+        Every F, dI and dW calls it, so each look-up would cost measurable time.
         """
         function, memory = self.transitions.functions[transition], self.memory
         num_links = self.arguments.num_links

@@ -1,5 +1,5 @@
 """
-Steps that are committed as one: what a contract holds, compared with a recorded step and written.
+Recorded steps over one contract: its state is compared with a step's start and overwritten.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["Steps"]
 
 class Steps:
     """
-    What is asked and told of a whole step at once.
+    Compare and commit recorded steps.
 
     Args:
-        runner: Its memory is compared and written.
-        pool: The free slots; they take part.
-        counted: What the devices are held to have counted; None where nothing is.
+        runner: The runner, whose memory is compared and written.
+        pool: The free slots, which are compared and written too.
+        counted: Expected counts of the devices; None if nothing is counted.
     """
 
     __slots__ = ("_counted", "_pool", "_runner")
@@ -31,7 +31,7 @@ class Steps:
         self._counted = counted
 
     def standing(self) -> Standing:
-        """All that a step may move, as it is now; its memory and its free slots are copies."""
+        """Return a copy of the state that a step may change."""
         counts = None if self._counted is None else self._counted.own()
         return Standing(self._runner.memory.copy(), self._free(), {**self._pool.reserved}, counts)
 
@@ -40,17 +40,17 @@ class Steps:
 
     def differs(self, step: RecordedStep) -> Difference | None:
         """
-        Compare a step's start with what is there now.
+        Compare a step's start with the current state.
 
         Raises:
-            TypeError: It is no step.
-            ValueError: The step was recorded with other transitions, so of another contract.
+            TypeError: The argument is not a recorded step.
+            ValueError: The step was recorded with other relations, so by another contract.
         """
         if not isinstance(step, RecordedStep):
-            raise TypeError(f"expected a step that was recorded, got {shown(step)}")
+            raise TypeError(f"expected a RecordedStep, got {shown(step)}")
         runner = self._runner
         if step.transitions is not runner.transitions:
-            raise ValueError("check_step: the step was recorded by a contract of other relations")
+            raise ValueError("check_step: the step was recorded by a contract with other relations")
         if runner.observer is not None:
             return Difference("the observer", runner.observer, None)
         if self._counted is not None and not self._counted.late:
@@ -59,7 +59,7 @@ class Steps:
         return step.differs(found)
 
     def commit(self, step: RecordedStep) -> None:
-        """Write what a step leaves; it does not differ."""
+        """Write a step's end; `differs` must have returned None."""
         step.write(self._runner.memory)
         for stage, slots in step.end.free.items():
             own = self._pool.free[stage]

@@ -1,5 +1,5 @@
 """
-The streams of a contract: what callers enqueued, and what has been waited for.
+The streams of a contract: work that callers enqueued, and waits between streams.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Streams:
         links: Link index by (caller, domain name).
 
     Attributes:
-        enter: Tell that a link's caller enqueued work, and that its graph stream waits for it.
-        join: Tell that the graph stream of a link waits for its caller.
-        wait: Tell that the caller of a link waits for its graph stream.
+        enter: Record that a link's caller enqueued work and that its graph stream waits for it.
+        join: Record that the graph stream of a link waits for its caller.
+        wait: Record that the caller of a link waits for its graph stream.
     """
 
     __slots__ = (
@@ -60,7 +60,7 @@ class Streams:
             caller: tuple(link for (name, _), link in links.items() if name == caller)
             for caller in callers
         }
-        # A configured link can always be told of work: nothing here could fail.
+        # `submit` of a configured link cannot fail.
         self._submit, self._memory = runner.transitions.submit, runner.memory
         self.join, self.wait = runner.on_link("join"), runner.on_link("wait")
         self.enter = self._entering()
@@ -82,7 +82,7 @@ class Streams:
 
     def caller(self, call: str, caller: Hashable | None) -> int:
         """
-        Return the index of a caller; of the first where none is named.
+        Return the index of a caller; by default of the first.
 
         Raises:
             ValueError: No caller has that name.
@@ -95,7 +95,7 @@ class Streams:
             ) from None
 
     def submit(self, caller: Hashable) -> None:
-        """Tell that a caller enqueued work, on every one of its links."""
+        """Record that a caller enqueued work, on each of its links."""
         try:
             own = self._links_of[caller]
         except (KeyError, TypeError):
@@ -110,9 +110,9 @@ class Streams:
 
     def _entering(self) -> Callable[[int], None]:
         """
-        Return `submit` of a link's caller and `join` of the link as one, with everything bound.
+        Return `submit` of a link's caller and `join` of the link as one function.
 
-        Every F, dI and dW does both, so that each look-up would show.
+        Every F, dI and dW calls it, so its look-ups are bound once.
         """
         runner, memory = self._runner, self._memory
         submit, join = self._submit, runner.transitions.join
@@ -136,7 +136,7 @@ class Streams:
         return enter
 
     def drain(self) -> None:
-        """Tell that the device work of every domain has been seen to finish."""
+        """Record that the host has seen the device work of every domain finish."""
         for domain in self._domains.values():
             self._runner.apply("drain", domain)
         for domain in self._domains.values():

@@ -68,7 +68,7 @@ class Tapes:
         self.finish_receive = self._moving("finish_receive", (IN_BIT, BACK_BIT), ends=True)
 
     def live(self) -> dict[TapeKey, TapeRef]:
-        """Every live tape: its key and the reference that names it."""
+        """Return the reference of every live tape, by its key."""
         st = self._runner.memory
         return {
             TapeKey(st.epoch_at[slot], *st.cell_at[slot]): self._reference(slot)
@@ -77,7 +77,7 @@ class Tapes:
         }
 
     def outstanding(self) -> tuple[Ticket, ...]:
-        """Every ticket that is out, oldest first, made again from what it holds."""
+        """Return every outstanding ticket, oldest first, rebuilt from the memory."""
         st = self._memory
         refreshing = st.refreshing
         stages = refreshing.items() if isinstance(refreshing, dict) else enumerate(refreshing)
@@ -116,7 +116,7 @@ class Tapes:
         return self._reference(slot)
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None) -> None:
-        """Bind a key's destinations; by default the configured ones."""
+        """Bind a key's destinations; by default the configured destinations."""
         if key.__class__ is not TapeKey or key.cell not in self._arguments.cells:
             self._arguments.key("bind", key)
         if destination is None:
@@ -130,13 +130,13 @@ class Tapes:
 
     def _moving(self, transition: str, bits: tuple[int, int], *, ends: bool = False) -> Transfer:
         """
-        Return one end of a transfer as a call, with all that it reaches for bound.
+        Return the beginning or end of a transfer as a function, with its look-ups bound.
 
-        There are several for each F and dI, so that each look-up would show.
+        Each F and dI has several, so each look-up would cost measurable time.
 
         Args:
             transition: The transition.
-            bits: What moves on the way forward, and on the way back.
+            bits: Bits of the forward and of the backward message.
             ends: Whether the slot may be free afterwards.
         """
         runner, memory, reclaim = self._runner, self._memory, self._pool.reclaim

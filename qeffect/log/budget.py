@@ -49,4 +49,4 @@ def require_affordable(header: Mapping[str, Any]) -> None:
         (sum(cells) * len(header["declared"]), "cells of declared orders", DECLARED),
     ):
         if asked > most:
-            raise ValueError(f"{asked} {what} are more than {most}, the most that a log may have")
+            raise ValueError(f"{asked} {what}; a log may have at most {most}")

@@ -38,8 +38,8 @@ __all__ = [
     "upgraded_header",
 ]
 
-#: The first version, which knew no evidence of fills, scaling updates and scales, and no stage that
-#: reports any: what a log of it lacks means what these say.
+#: The first version. It has no evidence of fills, scaling updates or scales, and no stage that
+#: reports any; `SINCE_FIRST` has the values that its missing fields stand for.
 FIRST: Final = 1
 SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
     "commit_refresh": {"filled": [], "fill_epoch": NEVER},
@@ -55,8 +55,8 @@ SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
         "receives_gradient": False,
     },
 }
-#: Columns that the first version's closing line lacks, or means something else by; in a log of it
-#: nothing is said of them.
+#: Columns that the first version's closing line lacks, or gives another meaning; they are not
+#: compared for a log of that version.
 COLUMNS_SINCE_FIRST: Final = frozenset(
     {
         "arrived",
@@ -89,10 +89,10 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
         "spoiled",
     }
 )
-#: Columns of the first version that are gone, told of stages what is now told of buckets, or did
-#: not count the optimizer's update as device work and the loss of a cache in use as a failure.
+#: Columns of the first version that no longer exist, that described stages instead of buckets, or
+#: that did not count the optimizer's update as device work or the loss of a cache as a failure.
 COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
-#: Transitions that the first version told of a stage, and without a link.
+#: Transitions that name a stage in the first version, and no link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
@@ -132,7 +132,7 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
 
     Args:
         contract: The contract, before its first transition.
-        rank: Rank of the process, for whoever reads the log.
+        rank: Rank of the process, for the reader of the log.
 
     Raises:
         ValueError: A name is not printable, or a domain's, pool's or caller's is neither text nor
@@ -153,7 +153,7 @@ def upgraded(event: Mapping[str, Any]) -> dict[str, Any]:
     Return an event of the first version as this version writes it.
 
     Raises:
-        ValueError: It is not one: a field that the first version lacks is there.
+        ValueError: The event has a field that the first version lacks.
     """
     added = SINCE_FIRST.get(event.get("transition", ""), {})
     if added.keys() & event.keys():
@@ -168,7 +168,7 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     Return a header of the first version as this version writes it.
 
     Raises:
-        TypeError, ValueError: It is not one.
+        TypeError, ValueError: Not a header of the first version.
     """
     added = SINCE_FIRST["stage"]
     stages = []
@@ -204,12 +204,12 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
     Build the contract that a header describes, in its initial state.
 
     Raises:
-        KeyError, TypeError, ValueError: The header does not describe one.
-        Refused: Its gradient destinations are refused.
+        KeyError, TypeError, ValueError: The header does not describe a contract.
+        Refused: The header's gradient destinations are refused.
     """
     unknown = [name for name in header["relations"] if name not in RELATIONS]
     if unknown:
-        raise ValueError(f"relations {unknown} are not known; there are {list(RELATIONS)}")
+        raise ValueError(f"unknown relations {unknown}; expected some of {list(RELATIONS)}")
     described = Configuration.read(header)
     require_affordable(header)
     contract = Contract(
@@ -223,6 +223,6 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
         epoch=header["epoch"],
     )
     if list(contract.transitions.relations) != header["relations"]:
-        raise ValueError(f"the relations come in the order {contract.transitions.relations}")
+        raise ValueError(f"expected the relations in the order {contract.transitions.relations}")
     contract.memory.incarnation[0] = int(header["incarnation"], 16)
     return contract

@@ -87,7 +87,7 @@ class JointReport:
         return attrs.asdict(self)
 
     def summary(self) -> str:
-        """Say what was found, in a line."""
+        """Return the result as one line."""
         if self.clause is None:
             return (
                 f"accepted: {len(self.ranks)} ranks together, {self.epochs} epochs that all "
@@ -112,7 +112,7 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
         The verdict; a log that is refused alone is named by its own clause.
 
     Raises:
-        LogError: A file is no event log, or these are not the logs of one whole pipeline.
+        LogError: A file is not an event log, or the logs are not those of one whole pipeline.
     """
     reports = tuple(replay(path) for path in paths)
     for number, report in enumerate(reports):
@@ -125,7 +125,7 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
                 clause=report.clause,
                 step=report.step,
                 action=report.action,
-                message=f"alone: found {report.found}; expected {report.expected}.",
+                message=f"in its own log: found {report.found}; expected {report.expected}.",
                 expected=report.expected,
                 found=report.found,
                 remedy=report.remedy,
@@ -163,7 +163,7 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
 
 @attrs.frozen
 class _Step:
-    """What one rank did in an epoch that it committed."""
+    """The actions of one rank in an epoch that it committed."""
 
     events: tuple[tuple[int, str, int, int, int], ...]
 
@@ -183,7 +183,7 @@ class _Step:
             elif receives:
                 name = f"{stage}{_RECEIVED[bit]}{microbatch}"
             else:
-                # A reader on the rank itself is no message: the next local stage, or a loss.
+                # A reader on the same rank (the next local stage, or a loss) is not a message.
                 target = homes.get(stage + (1 if bit == OUT_BIT else -1), homes[stage])
                 if target == homes[stage]:
                     continue
@@ -201,7 +201,7 @@ class _Step:
 
 @attrs.frozen
 class _Log:
-    """What a log that was accepted says of messages and commits; rank -1 where it names none."""
+    """The messages and commits of an accepted log; rank -1 if the log names no rank."""
 
     name: str
     rank: int
@@ -211,7 +211,7 @@ class _Log:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> _Log:
-        """Read a log that a replay has accepted."""
+        """Read a log that a replay accepted."""
         try:
             with Path(path).open(encoding="utf-8") as file:
                 header = json.loads(next(file))
@@ -225,7 +225,7 @@ class _Log:
 
 
 def _committed(events: Iterator[dict[str, Any]]) -> list[tuple[int, _Step]]:
-    """Every epoch that was committed, and not gone back behind, with what was done in it."""
+    """Return every epoch that was committed and not undone by a restore, with its actions."""
     own: list[tuple[int, str, int, int, int]] = []
     found: list[tuple[int, _Step]] = []
     for event in events:
@@ -243,7 +243,7 @@ def _committed(events: Iterator[dict[str, Any]]) -> list[tuple[int, _Step]]:
 
 
 def _homes(logs: Sequence[_Log]) -> dict[int, int]:
-    """Where each stage lives, as a place among the logs."""
+    """Return, for each stage, the position of its log."""
     homes: dict[int, int] = {}
     for place, log in enumerate(logs):
         for stage in log.stages:
@@ -251,20 +251,20 @@ def _homes(logs: Sequence[_Log]) -> dict[int, int]:
                 other = logs[homes[stage]]
                 raise LogError(
                     f"stage {stage} is in {other.name} and in {log.name}; expected the logs of one "
-                    "replica, each stage in one: give those of one replica at a time"
+                    "replica, with each stage in one log"
                 )
             homes[stage] = place
     if any(log.rank < 0 for log in logs) != all(log.rank < 0 for log in logs):
         nameless = next(log.name for log in logs if log.rank < 0)
         raise LogError(
-            f"{nameless} names no rank, and another log does; expected logs of one run, which all "
-            "name their ranks, or none"
+            f"{nameless} names no rank, but another log does; expected logs of one run, which "
+            "either all name their ranks or all do not"
         )
     missing = next((n for n in range(len(homes)) if n not in homes), None)
     if missing is not None:
         raise LogError(
-            f"stage {missing} is in no log, and stage {max(homes)} is in one; expected the logs of "
-            "all ranks of one pipeline: give that one too"
+            f"stage {missing} is missing, although stage {max(homes)} is there; expected the logs "
+            "of all ranks of one pipeline: name the missing log too"
         )
     for log in logs:
         for stage, config in log.stages.items():
@@ -275,13 +275,13 @@ def _homes(logs: Sequence[_Log]) -> dict[int, int]:
                 if config.get(flag) and other_stage not in homes:
                     raise LogError(
                         f"{log.name}: stage {stage} receives from stage {other_stage}, which is in "
-                        "no log given; expected the logs of all ranks: give that one too"
+                        "none of the given logs; expected the logs of all ranks: name its log too"
                     )
     return homes
 
 
 def _uneven(logs: Sequence[_Log]) -> JointReport | None:
-    """Say which rank committed otherwise than the first."""
+    """Return which rank committed other epochs than the first rank."""
     for log in logs[1:]:
         if log.epochs != logs[0].epochs:
             clause = CLAUSES["epoch.wrong-epoch"]
@@ -295,10 +295,10 @@ def _uneven(logs: Sequence[_Log]) -> JointReport | None:
                 clause=clause.id,
                 action="commit_epoch",
                 message=f"rank {log.rank} committed {_span(theirs)}, rank {logs[0].rank} "
-                f"{_span(ours)}: all ranks commit, or none.",
+                f"{_span(ours)}: all ranks must commit, or none.",
                 expected=_span(ours),
                 found=_span(theirs),
-                remedy="Commit only with the consent of all ranks, and stop all where one cannot.",
+                remedy="Commit only with the consent of all ranks; stop all if one cannot commit.",
             )
     return None
 
@@ -313,7 +313,7 @@ def _span(epochs: Sequence[int]) -> str:
 def _compare(
     logs: Sequence[_Log], steps: Sequence[_Step], homes: Mapping[int, int]
 ) -> tuple[Finding, int | None] | None:
-    """Look at one epoch of all ranks; the first finding, and where its event stands in its log."""
+    """Check one epoch of all ranks; return the first finding and its event's place in its log."""
     both = [step.rows(homes) for step in steps]
     for place, checks in ((0, (check_messages, _contradicted)), (1, (check_message_order,))):
         rows = [rows[place] for rows in both]

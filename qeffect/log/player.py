@@ -98,7 +98,7 @@ class Player:
 
     @property
     def epoch(self) -> int:
-        """The weight epoch that the events led to."""
+        """The weight epoch after the events replayed so far."""
         return self.contract.epoch if self.contract else 0
 
     def play(self, lines: Iterable[bytes]) -> None:
@@ -120,7 +120,9 @@ class Player:
     def _begin(self, line: bytes, chain: blake2b) -> Contract:
         """Read the header and build the contract that it describes."""
         if not line:
-            raise LogError(f"{self.name} is empty; an event log has at least a header")
+            raise LogError(
+                f"{self.name} is empty; expected an event log, which begins with a header"
+            )
         if not line.startswith(_BEGIN):
             raise LogError(
                 f"{self.name} is not an event log: it begins with {line[:24]!r}, "
@@ -146,17 +148,17 @@ class Player:
             raise Violation(refused.clause, 1, "stages", refused.found, refused.expected) from None
         except _TOO_MUCH as error:
             why = str(error) or type(error).__name__
-            raise LogError(f"{where} configures no contract: {why}") from None
+            raise LogError(f"{where} does not describe a valid contract: {why}") from None
         for name, value in described.items():
             if compact(value) != compact(header[name]):
                 raise LogError(
-                    f"{where}, field {name}: {shown(header[name])} is not how a recorder describes "
-                    f"this contract, which is {shown(value)}"
+                    f"{where}, field {name}: found {shown(header[name])}; a recorder "
+                    f"describes this contract as {shown(value)}"
                 )
         return self.contract
 
     def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:
-        """Apply every line after the header; this loop is what a replay costs."""
+        """Apply every line after the header; a replay spends its time in this loop."""
         st = contract.memory
         converters = Converters(contract)
         plans = converters.plans()
@@ -219,7 +221,7 @@ class Player:
         try:
             return upgrade(line)
         except _STUMBLES as error:
-            raise LogError(f"{where} is not of version {FIRST}: {error}") from None
+            raise LogError(f"{where} is not a line of version {FIRST}: {error}") from None
 
     def _as_now(self, number: int, body: bytes) -> bytes:
         """Spell a line of the first version as this version does."""
@@ -256,9 +258,7 @@ class Player:
         if not line.endswith(b"\n"):
             if len(line) >= MAX_LINE:
                 raise LogError(f"{self._where(number)} is longer than {MAX_LINE} bytes")
-            raise Violation(
-                "log.closing", number, "events", "a line that is cut off", "a closing line"
-            )
+            raise Violation("log.closing", number, "events", "a truncated line", "a closing line")
         if not _SEALED.fullmatch(line[-_END:]):
             raise LogError(f"{self._where(number)} does not end in a digest: {line[-_END:]!r}")
         raise Violation(
@@ -304,7 +304,7 @@ class Player:
                 number,
                 "incarnation",
                 event["incarnation"],
-                "an incarnation that this log has not had",
+                "an incarnation that is new to this log",
                 transition,
             )
         refused = explain(
@@ -320,7 +320,7 @@ class Player:
         )
 
     def _stumbled(self, number: int, body: bytes, converters: Converters) -> None:
-        """Return when the line is the closing line; say what is wrong with any other."""
+        """Return if the line is the closing line; otherwise raise what is wrong with the line."""
         where = self._where(number)
         event = parse(body, where)
         if "events" in event:
@@ -348,7 +348,7 @@ class Player:
                 number,
                 "events",
                 f"{closing['events']} events",
-                f"{self.events}, as many as there are",
+                f"{self.events} events, the number in the log",
             )
         for column, digest in state.items():
             if closing["state"][column] != digest:
@@ -358,7 +358,7 @@ class Player:
 
 
 def _field(clause: str, event: Mapping[str, Any]) -> str:
-    """Name the field to look at first, or the transition where only the moment is wrong."""
+    """Return the field to look at first; the transition, if no field is wrong but the moment is."""
     argument = CLAUSES[clause].argument
     for name in (argument.partition(".")[0], argument.rpartition(".")[2]):
         if name in event:

@@ -52,7 +52,7 @@ class Recorder:
         rank: Rank of the process, for whoever reads the log.
 
     Raises:
-        TypeError: The file is none, or one of text.
+        TypeError: Not a file object, or opened in text mode.
         ValueError: The contract already has an observer, has made a transition, or has a name
             that JSON cannot hold.
 
@@ -144,7 +144,7 @@ class Recorder:
         self.close()
 
     def _destination(self, key: TapeKey, found: Any) -> str:
-        """Name the configured destinations by their buffer, and spell out any others."""
+        """Write configured destinations as their buffer's index, others in full."""
         st = self.contract.memory
         if found == st.destination_of[key.cell]:
             return str(st.buffer_of[key.cell])

@@ -62,7 +62,7 @@ class ReplayReport:
         return attrs.asdict(self)
 
     def summary(self) -> str:
-        """Say what was found, in a line."""
+        """Return the result as one line."""
         if self.clause is None:
             return f"accepted: {self.events} events, up to weight epoch {self.epoch}"
         action = f", {self.action}" if self.action else ""
@@ -94,7 +94,7 @@ def replay(path: str | os.PathLike[str]) -> ReplayReport:
     except ValueError as error:  # a path that no system call takes, with a zero byte for example
         raise LogError(f"cannot read {path}: {error}") from error
     except (MemoryError, RecursionError) as error:
-        raise LogError(f"{path} needs more memory than there is: {type(error).__name__}") from None
+        raise LogError(f"{path}: not enough memory to replay it ({type(error).__name__})") from None
 
 
 def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayReport:

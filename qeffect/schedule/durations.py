@@ -108,7 +108,7 @@ class Durations:
                 what = "rank" if name == "links" else name.removesuffix("s")
                 raise ScheduleError(
                     f"durations: {name}: expected {what}s of the schedule, 0 to {len(known) - 1}, "
-                    f"found {strange[0]}; leave it out, or take the schedule that it is for"
+                    f"found {strange[0]}; leave it out, or use the schedule that it belongs to"
                 )
         for source, target in self.links:
             if source == target:
@@ -123,8 +123,8 @@ def read_durations(path: Path) -> Durations:
     Read a file of durations.
 
     Raises:
-        ScheduleError: The file cannot be read, is no JSON, or breaks the schema; the message names
-            the field, what was expected, what was found and what to do.
+        ScheduleError: The file cannot be read, is not JSON, or violates the schema; the message
+            names the field, what was expected, what was found and what to do.
     """
     try:
         with path.open("rb") as stream:
@@ -243,10 +243,10 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the name {shorten(name)!r} stands twice in one object")
+            raise ValueError(f"the name {shorten(name)!r} occurs twice in one object")
         found[name] = value
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no time")
+    raise ValueError(f"{name} is not a duration")

@@ -36,7 +36,7 @@ class Discipline(Protocol):
         """An input gradient left this work behind."""
 
     def pick(self, work: Work) -> Work | None:
-        """The work that the weight gradient of `work` is given; `None` if there is none."""
+        """The work that the weight gradient of `work` consumes; `None` if no work is left."""
 
 
 class ByContract:
@@ -118,7 +118,7 @@ def discipline(pairing: str) -> Discipline:
     A fresh discipline for one rank.
 
     Raises:
-        ScheduleError: There is no such discipline.
+        ScheduleError: The discipline is unknown.
     """
     if pairing not in DISCIPLINES:
         raise ScheduleError(

@@ -42,9 +42,9 @@ class Stop:
         rank: The rank.
         atom: The step that it cannot run; `None` at the end of its row.
         message: The message of its own that it waits for.
-        head: What stands first in that message's queue on its side: itself, or what holds it up.
+        head: First message in that queue on its own side: the message itself, or one before it.
         peer: The other rank of the queue.
-        across: What stands first on the other side; `None` if nothing was posted there.
+        across: First message of the queue on the other side; `None` if nothing was posted there.
     """
 
     rank: int
@@ -73,7 +73,7 @@ def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
     Run all ranks of an indexed schedule until they end or stop.
 
     Args:
-        index: The schedule. Messages without counterpart, and what stands twice, are passed over:
+        index: The schedule. Messages without counterpart and repeated actions are ignored:
             other checks report them.
         transport: Which messages share a queue, and what a send holds up.
 
@@ -84,7 +84,7 @@ def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
 
 
 def check_rendezvous(index: Index) -> Iterator[Finding]:
-    """All ranks reach the end of their rows also when sends block, if the transport says so."""
+    """All ranks reach the end of their rows also if sends block, for a transport that blocks."""
     transport = index.transport
     if transport.rendezvous is None or not index.schedule.complete:
         return
@@ -136,7 +136,7 @@ class _Run:
             self.position[rank] += 1
 
     def _wanted(self, atom: Atom, event: Event) -> Event | None:
-        """The message of the rank's own that must have ended before the row goes on."""
+        """Return the rank's own message that must have ended before the row continues."""
         if atom.kind in INPUTS:
             return (INPUTS[atom.kind][0], atom.stage, atom.microbatch)
         if atom.kind in SEND_WAITS:

@@ -1,13 +1,12 @@
 """
-A dry run of all ranks at once: each runs its row in order and waits for what comes from other
-ranks.
+A dry run of all ranks at once: each rank runs its row in order and waits for other ranks.
 
 In a compute+comms table a receive blocks until its send was run; sends do not block. A wait for a
-send blocks until the other rank has come to its receive: before that nobody takes what is sent.
+send blocks until the other rank reaches the receive of that message.
 (pytorch pull request 194121: a badly placed wait deadlocks at replay.) In a compute-only table a
-computation blocks until the neighbour stage's computation was run. Waiting for something that is
-nowhere in the table, or later in the same row, does not block: other checks report that. So ranks
-that stop short wait for each other, and following one rank's wait leads into a cycle.
+computation blocks until the neighbour stage's computation was run. A wait for something
+that is missing from the table, or later in the same row, does not block: other checks report that.
+So ranks that stop early wait for each other, and following one rank's wait leads into a cycle.
 
 The run takes time linear in the table. It also yields start times, with F, I and W one unit each,
 as torch's visualizer draws them, and messages without duration. torch's runtime posts its receives
@@ -41,7 +40,7 @@ class Wait:
     Args:
         rank: The rank.
         atom: The step that it cannot run.
-        needs: Where the step stands that it waits for.
+        needs: The step that it waits for.
     """
 
     rank: int
@@ -57,7 +56,7 @@ class Run:
     Args:
         start: Start time of each entry that ran, by (rank, step).
         finish: End time of each entry that ran, by (rank, step).
-        waits: The ranks that stopped short; none if all reached the end.
+        waits: The ranks that stopped early; empty if all reached the end.
         cycle: The ranks that wait for each other, each for the next, the last for the first.
     """
 
@@ -73,7 +72,7 @@ def simulate(index: Index, *, blocking: bool = True) -> Run:
 
     Args:
         index: The schedule.
-        blocking: Wait at a receive; otherwise wait at the computation that uses what it brings.
+        blocking: Wait at a receive; otherwise wait at the computation that uses the message.
     """
     rows = index.schedule.atoms
     ran = [0] * len(rows)
@@ -136,7 +135,7 @@ def check_deadlock(run: Run) -> Iterator[Finding]:
 
 
 def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Spot | None:
-    """What a step waits for on another rank, or `None` if nothing holds it up."""
+    """Return what a step waits for on another rank, or `None`."""
     if atom.kind in RECEIVES and blocking:
         kind, offset = _SEND_OF[atom.kind]
     elif atom.kind in SEND_WAITS:

@@ -201,8 +201,8 @@ def step_time(schedule: Schedule, durations: Durations, transport: Transport = D
     """
     if not schedule.complete:
         raise ScheduleError(
-            f"{schedule.source}: a step's time depends on all ranks, and this table does not have "
-            "them; give the table of all ranks"
+            f"{schedule.source}: a step's time depends on all ranks, and this table lacks "
+            "some; use the table of all ranks"
         )
     durations.require(schedule)
     lanes = _Rows(schedule, durations, transport).lay()
@@ -304,8 +304,8 @@ class _Rows:
         for task, event in self.open:
             if event not in self.made:
                 raise ScheduleError(
-                    f"{self.schedule.source}: {task.name} needs {_named(event)}, which stands "
-                    "nowhere; qeffect check says what is wrong with the table",
+                    f"{self.schedule.source}: {task.name} needs {_named(event)}, which is missing; "
+                    "run qeffect check on the table",
                     rank=task.rank,
                     step=task.step,
                 )
@@ -377,8 +377,8 @@ class _Rows:
         target = self.schedule.stage_to_rank.get(event[1] + COUNTERPART[event[0]][1])
         if target is None:
             raise ScheduleError(
-                f"{self.schedule.source}: {_named(event)} goes to a stage that there is not; "
-                "qeffect check says what is wrong with the table",
+                f"{self.schedule.source}: {_named(event)} goes to a stage that does not exist; "
+                "run qeffect check on the table",
                 rank=rank,
                 step=step,
             )
@@ -430,7 +430,8 @@ class _Rows:
     def _make(self, event: Event, task: _Task) -> _Task:
         if event in self.made:
             raise ScheduleError(
-                f"{self.schedule.source}: {_named(event)} stands twice; qeffect check says where",
+                f"{self.schedule.source}: {_named(event)} occurs twice; run qeffect check on the "
+                "table",
                 rank=task.rank,
                 step=task.step,
             )
@@ -463,4 +464,4 @@ def _circle(task: _Task) -> str:
     # A send that holds its row stands there twice: in its channel, and in the row.
     legs = list(dict.fromkeys(f"{t.name} on rank {t.rank}" for t in circle))
     shown = ", which waits for ".join(legs[:_SHOWN]) + (" ..." if len(legs) > _SHOWN else "")
-    return f"ranks wait for each other: {shown}, and so on; qeffect check says where"
+    return f"ranks wait for each other: {shown}, and so on; run qeffect check on the table"

@@ -165,8 +165,8 @@ def check_reductions(index: Index) -> Iterator[Finding]:
                     "reduction-missing",
                     f"stage {stage} has no REDUCE_GRAD, but other stages have",
                     rank=schedule.stage_to_rank[stage],
-                    expected=f"{stage}REDUCE_GRAD behind the stage's last weight gradient",
-                    found="none",
+                    expected=f"{stage}REDUCE_GRAD after the stage's last weight gradient",
+                    found="no REDUCE_GRAD",
                 )
             continue
         left = Counter(spot.atom.kind for spot in late[stage])[Kind.WGRAD]

@@ -176,13 +176,13 @@ def read_fixture(name: str) -> Schedule:
         name: One of `fixture_names`, of either sort.
 
     Raises:
-        ScheduleError: There is no such table.
+        ScheduleError: No shipped table has that name.
     """
     if name in fixture_names():
         return read_table(_folder() / name)
     if name in fixture_names(refused=True):
         return read_table(_folder() / _REFUSED / name)
-    raise ScheduleError(f"no shipped table {name!r}; there are {', '.join(fixture_names())}")
+    raise ScheduleError(f"no shipped table {name!r}; expected one of {', '.join(fixture_names())}")
 
 
 def _folder() -> Traversable:

@@ -123,7 +123,7 @@ def class_name(name: str) -> str:
     'ScheduleZBVZeroBubble'
 
     Raises:
-        ScheduleError: There is no such class.
+        ScheduleError: The class is unknown.
     """
     wanted = name.lower().removeprefix("schedule")
     for cls_name in CLASSES:
@@ -138,11 +138,13 @@ def _check_arguments(
     if min(pp, vpp, microbatches) < 1:
         raise ScheduleError(f"{what}: pp, vpp and microbatches must be at least 1")
     if cls_name in SINGLE and vpp != 1:
-        raise ScheduleError(f"{what}: {cls_name} has exactly 1 stage a rank; expected vpp=1")
+        raise ScheduleError(f"{what}: {cls_name} has exactly 1 stage per rank; expected vpp=1")
     if cls_name in V_SHAPED and vpp != 2:
-        raise ScheduleError(f"{what}: {cls_name} has exactly 2 stages a rank; expected vpp=2")
+        raise ScheduleError(f"{what}: {cls_name} has exactly 2 stages per rank; expected vpp=2")
     if drawn and (comms or cls_name not in SINGLE):
-        raise ScheduleError(f"{what}: only 1F1B and GPipe have a drawn table, and it has no comms")
+        raise ScheduleError(
+            f"{what}: only 1F1B and GPipe have a drawn table, which has no messages"
+        )
     # Three computations a stage and microbatch, and about as many messages.
     if pp * vpp * microbatches * 8 > MAX_ENTRIES:
         raise ScheduleError(f"{what}: more than {MAX_ENTRIES} entries, the limit")

@@ -61,7 +61,7 @@ class Transport:
 
     def __attrs_post_init__(self) -> None:
         """
-        Refuse what is no configuration.
+        Reject invalid values.
 
         Raises:
             ScheduleError: The queues or the rendezvous are unknown, or the limit is negative.
@@ -117,8 +117,9 @@ class Transport:
             return
         if any(a is not None and a.kind in SENDS for row in schedule.rows for a in row):
             raise ScheduleError(
-                f"{schedule.source}: max_outstanding_sends needs a table that says where its sends "
-                "end (WAIT_SEND_F, WAIT_SEND_B; torch 2.15 writes them); leave the limit out"
+                f"{schedule.source}: max_outstanding_sends needs a table with the ends of its "
+                "sends "
+                "(WAIT_SEND_F, WAIT_SEND_B; torch 2.15 writes them); leave the limit out"
             )
 
 

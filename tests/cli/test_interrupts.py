@@ -29,7 +29,6 @@ LONG = {
     "prove": "Proving. ",
     "ranks": "Proving. ",
     "bench": "Measuring. ",
-    "runtime compare --sets stepwise --device cpu": "Comparing. ",
 }
 #: Seconds within which a command ends; twice the promise, since tests share their machine.
 LIMIT_S = 4.0
@@ -114,15 +113,24 @@ def test_every_long_command_ends_at_once(
     assert seconds < LIMIT_S
 
 
+#: Commands that start processes, and how many: torchrun and its two ranks, or a process per side.
+PARENTS = {
+    "runtime demo --ranks 2 --steps 1000": 3,
+    "runtime demo --steps 1000": 1,
+    "runtime compare --sets stepwise --device cpu": 1,
+}
+
+
 @pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
-def test_ranks_that_the_demo_started_end_with_it(
-    whole_group: bool, processes: list[subprocess.Popen[str]]
+@pytest.mark.parametrize("command", PARENTS)
+def test_processes_that_a_command_started_end_with_it(
+    command: str, whole_group: bool, processes: list[subprocess.Popen[str]]
 ) -> None:
-    """torchrun and its ranks: neither prints, and none stays."""
-    process = started("runtime demo --ranks 2 --steps 1000")
+    """None of them prints, and none stays."""
+    process = started(command)
     processes.append(process)
     deadline = time.monotonic() + START_S
-    while len(descendants(process.pid)) < 3:  # torchrun and two ranks
+    while len(descendants(process.pid)) < PARENTS[command]:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
 KERNEL_REPORTS = ROOT / "verification" / "reports"
 RUNTIME_REPORTS = ROOT / "gpu_runtime" / "lab" / "reports"
 KERNEL_PAGE = KERNEL_REPORTS / "README.md"
@@ -35,10 +36,11 @@ def load(path: Path) -> Mapping[str, Any]:
 
 def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
     """The function of each block, by page and block name."""
-    from tests.docs import kernel_block, readme_block, runtime_block
+    from tests.docs import kernel_block, moved_block, readme_block, runtime_block
 
     return {
         README: readme_block.BLOCKS,
+        CHANGELOG: moved_block.BLOCKS,
         KERNEL_PAGE: kernel_block.BLOCKS,
         RUNTIME_PAGE: runtime_block.BLOCKS,
     }

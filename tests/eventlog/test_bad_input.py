@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from qeffect import Contract, StageConfig
+from qeffect import Contract, StageConfig, spec
 from qeffect.cli import main
 from qeffect.log.format import DIGEST_BYTES
 from qeffect.log.player import MAX_LINE
@@ -94,17 +94,23 @@ class TestFiles:
 
         assert main(["replay", str(path), "--json"]) == 0
 
-        path.write_text("".join(lines[:-1]), encoding="utf-8")
+        rejected = Path(spec.__file__).parent / "logs" / "rejected" / "log.sequence.jsonl"
         capsys.readouterr()
 
-        assert main(["replay", str(path), "--json"]) == 1
+        assert main(["replay", str(rejected), "--json"]) == 1
         report = json.loads(capsys.readouterr().out)
-        assert ("refused", "log.closing", len(lines)) == (
+        assert ("refused", "log.sequence") == (report["verdict"], report["clause"])
+        assert {"rank", "step", "action", "line"} <= report.keys()
+
+        path.write_text("".join(lines[:-1]), encoding="utf-8")
+
+        assert main(["replay", str(path), "--json"]) == 2
+        report = json.loads(capsys.readouterr().out)
+        assert ("unusable", "log.closing", len(lines)) == (
             report["verdict"],
             report["clause"],
             report["line"],
         )
-        assert {"rank", "step", "action"} <= report.keys()
 
 
 class TestLines:
@@ -168,7 +174,11 @@ class TestLines:
             ('"version":2', '"version":3', "field version: found 3; expected 2"),
             ('"rank":null', '"rank":-1', "field rank"),
             ('"tickets"', '"ticket"', "relations"),
-            ('"ownership","version"', '"version","ownership"', "come in the order"),
+            (
+                '"ownership","version"',
+                '"version","ownership"',
+                "expected the relations in the order",
+            ),
             ('"ownership",', "", "cannot leave out ownership"),
             ('"callers":["main"]', '"callers":[]', "callers"),
             ('"callers":["main"]', '"callers":[["main"]]', "names a caller"),

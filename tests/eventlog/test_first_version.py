@@ -77,7 +77,7 @@ def test_what_only_the_second_version_has_is_not_in_the_first(
     at = next(n for n, line in enumerate(lines) if text in line)
     lines[at] = lines[at].replace(old, new, 1)
 
-    with pytest.raises(LogError, match=rf"line {at + 1} is not of version 1"):
+    with pytest.raises(LogError, match=rf"line {at + 1} is not a line of version 1"):
         replay_lines(reseal(lines))
 
 

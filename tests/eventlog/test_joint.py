@@ -180,7 +180,7 @@ class TestNotOnePipeline:
         table = read_fixture(ZBV_COMMS)
         paths = logs(tmp_path, [table] * 2, [1, 1])
 
-        with pytest.raises(LogError, match="stage 1 is in no log, and stage 3 is in one"):
+        with pytest.raises(LogError, match="stage 1 is missing, although stage 3 is there"):
             replay_together(paths[:1])
 
     def test_two_replicas(self, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ class TestNotOnePipeline:
         table = read_fixture(ZBV_COMMS)
         paths = logs(tmp_path, [table] * 2, [1, 1])
 
-        with pytest.raises(LogError, match="give those of one replica at a time"):
+        with pytest.raises(LogError, match="with each stage in one log"):
             replay_together([*paths, paths[0]])
 
 

@@ -124,7 +124,9 @@ class TestCommit:
         step.run()
         own = step.ran[action][1]
 
-        with refused(step.contract, "epoch.device-count", f"stage {own}", "as were committed"):
+        with refused(
+            step.contract, "epoch.device-count", f"stage {own}", "as many as were committed"
+        ):
             step.commit()
         assert 0 == step.contract.epoch
 

@@ -328,5 +328,7 @@ class TestRestore:
     def test_anything_but_a_64_bit_number_is_named(self, wrong: Any) -> None:
         """What is no 64-bit number is named."""
         rig = Rig()
-        with pytest.raises(ValueError, match=r"^restore: an incarnation has 64 bits, got "):
+        with pytest.raises(
+            ValueError, match=r"^restore: incarnation must be an int of 64 bits, got "
+        ):
             rig.contract.restore(rig.contract.checkpoint(), incarnation=wrong)

@@ -75,7 +75,7 @@ def test_what_cannot_run_is_one_line_of_rank_0(tmp_path: Path) -> None:
         (["--schedule", str(table)], None, "is a table of 4 ranks, --pp is 2"),
         (["--schedule", str(swapped)], None, "schedule."),
         (["--schedule", "zigzag"], None, "unknown schedule class 'zigzag'"),
-        (["--vpp", "3"], None, "2 stages a rank; expected vpp=2"),
+        (["--vpp", "3"], None, "2 stages per rank; expected vpp=2"),
         (["--device", "cuda"], None, "this torch has no NCCL"),
         (["--one-launch"], 2, "--one-launch makes a step one CUDA graph"),
         (["--amax", "replicas"], 2, "--amax replicas shares amax between replicas"),

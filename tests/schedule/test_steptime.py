@@ -391,7 +391,7 @@ class TestRefusals:
 
     def test_a_row_of_one_rank(self) -> None:
         """A Transformer Engine list is one rank of several: its inputs' times are not known."""
-        with pytest.raises(ScheduleError, match="give the table of all ranks"):
+        with pytest.raises(ScheduleError, match="use the table of all ranks"):
             step_time(te_order("1,1,-1,-1"), THIRDS)
 
     def test_what_is_missing_or_doubled(self) -> None:
@@ -403,11 +403,11 @@ class TestRefusals:
         def double(rows: Rows) -> None:
             rows[0].append("0F0")
 
-        with pytest.raises(ScheduleError, match="1F1 needs 0SEND_F1, which stands nowhere"):
+        with pytest.raises(ScheduleError, match="1F1 needs 0SEND_F1, which is missing"):
             step_time(edited(LOOP_COMMS, drop), THIRDS)
-        with pytest.raises(ScheduleError, match="0F0 stands twice"):
+        with pytest.raises(ScheduleError, match="0F0 occurs twice"):
             step_time(edited(LOOP, double), THIRDS)
-        with pytest.raises(ScheduleError, match="a stage that there is not"):
+        with pytest.raises(ScheduleError, match="a stage that does not exist"):
             step_time(from_actions([["0F0", "0SEND_B0", "0B0"], ["1F0", "1B0"]]), THIRDS)
 
     @pytest.mark.parametrize(
@@ -511,8 +511,8 @@ class TestDurations:
         [
             ("", "not JSON"),
             ("[1]", r"expected an object, found \[1\]"),
-            ('{"unit": "ms", "F": NaN}', "NaN is no time"),
-            ('{"unit": "ms", "F": 1, "F": 2}', "the name 'F' stands twice"),
+            ('{"unit": "ms", "F": NaN}', "NaN is not a duration"),
+            ('{"unit": "ms", "F": 1, "F": 2}', "the name 'F' occurs twice"),
             ("[" * 100_000, "not JSON"),
             ('{"unit": "ms", "F": 1e999, "I": 1, "W": 1}', "F: expected a number"),
             ("\udc80", "not JSON"),

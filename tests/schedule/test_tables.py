@@ -100,7 +100,9 @@ class TestFixtures:
 
     def test_an_unknown_table_is_refused_with_the_known_ones(self) -> None:
         """An unknown table is refused with the list of known ones."""
-        with pytest.raises(ScheduleError, match="no shipped table 'nope'; there are Schedule1F1B"):
+        with pytest.raises(
+            ScheduleError, match="no shipped table 'nope'; expected one of Schedule1F1B"
+        ):
             read_fixture("nope")
 
 

@@ -145,10 +145,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("cls", "arguments", "said"),
         [
-            ("ZBVZeroBubble", {"pp": 2, "vpp": 3, "microbatches": 4}, "exactly 2 stages a rank"),
-            ("DualPipeV", {"pp": 2, "vpp": 1, "microbatches": 4}, "exactly 2 stages a rank"),
+            ("ZBVZeroBubble", {"pp": 2, "vpp": 3, "microbatches": 4}, "exactly 2 stages per rank"),
+            ("DualPipeV", {"pp": 2, "vpp": 1, "microbatches": 4}, "exactly 2 stages per rank"),
             ("DualPipeV", {"pp": 2, "microbatches": 3}, "torch refuses .*as stages"),
-            ("1F1B", {"pp": 2, "vpp": 2, "microbatches": 4}, "exactly 1 stage a rank"),
+            ("1F1B", {"pp": 2, "vpp": 2, "microbatches": 4}, "exactly 1 stage per rank"),
             ("1F1B", {"pp": 4, "microbatches": 2}, "torch refuses .*greater than or equal"),
             ("Interleaved1F1B", {"pp": 2, "microbatches": 5}, "torch refuses .*multiple of"),
             ("GPipe", {"pp": 0, "microbatches": 2}, "must be at least 1"),

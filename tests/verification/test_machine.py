@@ -198,7 +198,7 @@ class TestOracle:
         imported = {
             alias.name
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qeffect")
+            if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

@@ -34,8 +34,8 @@ class Failures:
             "names",
             nargs="*",
             metavar="NAME",
-            help="show only these, in full: a name, a reference such as "
-            "NVIDIA/Megatron-LM#4047, or a relation",
+            help="failures to show in full: a name, a reference such as NVIDIA/Megatron-LM#4047, "
+            "or a relation (default: a list of all)",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> CommandOutcome:

@@ -24,7 +24,7 @@ class Ranks:
         parser.add_argument(
             "--mutants",
             action="store_true",
-            help="also leave out each thing that the protocol asks, and show a trace (minutes)",
+            help="also leave out each rule of the protocol in turn, and show what breaks (minutes)",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -45,55 +45,64 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("step", "sweep"),
         default="step",
-        help="step: time, memory, set-up, copies, guards; sweep: resources by microbatches "
-        "(default step)",
+        help="step: time, memory, set-up, copies and guards; sweep: resources against microbatches",
     )
     parser.add_argument(
         "--cells",
         nargs="+",
         metavar="CELL",
-        help="cells, by index or name (default all; tiny on cpu)",
+        help="cells to measure, by index or name (default: the first three)",
     )
     parser.add_argument(
-        "--columns", nargs="+", metavar="NAME", help="columns, by name or prefix (default all)"
+        "--columns",
+        nargs="+",
+        metavar="NAME",
+        help="columns to measure, by name or its beginning (default: those of the cell)",
     )
     parser.add_argument(
         "--microbatches",
         nargs="+",
         type=int,
         metavar="M",
-        help="microbatches of each point (sweep only; default 2 4 8 16 32)",
+        help="numbers of microbatches in the sweep",
     )
     parser.add_argument(
         "--rank",
         type=int,
         choices=(0, 1),
         default=1,
-        help="rank of ZB-V over two ranks (sweep only; default 1)",
+        help="rank of ZB-V over two ranks in the sweep (default 1)",
     )
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="rounds per column (default 5, sweep 3)"
+        "--rounds", type=int, metavar="N", help="rounds per column (default 5; 3 in the sweep)"
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps per round (default 20, sweep 10)"
+        "--steps", type=int, metavar="N", help="steps per round (default 20; 10 in the sweep)"
     )
     parser.add_argument(
         "--growth-steps",
         type=int,
         metavar="N",
-        help="steps after which memory is compared (default 200)",
+        help="steps over which memory must not grow (default 200; 0 in the sweep)",
     )
     parser.add_argument(
-        "--history", type=int, default=1024, help="length of amax histories (default 1024)"
+        "--history",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="entries of each amax history (default 1024)",
     )
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 5 steps, for a trial run")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 5 steps, as a trial run")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu: the reference backend, eager, whose times mean nothing",
+        help="device (default cuda); cpu runs the eager reference backend, as a trial: its "
+        "times mean nothing",
     )
-    parser.add_argument("--no-profile", action="store_true", help="measure no kernel times")
+    parser.add_argument(
+        "--no-profile", action="store_true", help="no kernel times: run no steps under the profiler"
+    )
     add_report_options(parser)
 
 

@@ -46,20 +46,20 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=tuple(SETS),
         default=list(DEFAULT_SETS),
-        help=f"sets of cases (default {' '.join(DEFAULT_SETS)})",
-    )
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="cases by name (default all)")
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps per case (default: as the case has)"
+        help=f"sets of cases to compare (default {' '.join(DEFAULT_SETS)})",
     )
     parser.add_argument(
-        "--sides", nargs="+", choices=SIDES, help="sides to run (default all that the device has)"
+        "--cases", nargs="+", metavar="NAME", help="cases of these sets by name (default all)"
     )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps per run (default: each case's own)"
+    )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run (default all)")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu compares the reference backend at hidden 128, eager",
+        help="device (default cuda); cpu compares the reference backend at hidden 128, uncaptured",
     )
     add_report_options(parser)
 

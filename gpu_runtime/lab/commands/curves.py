@@ -55,13 +55,13 @@ _OWN = ("runs", "limit_s", "parts")
 def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `curves`."""
     parser.add_argument(
-        "config", type=Path, nargs="?", help="the TOML file of a training run, with held-out text"
+        "config", type=Path, nargs="?", help="TOML file of a training run with held-out text"
     )
     parser.add_argument(
         "--runs",
         nargs="+",
         metavar="SIDE:SCHEDULE:SEED[:HEAD]",
-        help="runs in order, such as native:il:0 guarded:zbv:0",
+        help="runs to train, in this order, such as native:il:0 guarded:zbv:0",
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="steps per run (default: the file's)"
@@ -70,22 +70,18 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-steps",
         type=int,
         metavar="N",
-        help="held-out windows per evaluation, in steps' worth (default: the file's windows)",
+        help="evaluation size: the windows of N training steps (default: the file's)",
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         metavar="S",
-        help="time limit in seconds: the current run ends at its next block and no further run "
-        "begins; the report is then marked incomplete",
+        help="time limit in seconds: a run then ends at its next block, no other run begins, and "
+        "the report is incomplete (default: no limit)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(
-        "--merge",
-        nargs="+",
-        type=Path,
-        metavar="F",
-        help="reports to merge into one; trains nothing",
+        "--merge", nargs="+", type=Path, metavar="F", help="reports to merge into one"
     )
     add_report_options(parser, required=True)
 

@@ -34,12 +34,14 @@ _LIMIT_S = 120.0
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `demo`."""
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps (default 4)")
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="optimizer steps (default 4)"
+    )
     parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="run a pipeline over N processes on the CPU, with torchrun (default: one process)",
+        help="ranks of a pipeline on the CPU, one process each (default: one process, no pipeline)",
     )
 
 

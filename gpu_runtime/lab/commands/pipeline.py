@@ -49,7 +49,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
     parser.add_argument(
-        "--vpp", type=int, metavar="N", help="stages per rank (default: the schedule's)"
+        "--vpp", type=int, metavar="N", help="stages per rank (default: the schedule's own)"
     )
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas (default 1)")
     parser.add_argument(
@@ -58,7 +58,9 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="microbatches per step and replica (default 2 * PP)",
     )
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps (default 4)")
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="optimizer steps (default 4)"
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -68,52 +70,68 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         choices=("reference", "transformer-engine"),
-        help="layers (default: reference on cpu, transformer-engine on cuda)",
+        help="implementation of the layers (default: reference on cpu, transformer-engine on cuda)",
     )
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs (only with cuda)")
     parser.add_argument(
-        "--rule", choices=RULES, default="accumulate", help="where dW writes (default accumulate)"
+        "--eager", action="store_true", help="no CUDA graphs (only with --device cuda)"
+    )
+    parser.add_argument(
+        "--rule",
+        choices=RULES,
+        default="accumulate",
+        help="where a dW writes its gradient (default accumulate)",
     )
     parser.add_argument(
         "--provisioning",
         choices=PROVISIONINGS,
         default="live",
-        help="how slots are provisioned (default live)",
+        help="number of slots: as many as live tapes, or one per microbatch (default live)",
     )
     parser.add_argument(
         "--amax",
         choices=AMAX,
         default="replica",
-        help="whose amax enters the scales (default replica)",
+        help="amaxes that scales are made of: each replica's own, or those of all replicas "
+        "(default replica)",
     )
     for name, text in (
         ("layers", "layers per stage (default 1)"),
         ("hidden", "layer width"),
         ("ffn", "MLP width"),
-        ("heads", "attention heads"),
+        ("heads", "attention heads per layer"),
         ("sequence", "tokens per microbatch"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="also train natively with torch's own pipeline, and compare every bit",
+        help="also run torch's own pipeline natively, and compare every bit",
     )
-    # Not --log: torchrun reads a prefix of its own options as that option.
-    parser.add_argument("--event-logs", metavar="DIR", help="folder of the ranks' event logs")
+    # Not --log: torchrun reads an option that could be the beginning of one of its own as such.
     parser.add_argument(
-        "--one-launch", action="store_true", help="each step as one CUDA graph (only with cuda)"
+        "--event-logs", metavar="DIR", help="folder for the event logs of all ranks"
     )
     parser.add_argument(
-        "--clip-norm", type=float, metavar="X", help="largest gradient norm, over all ranks"
+        "--one-launch",
+        action="store_true",
+        help="each step as one CUDA graph (only with --device cuda)",
+    )
+    parser.add_argument(
+        "--clip-norm",
+        type=float,
+        metavar="X",
+        help="norm over all ranks' gradients above which they are clipped (default: no clipping)",
     )
     parser.add_argument(
         "--skip-nonfinite",
         action="store_true",
-        help="skip the update when the gradient norm is not finite",
+        help="no update after a step whose gradient norm is not finite",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="F", help="file of a Chrome trace of the last step, all ranks"
+        "--trace",
+        type=Path,
+        metavar="F",
+        help="JSON file of a Chrome trace of the last step, all ranks",
     )
 
 

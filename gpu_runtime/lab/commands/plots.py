@@ -465,7 +465,7 @@ def add_plots_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the reports (default: the checkout's)",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the pictures"
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the pictures"
     )
     parser.add_argument(
         "--format",

@@ -36,14 +36,14 @@ HARMLESS = "a shared pool did no harm, so the comparison shows nothing"
 def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pools`."""
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="optimizer steps per run (default: as the order has)"
+        "--steps", type=int, metavar="N", help="optimizer steps per run (default: each case's own)"
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu runs the reference backend at hidden 128, eager, where "
-        "no memory pools exist",
+        help="device (default cuda); cpu runs the eager reference backend at hidden 128, where a "
+        "pool moves no memory",
     )
     add_report_options(parser)
 

@@ -61,7 +61,8 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu runs the reference backend, which tests the probes only",
+        help="device (default cuda); cpu runs the reference backend and checks nothing about the "
+        "library",
     )
     parser.add_argument(
         "--only",

@@ -77,13 +77,13 @@ TRACED = 5
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `scale`."""
-    parser.add_argument("--pp", type=int, default=2, metavar="N", help="ranks (default 2)")
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
     parser.add_argument(
         "--schedules",
         nargs="+",
         default=list(SCHEDULES),
         metavar="NAME",
-        help="schedules (default il izb zbv)",
+        help="schedules: il, izb, zbv (default all)",
     )
     parser.add_argument(
         "--cells",
@@ -91,7 +91,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(CELLS)[:2],
         choices=CELLS,
         metavar="CELL",
-        help="cells to time (default the first two of three)",
+        help=f"cells to time (default {' '.join(list(CELLS)[:2])})",
     )
     parser.add_argument(
         "--compared",
@@ -99,13 +99,13 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(COMPARED)[:2],
         choices=COMPARED,
         metavar="NAME",
-        help="models to compare bit for bit (default hidden 512 and hidden 2048)",
+        help=f"cases to compare bit for bit (default: {', '.join(list(COMPARED)[:2])})",
     )
     parser.add_argument(
         "--rounds", type=int, default=5, metavar="N", help="rounds per side (default 5)"
     )
     parser.add_argument(
-        "--steps", type=int, default=10, metavar="N", help="steps per round for graphs (default 10)"
+        "--steps", type=int, default=10, metavar="N", help="steps per round (default 10)"
     )
     parser.add_argument(
         "--native-steps",

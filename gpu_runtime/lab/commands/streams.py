@@ -164,12 +164,18 @@ def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
         "--checks", type=int, default=200, metavar="N", help="checks per process (default 200)"
     )
     parser.add_argument(
-        "--width", type=int, default=2048, help="width of the producer's products (default 2048)"
+        "--width",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="width of the producer's matrices (default 2048)",
     )
     parser.add_argument(
-        "--depth", type=int, default=32, help="number of products in a row (default 32)"
+        "--depth", type=int, default=32, metavar="N", help="matrix products in a row (default 32)"
     )
-    parser.add_argument("--quick", action="store_true", help="1 process of 20 checks per handoff")
+    parser.add_argument(
+        "--quick", action="store_true", help="1 process per handoff with 20 checks, as a trial run"
+    )
     add_report_options(parser)
 
 

@@ -59,36 +59,35 @@ __all__ = ["add_tables_arguments", "merged", "run_tables"]
 
 def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tables`."""
-    parser.add_argument("--pp", type=int, metavar="N", help="ranks (default 2)")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default 2)")
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
         metavar="PART",
-        help=f"parts of the tables: {', '.join(PARTS)} (default the first three)",
+        help=f"parts to measure: {', '.join(PARTS)} (default: the first three)",
     )
     parser.add_argument(
-        "--cells", nargs="+", choices=CELLS, metavar="CELL", help=f"cells (default {SMALL} {LARGE})"
+        "--cells",
+        nargs="+",
+        choices=CELLS,
+        metavar="CELL",
+        help=f"cells to measure (default {SMALL} {LARGE})",
     )
     parser.add_argument(
         "--microbatches",
         nargs="+",
         type=int,
         metavar="M",
-        help="microbatches of the part resources (default 2 4 8 16 32)",
+        help="numbers of microbatches in the part resources (default 2 to 32)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per side (default 3)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps per round (default 10)")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps per round for graphs (default 10)"
+        "--native-steps", type=int, metavar="N", help="steps per round for native (default 3)"
     )
     parser.add_argument(
-        "--native-steps",
-        type=int,
-        metavar="N",
-        help="steps per round for native and eager (default 3)",
-    )
-    parser.add_argument(
-        "--no-profile", action="store_true", default=None, help="run no steps under the profiler"
+        "--no-profile", action="store_true", default=None, help="no counts of kernels and copies"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda)")
     parser.add_argument(
@@ -96,7 +95,7 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="F",
-        help="reports of trials to merge, in order; measures nothing",
+        help="reports of trials to merge, in this order",
     )
     add_report_options(parser)
 

@@ -38,8 +38,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         choices=("all", "ends"),
-        help="train natively too, under torch's own pipeline, and compare the losses of every step "
-        "and every tensor bit for bit: of all steps, or at the end",
+        help="also train natively under torch's own pipeline, and compare bit for bit the loss of "
+        "every step, and every tensor after each step (all) or at the end (ends)",
     )
 
 

@@ -61,7 +61,9 @@ def add_report_options(parser: argparse.ArgumentParser, *, required: bool = Fals
     parser.add_argument(
         "--out", type=Path, required=required, metavar="F", help="file of the JSON report"
     )
-    parser.add_argument("--commit", metavar="SHA", help="the commit, outside a git checkout")
+    parser.add_argument(
+        "--commit", metavar="SHA", help="commit to name in the report, outside a git checkout"
+    )
 
 
 def read_part(path: Path, kind: str) -> dict[str, Any]:

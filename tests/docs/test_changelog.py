@@ -1,0 +1,68 @@
+"""
+The changelog's new import names exist.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from qeffect.gpu_runtime.renamed import MODULES, NAMES
+from tests.docs.blocks import CHANGELOG
+
+TEXT = CHANGELOG.read_text(encoding="utf-8")
+
+
+def expanded(name: str) -> list[str]:
+    """The names of a row: `a.{b, c}` is `a.b` and `a.c`."""
+    folder, brace, words = name.rstrip("}").partition("{")
+    return [f"{folder}{word.strip()}" for word in words.split(",")] if brace else [name]
+
+
+def rows(heading: str) -> Iterator[tuple[str, str]]:
+    """The first names of both columns of the table below a heading."""
+    section = TEXT.split(f"#### {heading}\n")[1].split("\n##")[0]
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            old, new = (re.findall(r"`([^`]+)`", cell)[0] for cell in line.strip("| ").split(" | "))
+            yield old, new
+
+
+def found(name: str) -> object:
+    """Import a module, or the module of an attribute."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name.partition(".")[0]):
+            pytest.skip(f"{name} needs {error.name}")
+        owner, _, attribute = name.rpartition(".")
+        return getattr(found(owner), attribute)
+
+
+def test_every_moved_name_of_the_runtime_is_listed() -> None:
+    """Once, with the place that its old name leads to."""
+    listed = {
+        old: new
+        for before, after in rows("Below `qeffect.gpu_runtime`")
+        for old, new in zip(expanded(before), expanded(after), strict=True)
+    }
+    leads = {**MODULES, **NAMES}
+    wanted = {o: n for o, n in leads.items() if n and not n.endswith("__main__")}
+    assert listed == wanted
+
+
+@pytest.mark.parametrize("new", [new for _, new in rows("Below `qeffect.gpu_runtime`")])
+def test_a_new_name_of_the_runtime_imports(new: str) -> None:
+    """By the name in the table."""
+    for name in expanded(new):
+        assert found(f"qeffect.gpu_runtime.{name}")
+
+
+@pytest.mark.parametrize("new", [new for _, new in rows("Elsewhere")])
+def test_another_new_name_imports(new: str) -> None:
+    """By the name in the table; a call's parentheses stand for the callable."""
+    for name in expanded(new.partition("(")[0]):
+        assert found(name)
