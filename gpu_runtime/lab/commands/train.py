@@ -173,5 +173,5 @@ def _ends(run: Run, progress: Progress) -> Outcome:
 
 
 def _unlike(a: float, b: float) -> bool:
-    """Whether two losses differ; that neither is a number makes no difference."""
+    """Whether two losses differ; two losses that are NaN are equal."""
     return a != b and not (math.isnan(a) and math.isnan(b))
