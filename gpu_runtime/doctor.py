@@ -127,10 +127,10 @@ def _internals() -> str:
     try:
         missing = missing_imports((*IMPORTED, *BASELINE))
     except Exception as error:  # whatever the library raises while it loads
-        return f"Its internals cannot be looked at: {error}"
+        return f"Its internals cannot be examined: {error}"
     if missing:
-        return f"It lacks what the runtime reaches: {', '.join(missing)}"
-    return "Every name that is reached at import is there"
+        return f"It lacks names that the runtime uses: {', '.join(missing)}"
+    return "All names that the runtime imports are present"
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

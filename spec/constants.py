@@ -47,7 +47,7 @@ IN_BIT: Final = 1  # a receive of the forward's input
 BACK_BIT: Final = 2  # a receive of the output's gradient
 READ_BITS: Final = 12  # every read: ``OUT_BIT`` and ``GRAD_BIT``
 
-#: How a dW writes its buffers: its own, and the one that it shares with another stage's dW. Where
+#: How a dW writes its stage's own buffer and the buffer shared with another stage. Where
 #: a stage shares none the two are one, and it can only add to it or overwrite it.
 ADDS: Final = 0  # to both
 OVERWRITES: Final = 1  # both

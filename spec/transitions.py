@@ -1,5 +1,5 @@
 """
-The transitions of the contract: what each is told, and when it is called.
+The transitions of the contract: their arguments, and when they are called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Transition:
             after failure.
         arguments: Its arguments, in order.
         when: When it is called, and what it changes.
-        relation: The relation without which it is refused; empty where there is none.
+        relation: The relation that the transition needs; empty if it needs none.
     """
 
     name: str

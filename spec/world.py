@@ -1,13 +1,13 @@
 """
-The words that the promises use for the world beside the contract: what each means.
+The words that the promises use for the world outside the contract, with their meanings.
 
-A promise is a claim about what really happened: which work ran, what a buffer or a cache holds, who
-has waited for whom. The world follows the actions and their arguments, never the contract's own
-state and never a guard, so that a promise is not a guard said twice. How each accepted transition
-moves it stands with the proofs (``qeffect.verification.induction.history``).
+A promise is a claim about what really happened: which work ran, what a buffer or a cache holds,
+which stream waited for which. The world follows the actions and their arguments, never the
+contract's own state or a guard, so that a promise does not merely repeat a guard. How an accepted
+transition changes the world is defined in ``qeffect.verification.induction.history``.
 
-Some words follow one thing only, chosen once and for all and arbitrary: a reference, a ticket, a
-slot, a link and a stage. What is proved of an arbitrary one holds of each.
+Some words follow one arbitrary, fixed thing: a reference, a ticket, a slot, a link and a stage.
+What is proved of an arbitrary one holds for all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "Word",
 ]
 
-#: Kinds of a ticket that is out.
+#: Kinds of an outstanding ticket.
 NONE: Final = 0
 FORWARD: Final = 1
 DGRAD: Final = 2
@@ -43,12 +43,12 @@ DONE: Final = 2
 @frozen
 class Word:
     """
-    One thing that promises say of the world.
+    One word for the world, as promises use it.
 
     Args:
-        name: Its name, as in ``h.NAME[index]``.
-        index: What it is said of; ``one`` where there is only one.
-        meaning: What its value is.
+        name: Name of the word, as in ``h.NAME[index]``.
+        index: What it is indexed by; ``one`` for a single value.
+        meaning: Meaning of its value.
     """
 
     name: str

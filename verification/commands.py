@@ -271,7 +271,9 @@ class Prove:
         args.seeds = 1 if args.seeds is None else args.seeds
         args.depth = DEPTH if args.depth is None else args.depth
         if args.programs is not None and args.programs.exists() and not args.programs.is_dir():
-            raise UnusableError(f"--programs takes a directory; {args.programs} is not one")
+            raise UnusableError(
+                f"--programs {args.programs}: expected a folder, found a file; name a folder"
+            )
         if args.seeds < 1:
             raise UnusableError(f"--seeds must be at least 1, not {args.seeds}")
         if args.seeds > MOST_SEEDS:

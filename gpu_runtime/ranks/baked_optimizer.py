@@ -1,8 +1,8 @@
 """
-What a graph of a step holds of the optimizer: where its state is, and its numbers.
+What the graph of a step holds of the optimizer: the addresses of its state, and its numbers.
 
-Of a number that is a tensor of a device, as a learning rate may be, a graph holds the place: what
-stands there may change.
+If a number is a tensor on the device, as a learning rate may be, the graph holds its address, and
+the value may change.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _address = Tensor.data_ptr
 
 class BakedOptimizer:
     """
-    An optimizer as it is now, and whether it still is.
+    The optimizer as it was captured, and whether it has changed since.
 
     Args:
-        optimizer: The optimizer, whose update is captured now.
+        optimizer: The optimizer whose update has just been captured.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -36,7 +36,7 @@ class BakedOptimizer:
         groups = self.optimizer.adamw.param_groups
         own = [value for group in groups for name, value in group.items() if name != "params"]
         self._fixed = not any(isinstance(value, list) for value in own)
-        # Held here, so that nothing later can have the identity of one of these.
+        # Kept alive, so that no later object can reuse the identity of one of these.
         self._values = [value for group in groups for value in group.values()]
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._seen = [*map(_identities, groups)]
@@ -44,9 +44,9 @@ class BakedOptimizer:
 
     def unmoved(self) -> bool:
         """
-        Look at all of it again: every address of the state, every number of every group.
+        Compare every address of the state and every number of every group.
 
-        A number that is the very object which it was need not be described, and one in a list is.
+        A number that is still the same object needs no comparison, unless it stands in a list.
         """
         if self.optimizer.addresses() != self._addresses:
             return False
@@ -72,7 +72,7 @@ def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _told(value: Any) -> Any:
-    """A number as it is now: the place of a tensor, and what a list has in it."""
+    """A number's current value: the address of a tensor, the items of a list."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     return [*map(_told, value)] if isinstance(value, list) else value

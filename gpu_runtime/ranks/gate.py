@@ -28,7 +28,7 @@ ROWS = 4
 
 
 class UpdateGate:
-    """What the device compares in each step, and tells all ranks and the host."""
+    """Compares the counters on the device in each step, and publishes every rank's vote."""
 
     def __init__(self, counters: DeviceCounters, worker: Worker) -> None:
         from . import gate_kernel
@@ -48,8 +48,7 @@ class UpdateGate:
         self.norm: DeviceNorm | None = None
         if worker.clipping:
             self.norm = DeviceNorm.on(device, worker.clipping)
-            # A rank's word, then what each stage of the model adds to the squares; 0 where it is
-            # another rank's.
+            # A rank's vote, then each stage's sum of squares; 0 for a stage of another rank.
             width = 1 + worker.table.num_stages
             self.row = torch.zeros(width, dtype=torch.float64, device=device)
             self.rows = torch.zeros(self.world, width, dtype=torch.float64, device=device)
@@ -66,33 +65,36 @@ class UpdateGate:
 
     @property
     def scale(self) -> Tensor | None:
-        """What the gradients are multiplied by; None where they are not clipped."""
+        """Factor of the gradients, on the device; None if they are not clipped."""
         if self.norm is None or self.norm.clipping.max_norm is None:
             return None
         return self.norm.factor
 
     def capture(self, gradients: Gradients | None) -> Tensor:
         """
-        The comparison, every rank's word, and whether the update is skipped.
+        Compare, exchange votes, and decide whether the update is skipped.
 
         Args:
-            gradients: Of this rank's stages, whose norm is looked at; None where there are none.
+            gradients: Of this rank's stages, for their norm; None in a warm-up.
+
+        Returns:
+            Scalar of float32 on the device: 1 to skip the update, else 0.
         """
         self.kernels.compare(
             self.values, self.wanted, self.factors, self.terms, self.number, self.own
         )
-        # Behind a step that was skipped none is run: the host learns of it a step later.
+        # After a skipped step every later update is skipped too, until the host stops the ranks.
         self.own.mul_(self.updated == self.number)
         if self.norm is None:
             self._gather(self.heard, self.own)
         else:
-            elsewhere = self.norm.clipping.elsewhere  # copies of a weight that counts once
+            elsewhere = self.norm.clipping.elsewhere  # copies of a weight, which counts once
             self.row[:1].copy_(self.own)
             for stage, part in square_sums(gradients or {}, elsewhere).items():
                 self.row[1 + stage].copy_(part)
             self._gather(self.rows, self.row)
             self.heard.copy_(self.rows[:, 0])
-            # One rank of a replica has a stage, the others have 0 there: this sum is exact.
+            # One rank of a replica has a stage, the others add 0: this sum is exact.
             width = self.rows.shape[1] - 1
             parts = self.rows[:, 1:].reshape(self.replicas, -1, width).sum(1)
             if self.replicas > 1:
@@ -100,7 +102,7 @@ class UpdateGate:
                 unlike = ((parts != parts[:1]) & finite).any(1, keepdim=True)
                 yes = self.heard.view(self.replicas, -1) == self.number + 1
                 self.heard.view(self.replicas, -1).masked_fill_(yes & unlike, -1.0)
-            # All have the same, but for what is not finite in one of them alone.
+            # All replicas have the same sums, unless one alone has a value that is not finite.
             self.norm.take(parts.amax(0))
         self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
         self.updated.add_(self.skip == 0)
@@ -110,10 +112,10 @@ class UpdateGate:
         return self.skip
 
     def _gather(self, into: Tensor, own: Tensor) -> None:
-        # A word that does not come is no yes: what is gathered stands where a no stood before, and
-        # what an aborted group leaves there of a step before has the number of that step.
+        # A missing vote never counts as consent: the buffer holds a no before the votes arrive, and
+        # a vote that an aborted group leaves there carries the number of an earlier step.
         into.fill_(0.0)
-        if self.world > 1 and self.group is None:  # one rank's word would stand for all
+        if self.world > 1 and self.group is None:  # one rank's vote would count for all
             raise LostError("commit", -1, False, "the connections of this rank are closed")
         if self.group is None:
             into.copy_(own)
@@ -122,16 +124,16 @@ class UpdateGate:
 
     def warm(self) -> None:
         """
-        Once outside of a capture, which can load no kernel and begin no communicator.
+        Run once outside a capture, which can neither load a kernel nor open a communicator.
 
-        It does not wait for the device, which waits for every rank.
+        The host does not wait for the device, which waits for every rank.
         """
         self.capture(None)
         self.kept.take()
         self.updated.zero_()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
-        """Learn from one step what each adds: counters a number, the digest an affine map."""
+        """Derive each step's change from one step: counters add a number, the digest is affine."""
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
         for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
@@ -142,10 +144,13 @@ class UpdateGate:
 
     def read(self) -> tuple[DeviceCounts, list[int]]:
         """
-        What the next step that was not read yet has published; the device has finished it.
+        Read what the next unread step has published; the device has finished that step.
+
+        Returns:
+            The counts, and for each rank 0 for a yes, 1 for a no or a missing vote, `UNLIKE`.
 
         Raises:
-            LostError: It has not been written.
+            LostError: The step has published nothing.
         """
         row = self.ring[self.read_steps % ROWS].tolist()
         if row[0] != self.read_steps:
@@ -155,13 +160,13 @@ class UpdateGate:
         return self.counters.counts_of(row[1 : 1 + size]), row[1 + size :]
 
     def let_go(self) -> None:
-        """Begin to abort the group, and do not wait: a graph that holds its kernels is to end."""
+        """Begin to abort the group without waiting, so that a graph with its kernels can end."""
         group, self.group = self.group, None
         if group is not None:
             self.ending = Abort(group)
 
     def close(self, *, abort: bool = False) -> None:
-        """End the group; aborted, whoever waits in it wakes up."""
+        """End the group; an abort wakes whoever waits in it."""
         self.open = False
         ending, self.ending = self.ending, None
         if ending is not None:

@@ -1,8 +1,8 @@
 """
 Two kernels of one thread block for a step that is one launch: compare, and publish.
 
-A rank's yes is the number of the step, counted from 1, and its no is 0: a communicator that is
-aborted may leave what it received in an earlier step, and a yes of that step is none to this one.
+A rank votes yes with the number of the step, counted from 1, and no with 0. An aborted communicator
+may leave a vote of an earlier step, and a yes from that step does not count for this one.
 """
 
 import torch
@@ -68,15 +68,15 @@ def compare(
     values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
 ) -> None:
     """
-    Advance what the counters should be by a step, and compare.
+    Advance the expected counters by one step, and compare.
 
     Args:
         values: Counters, int64, on the device, as all of these.
-        wanted: What they should have been a step before; advanced in place.
-        factors: What that is multiplied by in a step.
-        terms: What is then added.
+        wanted: Expected counters of the step before; advanced in place.
+        factors: Factors of a step.
+        terms: Terms that a step adds.
         number: Scalar of int64: the step's number, from 0.
-        word: Scalar of float64; 0 where any counter differs, else one more than the number.
+        word: Scalar of float64: the vote; 0 if a counter differs, else the number plus 1.
     """
     size = values.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
@@ -95,15 +95,15 @@ def compare(
 
 def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
     """
-    Say whether all ranks said yes to this step, and write it down where the host can read it.
+    Decide whether all ranks voted yes on this step, and publish the votes for the host.
 
     Args:
         values: Counters, int64, on the device.
-        heard: Each rank's word, float64, on the device; below 0 where its replica's reduced
-            gradients are not those of the first.
-        skip: Scalar of float32 on the device; 1 where any is not this step's yes, else 0.
-        ring: Rows of the step's number, its counters, and for each rank 1 where its word is not
-            this step's yes, 2 where it is below 0; int64, pinned.
+        heard: Each rank's vote, float64, on the device; below 0 if the reduced gradients of its
+            replica differ from the first replica's.
+        skip: Scalar of float32 on the device; 1 if any vote is not this step's yes, else 0.
+        ring: Rows of the step's number, its counters, and for each rank 1 if its vote is not this
+            step's yes, 2 if the vote is below 0; int64, pinned.
         number: Scalar of int64 on the device: the step's number, advanced in place.
     """
     size, world = values.numel(), heard.numel()

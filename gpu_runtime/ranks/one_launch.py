@@ -6,26 +6,26 @@ that no host stands between two actions. What is checked, and when:
 
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
   guarded step; and that the two ends of each channel posted the same messages in the same order.
-* *At the two launches behind the captured step's, before them*: every transition of the step, one
-  after another, by the same guarded actions over the same contract, with an executor that runs
-  nothing (`Rehearsal`). Both are recorded, and have to be the same step.
-* *At each later launch, before it*: that all which those transitions read is what it was, but for
-  counters that moved alike (`qeffect.steps` says why every guard then says what it said), and that
-  the row's program and the gradient destinations are. What differs is rehearsed. Behind the launch
-  the whole step is committed as one.
-* *At each launch*: that nothing that a graph bakes in has moved.
+* *Before each of the two launches after the captured step's*: every transition of the step, one
+  after another, by the same guarded actions over the same contract, with a performer that moves
+  nothing (`rehearsal.py`). Both steps are recorded, and must be the same step.
+* *Before each later launch*: that everything those transitions read is unchanged, except counters
+  that moved alike (`qeffect.steps` says why every guard then decides as before), and that the row's
+  program and the gradient destinations are unchanged. If anything differs, the step is rehearsed
+  again. After the launch the whole step is committed at once.
+* *Before each launch*: that no address that a graph bakes in has moved.
 * *In each launch, by the device*: whether it ran every action as often and in the order that the
-  contract says (`qeffect.counts`), whoever launched it. Each rank's word goes to all ranks; the
-  update is skipped on every rank where one rank's differs, or where a rank's word did not come,
-  and so is that of every launch behind it. Where a rank dies while words are under way, some ranks
-  may have heard all and updated: then all begin again from a checkpoint.
-* *A step later, by the host*: the device's counts are presented to the contract, and what a rank
-  said of itself ends the training on all ranks with one cause. No weights have moved since.
+  contract says (`qeffect.counts`), whoever launched it (`gate.py`). Each rank's vote goes to all
+  ranks. If one rank's counts differ, or its vote is missing, every rank skips the update and that
+  of every later launch. If a rank dies while votes are exchanged, some ranks may have received all
+  votes and updated: then all ranks restart from a checkpoint.
+* *One step later, by the host*: the device's counts are presented to the contract. If a rank voted
+  no, the training ends on all ranks with one cause. No weights have moved since.
 
-`OneLaunch.rebuild` then begins the epoch again where all ranks are still there: from the weights
-and scales behind the last update that all devices ran, which the device has kept by itself. Slots'
-graphs stay. A step's graph holds connections that are gone, and is captured again. Where a rank is
-gone, the ranks begin again from a checkpoint.
+If all ranks are still there, `OneLaunch.rebuild` then begins the epoch again, from the weights and
+scales after the last update that all devices ran, which each device has kept. The slots' graphs
+stay. The graph of the step holds connections that are gone, so it is captured again. If a rank is
+gone, the ranks restart from a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .worker import Worker
 __all__ = ["OneLaunch", "obstacles"]
 
 PARTS = ("data", "guards", "launch", "step before", "commit")
-"""What the host does in a launch: `step before` is its wait for that step, and its verdict."""
+"""Parts of the host's time in a launch; `step before` waits for that step's verdict."""
 
 
 class OneLaunch:
@@ -66,9 +66,9 @@ class OneLaunch:
         worker: The rank's worker, in mode ``one launch``.
 
     Attributes:
-        host_ms: What the host's parts of the latest launch took, by the names of `PARTS`.
-        rehearsal: Its guards; it says how many steps were rehearsed, how many checked as one, and
-            why the latest of the former could not be.
+        host_ms: Milliseconds of the host's parts of the latest launch, by the names of `PARTS`.
+        rehearsal: The guards. It counts the steps that were rehearsed and those checked as one,
+            and says why the latest rehearsed step could not be checked as one.
 
     Raises:
         BackendError: The step cannot be one launch; every obstacle is named.
@@ -83,7 +83,7 @@ class OneLaunch:
         self._begin()
 
     def _begin(self) -> None:
-        """Over the worker's connections as they are now; nothing is captured."""
+        """Start over the worker's current connections; nothing is captured yet."""
         self.pipeline = self.worker.pipeline
         self.feed = StagedFeed(self.pipeline.feed)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -105,7 +105,7 @@ class OneLaunch:
         One optimizer step.
 
         Raises:
-            StoppedError: It, or the one before, ended on every rank, for one cause.
+            StoppedError: This step, or the one before, ended on every rank, for one cause.
         """
         if self._left is not None:
             raise BackendError("launches were left; call resume() first, or step the worker")
@@ -115,7 +115,7 @@ class OneLaunch:
             epoch, handoff = self.runtime.epoch, self.runtime.handoff
             try:
                 with self.worker.stepping():
-                    # The launch runs on the graph stream: behind what the caller's has now.
+                    # The launch runs on the graph stream, after the caller's work so far.
                     back = handoff.cross()
                     try:
                         self._launch()
@@ -126,7 +126,7 @@ class OneLaunch:
         self.steps += 1
 
     def _first(self) -> None:
-        """A guarded step, in which connections that a capture needs come into being."""
+        """Take a guarded step, which opens the connections that a capture needs."""
         try:
             self.worker.step()
         except StoppedError:
@@ -136,7 +136,7 @@ class OneLaunch:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """What is raised inside ends the training on every rank, for one cause."""
+        """An exception raised inside ends the training on every rank, for one cause."""
         epoch = self.runtime.epoch
         try:
             with self.worker.stepping(), self.runtime.caller_scope():
@@ -145,7 +145,7 @@ class OneLaunch:
             raise self._ended(error, epoch) from None
 
     def _ended(self, error: Exception, epoch: int) -> StoppedError:
-        """What was raised in a step ends the training on every rank, for one cause."""
+        """End the training on every rank, for one cause."""
         self._stopped()
         stopped = self.pipeline._stopped(error, epoch, told=epoch - self._asking)
         self._gate.close(abort=True)
@@ -172,7 +172,7 @@ class OneLaunch:
                 self._rehearse()
                 self._require_unmoved()
             except Exception:
-                # What the step before came to is told first, and nobody aborts it under way.
+                # First the verdict of the step before, which may still run and must not be aborted.
                 if contract.counts_awaited:
                     self._confirm(self._launched.pop(0))
                 raise
@@ -214,7 +214,7 @@ class OneLaunch:
             )
 
     def _capture(self) -> None:
-        """Capture this step, guards and all; what it launches, it launches like every other."""
+        """Capture this step while its guards are asked; its launch is like every later one."""
         runtime, pipeline, contract = self.runtime, self.pipeline, self.runtime.contract
         self._quiet()
         runtime.confirm()
@@ -222,15 +222,15 @@ class OneLaunch:
         before = contract.committed_counts()[domain]
         pipeline.feed = self.feed
         if pipeline.consent is not None:
-            # The host waits for the gate's first collective, which only a rank that came joins.
+            # The host waits for the gate's first collective, which needs every rank.
             pipeline.consent.agree(runtime.epoch)
             pipeline.consent.release = self._release
         self._gate.warm()
         self._quiet()
         if pipeline.consent is not None:
-            # All capture at once, or none; on a connection that a stop ends.
+            # All ranks capture at once, or none; a stop ends this connection.
             pipeline.consent.agree(runtime.epoch)
-        self._base = runtime.epoch  # what all ranks begin again from, or none
+        self._base = runtime.epoch  # the epoch that all ranks rebuild from
         began = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         with no_collection():
@@ -243,7 +243,7 @@ class OneLaunch:
                 skip = self._gate.capture(gradients)
                 self.worker.optimizer.step(gradients, skip=skip, scale=self._gate.scale)
             except BaseException:
-                with suppress(RuntimeError):  # what ended the capture is to be told, not this
+                with suppress(RuntimeError):  # the first error is the one to report
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -258,17 +258,17 @@ class OneLaunch:
         self.graph = graph
 
     def _release(self) -> None:
-        """After a stop: let the gate's kernels go, and drop the graph, which channels wait for."""
+        """After a stop, abort the gate's group and drop the graph, for which channels wait."""
         self._gate.let_go()
         self._drop()
 
     def _drop(self) -> None:
         graph, self.graph = self.graph, None
         if graph is not None:
-            graph.reset()  # one that still runs is destroyed when it has ended
+            graph.reset()  # a graph that still runs is destroyed when it has ended
 
     def _confirm(self, done: Any) -> None:
-        """Learn what the device said of the step before the one that was just launched."""
+        """Read what the device published of the step before the latest launch."""
         self._asking = 1
         self._await(done)
         self._spare.append(done)
@@ -276,32 +276,32 @@ class OneLaunch:
         self.runtime.contract.present_counts({self.runtime.domain_name: counted})
         if odd := [rank for rank, word in enumerate(said) if word == 1]:
             raise DisagreementError(
-                f"the device of rank {odd[0]} did not run what was committed, or its word did not "
-                "come"
+                f"the device of rank {odd[0]} did not run what was committed, or its vote is "
+                "missing"
             )
         if unlike := [rank for rank, word in enumerate(said) if word == UNLIKE]:
             raise DisagreementError(
-                f"the reduced gradients of the replica of rank {unlike[0]} have other squares than "
-                "those of the first replica"
+                f"the reduced gradients of the replica of rank {unlike[0]} differ from the first "
+                "replica's (sum of squares)"
             )
         self._asking = 0
 
     def _quiet(self) -> None:
-        """Wait for the device as for a launched step: it may be in what a rank that died owes."""
+        """Wait for the device, but not for ever: it may wait for a rank that has died."""
         done = _event()
         self.runtime.handoff.record(done)
         self._await(done)
-        torch.cuda.synchronize()  # what other streams have is this rank's alone
+        torch.cuda.synchronize()  # other streams wait for no other rank
 
     def _await(self, done: Any) -> None:
-        """Wait for what was launched, but not for what another rank has given up."""
+        """Wait for a launch, until another rank has stopped or the deadline has passed."""
         limits = self.worker.limits
         wait_for(done, self.pipeline.consent, deadline=limits.commit, grace=limits.grace)
 
     @property
     def norm(self) -> Norm | None:
         """
-        The norm of the last step's gradients, where it is clipped or looked at.
+        The norm of the last step's gradients; None if it is neither clipped nor checked.
 
         Waits for the device.
         """
@@ -311,26 +311,26 @@ class OneLaunch:
 
     @property
     def device_norm(self) -> DeviceNorm | None:
-        """Where each launch leaves the norm on the device; None where nobody looks at it."""
+        """The norm on the device after each launch; None if it is neither clipped nor checked."""
         return self._gate.norm
 
     @property
     def ahead(self) -> int:
-        """How many steps were launched of which the host has not learned what they came to."""
+        """How many launched steps have no verdict yet."""
         return len(self._launched)
 
     def gathered(self, own: Tensor) -> Tensor:
         """
-        What every rank brings between two steps, the last of which may be under way.
+        Gather a tensor of every rank between two steps, of which the last may still run.
 
         Args:
-            own: On the CPU, of one form on all ranks; every rank calls it.
+            own: On the CPU, with one shape and dtype on all ranks; every rank calls it.
 
         Returns:
-            Those of all ranks, by rank.
+            The tensors of all ranks, by rank.
 
         Raises:
-            StoppedError: A rank has stopped, for one cause, in the step that is under way.
+            StoppedError: A rank has stopped, for one cause, in the step that still runs.
         """
         with self._ending():
             self._asking = self.ahead
@@ -356,7 +356,7 @@ class OneLaunch:
             self.runtime.take_snapshot()
 
     def _weights_moved(self) -> None:
-        """Launches move weights, and not the version counters by which caches are told stale."""
+        """Move the weights' version counters, by which stale caches are found; launches do not."""
         weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
         torch.autograd.graph.increment_version(weights)
 
@@ -369,7 +369,7 @@ class OneLaunch:
         Raises:
             StoppedError: The cause is not recoverable, or the ranks' devices have updated different
                 numbers of steps: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not come back, or its device came to no end.
+            BackendError: A rank did not come back, or its device did not finish in time.
         """
         if self._base is None or not stopped.cause.recoverable:
             self.worker.rebuild(stopped)
@@ -384,10 +384,10 @@ class OneLaunch:
 
     def resume(self) -> None:
         """
-        Go on with launches after `leave`, where no step was taken since.
+        Continue with launches after `leave`, if no step was taken since.
 
         Raises:
-            BackendError: One was: make a new OneLaunch.
+            BackendError: A step was taken since: make a new OneLaunch.
         """
         rebuilt = self.pipeline is not self.worker.pipeline
         if rebuilt or self._left not in (None, self.runtime.epoch):
@@ -397,7 +397,7 @@ class OneLaunch:
             self.pipeline.feed, self.pipeline.launched = self.feed, True
 
     def close(self) -> None:
-        """Drop the graph: it holds connections, which cannot end before it."""
+        """Drop the graph, which holds connections: they cannot end before it."""
         if self._gate.open:  # after a stop a device may wait for a rank that is gone
             torch.cuda.synchronize()
         self._drop()

@@ -1,9 +1,9 @@
 """
-Data that are made beside the pipeline's stream, so that a feed never waits for a message.
+Data that are made on a side stream, so that a feed never waits for a message.
 
-The stream that a pipeline calls on waits for messages of other ranks. A copy from ordinary memory
-of the host to a device ends with a wait of the host for that stream; behind a message of a rank
-that is gone the host would wait for ever, and could not learn why.
+The stream of a pipeline waits for messages of other ranks. A copy from pageable host memory to a
+device lets the host wait for the stream. Behind a message of a rank that is gone, the host would
+wait for ever, and could not learn the cause.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .pipeline import Feed
 
 __all__ = ["SideStreamFeed", "feed_data", "feed_for"]
 
-#: What is asked for: `inputs` or `output_gradients`, of a stage, for a microbatch.
+#: Key of one piece of data: `inputs` or `output_gradients`, the stage, and the microbatch.
 Place = tuple[str, StageBackend, int]
 
 
 class SideStreamFeed:
     """
-    A feed of a GPU whose data are made on a stream of their own.
+    A feed of a GPU that makes its data on a side stream.
 
     Args:
-        inner: The feed; it may wait for the stream that is current, and for no other.
-        device: Where the data go.
+        inner: The feed; it may wait for the current stream, and for no other.
+        device: Device of the data.
     """
 
     def __init__(self, inner: Feed, device: torch.device) -> None:
@@ -39,17 +39,17 @@ class SideStreamFeed:
         self.side = SideStream(device)
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """What the inner feed gives, ready for the stream that is current."""
+        """The inner feed's inputs, ready for the current stream."""
         return self._given(self.inner.inputs, stage, step, microbatch)
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """Likewise."""
+        """The inner feed's output gradients, ready for the current stream."""
         return self._given(self.inner.output_gradients, stage, step, microbatch)
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """The inner feed looks at them, on the stream that they are on."""
+        """Hand the outputs to the inner feed, on their own stream."""
         self.inner.outputs(stage, step, microbatch, outputs)
 
     def _given(self, make: Any, *place: Any) -> Sequence[Tensor]:
@@ -68,13 +68,13 @@ class SideStreamFeed:
         return given
 
     def made_here(self) -> AbstractContextManager[Any]:
-        """In it this feed's stream is current; the caller's, which it gives, waits behind it."""
+        """A context on the side stream; it yields the caller's stream, which then waits for it."""
         return self.side.scope()
 
 
 def feed_data(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
     """
-    What a feed gives in a step at several places, ready for the stream that is current.
+    Ask a feed for several pieces of data of a step, ready for the current stream.
 
     Args:
         feed: The feed.
@@ -91,5 +91,5 @@ def _asked(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tens
 
 
 def feed_for(feed: Feed, device: torch.device) -> Feed:
-    """A feed for a pipeline of a device: on a CPU nothing runs behind the host."""
+    """Wrap a feed for a pipeline on a device; a CPU has no streams, and takes the feed itself."""
     return feed if device.type == "cpu" else SideStreamFeed(feed, device)

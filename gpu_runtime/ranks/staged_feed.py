@@ -23,7 +23,7 @@ _form_and_graph = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class StagedFeed:
-    """A feed whose tensors stay where they are, so that a graph can read them."""
+    """A feed with fixed buffers, so that a graph can read them."""
 
     def __init__(self, inner: Feed) -> None:
         self.inner = inner
@@ -36,23 +36,23 @@ class StagedFeed:
         self.rehearsing = False
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """What the inner feed gives, held."""
+        """The buffers of a stage's inputs."""
         return self._held["inputs", stage.index, microbatch][1]
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """Likewise."""
+        """The buffers of the last stage's output gradients."""
         return self._held["output_gradients", stage.index, microbatch][1]
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Keep the last stage's first output; in a rehearsal there is none."""
+        """Keep the last stage's first output; a rehearsal has no outputs."""
         if not self.rehearsing:
             held = self.losses.setdefault(microbatch, torch.empty_like(outputs[0]))
             held.copy_(outputs[0])
 
     def prepare(self, passages: Iterable[Passage], step: int) -> None:
-        """Hold places of all that a step takes, in memory that no graph owns."""
+        """Allocate buffers for everything that a step takes, in memory that no graph owns."""
         for p in passages:
             if p.stage.index == 0 or len(p.stage.inputs) > 1:
                 self._place("inputs", p, step)
@@ -62,7 +62,7 @@ class StagedFeed:
         tensors = [held for _, held in self._held.values()]
         every = [*chain.from_iterable(tensors)]
         self._many, self._forms = [*map(len, tensors)], [*map(_form_and_graph, every)]
-        # What has one type comes in one copy.
+        # One copy moves all tensors of one dtype.
         alike: dict[torch.dtype, list[int]] = {}
         for n, tensor in enumerate(every):
             alike.setdefault(tensor.dtype, []).append(n)
@@ -75,16 +75,17 @@ class StagedFeed:
 
     def load(self, step: int) -> None:
         """
-        Bring a step's data to their places, on the current stream: a copy for each type.
+        Copy a step's data into the buffers on the current stream, one copy per dtype.
 
         Raises:
-            BackendError: They have another form than the captured step's; nothing was copied.
+            BackendError: Shape, dtype, device or number differs from the captured step's; nothing
+                was copied.
         """
         given = feed_data(self.inner, step, self._places)
         values = [*chain.from_iterable(given)]
         if [*map(_form_and_graph, values)] != self._forms or [*map(len, given)] != self._many:
             self._require_forms(step, given)
-            # What is left is a graph, of which their places would become part.
+            # Only autograd differs: without detach the buffers would join its graph.
             values = [value.detach() for value in values]
         for places, own in self._alike:
             torch._foreach_copy_(places, [values[n] for n in own])

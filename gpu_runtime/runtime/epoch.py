@@ -47,21 +47,23 @@ class EpochRuntime(RuntimeParts):
         """
         Start a bucket's reduction, before the other stages or the epoch are at their end.
 
-        The last dW of its stage has run. What is not reduced so, `finalize` reduces; it waits for
-        what was started here.
+        The last dW of its stage has run. `finalize` reduces the other buckets, and waits for those
+        that were started here.
 
         Args:
-            bucket: Its name.
+            bucket: Name of the bucket.
             caller: Name of the calling stream.
 
         Raises:
             Refused: A dW of the stage is missing, the bucket is not the next of the declared
                 order, or its reduction has begun.
-            BackendError: There is no reducer, or no bucket of that name.
+            BackendError: The runtime has no reducer, or no bucket with that name.
         """
         reducer = self._guarded_reducer
         if reducer is None:
-            raise BackendError(f"bucket {bucket!r} is to be reduced, and nothing reduces")
+            raise BackendError(
+                f"bucket {bucket!r} cannot be reduced: the runtime has no reducer; pass reducer="
+            )
         if bucket not in self._reductions.buckets:
             raise BackendError(
                 f"no bucket {bucket!r} is reduced; there are {[*self._reductions.buckets]}"
@@ -95,9 +97,9 @@ class EpochRuntime(RuntimeParts):
 
     def finalize(self, *, caller: Hashable = "main") -> Gradients:
         """
-        Declare every stage's gradients whole, sum them, and reduce what is not reduced yet.
+        Declare every stage's gradients whole, sum them, and reduce the remaining buckets.
 
-        Stages that `finalize_stage` was called for are whole already.
+        Stages passed to `finalize_stage` before are whole already.
 
         Raises:
             Refused: Something is missing or spoiled; or, with late counts, the device skipped the
@@ -146,16 +148,16 @@ class EpochRuntime(RuntimeParts):
         Args:
             optimizer: The optimizer over the same stages.
             gradients: What `finalize` returned.
-            caller: Name of the calling stream; the one that `finalize` was called on.
-            norm: What the gradients' norm says: their factor, and whether the update is skipped,
-                on every rank alike. The epoch commits in any case.
+            caller: Name of the calling stream, the same as for `finalize`.
+            norm: The gradients' norm, with their factor and whether the update is skipped; the
+                same on every rank. The epoch commits in any case.
 
         Returns:
             The new epoch.
 
         Raises:
-            Refused: Work is live, a stage is not final, another caller finalized, or the device ran
-                something else than was committed; nothing was updated.
+            Refused: Work is live, a stage is not final, another caller finalized, or the device did
+                not run what was committed; nothing was updated.
         """
         link = self.actions._enter(caller)
         late = self.config.counts_late
@@ -201,12 +203,12 @@ class EpochRuntime(RuntimeParts):
         """
         Present what the device had counted at the last commit, with ``counts='next step'``.
 
-        `finalize` and `checkpoint` do; without late counts it does nothing. It waits for the last
-        update, which a step later is long done.
+        `finalize` and `checkpoint` call it; without late counts it does nothing. It waits for the
+        last update, which has long ended one step later.
 
         Raises:
-            Refused: The device skipped that update, since it had not run what was committed;
-                `rebuild` begins its epoch again.
+            Refused: The device skipped that update because it had not run what was committed;
+                `rebuild` begins the epoch again.
         """
         if self.contract.counts_awaited:
             counted = self.device_counts()
@@ -215,7 +217,7 @@ class EpochRuntime(RuntimeParts):
 
     def counts_now(self) -> dict[Hashable, DeviceCounts] | None:
         """
-        What the device has run until now, by state domain; None where it does not count.
+        The counts of the device so far, by state domain; None if it does not count.
 
         Waits for the device.
         """
@@ -226,9 +228,9 @@ class EpochRuntime(RuntimeParts):
 
     def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
         """
-        What the device had run at the last `finalize`, by state domain, for a commit of one's own.
+        The counts of the device at the last `finalize`, by state domain, for a loop that commits.
 
-        With late counts, at the last `update`.
+        With late counts: at the last `update`.
 
         None if `RuntimeConfig.counts` is None. Waits for the device.
         """

@@ -101,15 +101,15 @@ class RuntimeParts:
 
     @property
     def _guarded_reducer(self) -> Reducer | None:
-        """The reducer, where the contract is told of reductions; a backend may leave them out."""
+        """The reducer, unless the backend leaves the relation of reductions out."""
         return self.reducer if "reduction" in self.relations else None
 
     def on_trust(self) -> dict[int, tuple[str, ...]]:
         """
-        What each stage's backend does not report here, so that it is taken on trust.
+        List what each stage's backend does not report, so that it is taken on trust.
 
-        Where graphs are replayed, that each did what its capture recorded, once, is taken on trust
-        as well unless `RuntimeConfig.counts` is set.
+        For replayed graphs it is also taken on trust that each ran once what its capture recorded,
+        unless `RuntimeConfig.counts` is set.
         """
         return {own.stage: own.on_trust() for own in self.contract.stages}
 

@@ -27,17 +27,18 @@ class Runtime(EpochRuntime):
     Guarded F, dI, dW over the stages of one state domain.
 
     Args:
-        stages: Every stage of the domain, that is of the process.
+        stages: Every stage of the state domain, which is every stage of the process.
         order: The rank's row of the schedule: slots are a function of it.
         config: How to run.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
-        reducer: Reduces a bucket's gradients in place over data-parallel ranks; it is given the
-            bucket's name and the gradients by name, and may return what `wait` ends.
-        row: The row with its messages, where the process is one of a pipeline. Its slots are the
-            runtime's, counted with messages, and it says which stages receive and send;
-            `RuntimeConfig`'s provisioning, feeds and readers are then its own.
-        rank: Rank of the process, for whoever reads the event log.
+        reducer: Reduces a bucket's gradients in place over data-parallel ranks. It takes the
+            bucket's name and the gradients by name, and may return an object whose `wait` ends the
+            reduction.
+        row: The row with its messages, for a process of a pipeline. It gives the slots, counted
+            with messages, and says which stages receive and send; provisioning, feeds and readers
+            of `RuntimeConfig` are then ignored.
+        rank: Rank of the process, for the event log.
 
     Raises:
         BackendError: The order names other stages or is not whole, the backend cannot be captured,
@@ -46,14 +47,14 @@ class Runtime(EpochRuntime):
 
     def abort(self) -> int:
         """
-        Abort every outstanding tape: something of the step failed that is no action of this class.
+        Abort every outstanding tape after a failure outside of the actions.
 
         An action that fails does this itself. A loop calls it when a transfer or another rank has
         failed. The epoch of a stage that had a tape can no longer commit; `rebuild` begins it
         again.
 
         Returns:
-            How many tapes there were.
+            The number of tapes that were aborted.
         """
         return self.actions.abort_outstanding()
 
@@ -64,8 +65,8 @@ class Runtime(EpochRuntime):
         Drops every tape that is left, waits for the device, restores the numerical state from the
         last commit's snapshot and begins a new incarnation, in which every older reference is
         refused and every weight cache is stale. Captured graphs stay: they hold addresses, not
-        contents. Where late counts say that the device skipped the last update, the epoch that it
-        was to end begins again.
+        contents. If late counts say that the device skipped the last update, the epoch of that
+        update begins again.
 
         Raises:
             BackendError: An optimizer update failed half way; no snapshot covers weights.
@@ -87,11 +88,11 @@ class Runtime(EpochRuntime):
 
     def rebuild_from(self, epoch: int, kept: GatedSnapshot) -> None:
         """
-        As `rebuild`, at an epoch and with a numerical state that the device has kept by itself.
+        Rebuild at an epoch and with a numerical state that the device has kept by itself.
 
         Args:
-            epoch: How many updates the device ran since the first.
-            kept: The numerical state behind the last of them.
+            epoch: The epoch to begin, which is the number of updates that the device has run.
+            kept: The numerical state after the last of these updates.
 
         Raises:
             BackendError: As `rebuild`.
@@ -148,7 +149,7 @@ class Runtime(EpochRuntime):
         Raises:
             Refused: The checkpoint is of another configuration.
             BackendError: The numerical state is of another recipe or other stages.
-            TypeError: One of the two is no such thing; nothing has changed.
+            TypeError: An argument has another type; nothing has changed.
         """
         for what, given, wanted in (
             ("a Checkpoint", checkpoint, Checkpoint),
@@ -182,9 +183,10 @@ class Runtime(EpochRuntime):
         """
         A context between two epochs in which the backend's stages may be called directly.
 
-        For evaluation: what F moves of the numerical state is put back, and what the backend
-        counts of itself inside is no action's. It runs on the graph stream. Weight caches are the
-        caller's to refresh; the next epoch's refresh comes before its first F in any case.
+        For evaluation: numerical state that F moves is put back, and scaling updates that the
+        backend counts inside are not attributed to an action. The context runs on the graph
+        stream. The caller refreshes weight caches; the next epoch refreshes them before its first F
+        in any case.
 
         Raises:
             Refused: Something is live, in flight or unfinished; a clause of persistence.

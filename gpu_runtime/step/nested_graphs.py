@@ -1,8 +1,8 @@
 """
-Graphs that become a part of another one: replayed while a stream is being captured, they are added.
+Graphs that become a child node of another graph when they are replayed during a capture.
 
-torch's graphs cannot: a launch while capturing is an error. These keep what was captured and add it
-to the capture under way as a child node, behind what the stream was given so far.
+torch's own graphs cannot: a launch while capturing is an error. These keep what was captured, and
+add it to the current capture as a child node, after the stream's earlier work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["nestable_graph", "nesting_obstacle"]
 
 
 def nesting_obstacle(device: torch.device) -> str | None:
-    """Why no graph on a device can become a part of another one; None if it can."""
+    """Why no graph on a device can become a node of another graph; None if it can."""
     if device.type == "cpu":
         return "a CPU has no CUDA graphs: run on cuda"
     try:
@@ -30,10 +30,10 @@ def nesting_obstacle(device: torch.device) -> str | None:
 
 def nestable_graph() -> torch.cuda.CUDAGraph:
     """
-    Make a graph whose `replay` adds it to a capture that is under way, and else launches it.
+    Make a graph whose `replay` adds it to the current capture, or launches it if there is none.
 
     Raises:
-        BackendError: The driver's functions cannot be called from here.
+        BackendError: cuda.bindings, which calls the driver, cannot be imported.
     """
     if (problem := nesting_obstacle(torch.device("cuda"))) is not None:
         raise BackendError(f"graphs of a whole step: {problem}")

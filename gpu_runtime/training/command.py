@@ -27,10 +27,11 @@ from ..ranks.consent import StoppedError
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ..ranks.world import Limits, Member
 from ..report import Report, environment
+from .assembly import JobData, backend_of, measure_cut, open_job
 from .config import Config
 from .config_file import read
 from .figures import derive_train
-from .loop import Opened, Trainer, backend_of, opened, settled
+from .loop import Trainer
 from .model import Language
 
 __all__ = [
@@ -96,7 +97,7 @@ class Run:
     """
 
     config: Config
-    data: Opened
+    data: JobData
     member: Member
     what: str
 
@@ -124,7 +125,7 @@ def carry_out(
     Raises:
         UnusableError: These processes cannot make the run; every rank raises it.
     """
-    data = opened(config)  # before any rank waits for another
+    data = open_job(config)  # before any rank waits for another
     if args.out is not None:
         environment(args.commit, args.out)  # refuses now what it would refuse after the run
         require_place(args.out)
@@ -132,7 +133,7 @@ def carry_out(
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
     deterministic = deterministic or config.run.deterministic
     member = join_ranks(config.run.device, limits, deterministic=deterministic)
-    config, data = settled(member, config, data, resume=resume)
+    config, data = measure_cut(member, config, data, resume=resume)
     job = data.job
     what = (
         f"{config.source.name}: {config.model.layers} layers as {list(job.cut)}, "
@@ -210,7 +211,7 @@ def _trained(run: Run, progress: Progress, *, resume: bool) -> Outcome:
 def launch_lines(record: Mapping[str, Any]) -> list[str]:
     """A line where launches were asked for: how many there were, or why there were none."""
     if record["guarded_replays"]:
-        return [f"  guarded replays, not one launch a step: {record['guarded_replays']}"]
+        return [f"  guarded replays, not one launch per step: {record['guarded_replays']}"]
     return (
         [f"  steps that were one launch each: {record['launches']}"] if record["launches"] else []
     )

@@ -1,9 +1,9 @@
 """
-The steps of a training run: guarded replays, or one launch each where that is asked for and can be.
+The steps of a training run: guarded replays, or one launch each if asked for and possible.
 
-A launch is under way when `Steps.step` returns. Its losses and its norm are copied to the host
-behind it, in the device's own order, and read a step later, when all ranks' devices have said that
-it went well: no host waits for a step that it has just launched.
+A launch still runs when `StepRunner.step` returns. The device copies its losses and its norm to the
+host after it, and the host reads them one step later, when the devices of all ranks have confirmed
+it: no host waits for a step that it has just launched.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..ranks.world import Member, gathered
 from ..runtime import Mode, mode_on
 from ..step.clipping import DeviceNorm, Norm
 
-__all__ = ["Steps", "Word", "mode_of"]
+__all__ = ["StepResult", "StepRunner", "mode_of"]
 
 
 @attrs.frozen
-class Word:
+class StepResult:
     """
-    What a step came to on one rank.
+    The result of a step on one rank.
 
     Args:
-        losses: By microbatch; none where the rank has no last stage.
-        norm: The norm of all ranks' gradients, where it is clipped or looked at.
+        losses: By microbatch; empty on a rank without the last stage.
+        norm: The norm of all ranks' gradients; None if it is neither clipped nor checked.
     """
 
     losses: list[float]
@@ -63,9 +63,9 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
     return mode_on(member.device, wanted), why
 
 
-class Steps:
+class StepRunner:
     """
-    The steps of one rank; every rank of the world makes one, and calls the same.
+    Runs the steps of one rank; every rank makes one, and calls the same.
 
     Args:
         worker: The rank's worker, over `Batches`, at the epoch that it begins at. In mode
@@ -73,8 +73,8 @@ class Steps:
         why: Why they are not, if that is known already (`mode_of`).
 
     Attributes:
-        launches: How many of the steps that were told were launches.
-        replays: Why guarded replays are taken though launches were asked for; empty where not so.
+        launches: How many of the steps whose results were read were launches.
+        replays: Why steps are guarded replays though launches were asked for; empty otherwise.
     """
 
     def __init__(self, worker: Worker, *, why: str = "") -> None:
@@ -91,14 +91,14 @@ class Steps:
         self._left = False
         self._behind: dict[int, _Behind] = {}
         self._norms: dict[int, Norm | None] = {}
-        self._words: dict[int, Word] = {}
+        self._results: dict[int, StepResult] = {}
 
     def step(self) -> None:
         """
         One optimizer step; with launches the first is guarded, the second captured.
 
         Raises:
-            StoppedError: It, or with launches the one before, ended on every rank, for one cause.
+            StoppedError: All ranks stopped it, or with launches the step before, for one cause.
         """
         epoch, whole = self.worker.runtime.epoch, self.whole
         if whole is None:
@@ -117,35 +117,35 @@ class Steps:
 
     @property
     def known(self) -> int:
-        """Steps since the first of all of which the host knows that they went well, everywhere."""
+        """How many steps, from the first on, the host knows to have succeeded on all ranks."""
         ahead = 0 if self.whole is None else self.whole.ahead
         return self.worker.runtime.epoch - ahead
 
-    def word(self, step: int) -> Word:
-        """What a step that is `known` came to; guarded steps wait for the device."""
-        if step not in self._words:
-            self._words[step] = self._word(step)
-        return self._words[step]
+    def result(self, step: int) -> StepResult:
+        """Return the result of a step that is `known`; a guarded step waits for the device."""
+        if step not in self._results:
+            self._results[step] = self._result(step)
+        return self._results[step]
 
-    def _word(self, step: int) -> Word:
+    def _result(self, step: int) -> StepResult:
         behind = self._behind.pop(step, None)
         if behind is None:
             losses = self.feed.losses_of(step)
             self.feed.losses.pop(step, None)
-            return Word(losses, self._norms.pop(step, None))
+            return StepResult(losses, self._norms.pop(step, None))
         self.launches += behind.launched
-        return behind.word(self.worker.limits.commit)
+        return behind.result(self.worker.limits.commit)
 
     def forget(self, until: int) -> None:
-        """Drop the words of the steps before one."""
-        self._words = {step: word for step, word in self._words.items() if step >= until}
+        """Drop the results of the steps before `until`."""
+        self._results = {step: one for step, one in self._results.items() if step >= until}
 
     def leave(self) -> None:
         """
-        Let every step be known, and the worker be free for what comes between two steps.
+        Wait until every step is known; the worker is then free for work between two steps.
 
         Raises:
-            StoppedError: The last step ended on every rank, for one cause.
+            StoppedError: All ranks stopped the last step, for one cause.
         """
         if self.whole is not None:
             self.whole.leave()
@@ -153,10 +153,10 @@ class Steps:
 
     def gathered(self, own: Sequence[float]) -> list[list[float]]:
         """
-        What every rank brings between two steps, by rank, equally much of each.
+        Gather equally many numbers of every rank between two steps, by rank.
 
         Raises:
-            StoppedError: A rank has stopped in the launch that is under way.
+            StoppedError: A rank has stopped in the current launch.
         """
         if self.whole is None:
             return gathered(self.worker.member, list(own))
@@ -167,11 +167,12 @@ class Steps:
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Begin again after a stop, at the runtime's epoch then: with launches it may be one less.
+        Restart after a stop, at the runtime's epoch; with launches that may be one epoch less.
 
         Raises:
-            StoppedError: Not every rank is there: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not come back, or its device came to no end.
+            StoppedError: Not every rank survived: relaunch, and resume from a checkpoint.
+            BackendError: A rank did not come back, or device work did not finish before the
+                deadline.
         """
         (self.whole or self.worker).rebuild(stopped)
         self._left = False
@@ -180,10 +181,10 @@ class Steps:
 
     def uncaptured(self, stopped: StoppedError) -> bool:
         """
-        Go on with guarded replays where some rank could not capture the step.
+        Continue with guarded replays if a rank could not capture the step.
 
         Returns:
-            Whether that was the cause; where not, nothing was done.
+            Whether that was the cause of the stop; otherwise nothing was done.
         """
         whole = self.whole
         if whole is None or not capture_failed(whole, stopped):
@@ -195,7 +196,7 @@ class Steps:
         return True
 
     def close(self) -> None:
-        """Drop the launch's graph, before the worker's connections end."""
+        """Drop the launch's graph, before the worker's connections are closed."""
         if self.whole is not None:
             self.whole.close()
             self.whole = None
@@ -204,14 +205,15 @@ class Steps:
 @attrs.frozen
 class _Behind:
     """
-    Copies on the host of what a step leaves, ready behind an event.
+    Copies on the host of a step's results, complete once an event has happened.
 
     Args:
-        groups: What is copied: losses by microbatch; and of a launch whose norm is looked at the
-            norm, and its factor and whether the update was skipped. Scalars of one type each.
+        groups: What is copied, each group scalars of one dtype: losses by microbatch; and of a
+            launch whose norm is checked the norm, and its factor with whether the update was
+            skipped.
         held: The copies.
         done: The event.
-        norm: Of a guarded step, whose host has it.
+        norm: The norm of a guarded step, which the host has already.
         launched: Whether the step was a launch.
     """
 
@@ -223,12 +225,12 @@ class _Behind:
 
     @classmethod
     def of(cls, losses: Mapping[int, Tensor], norm: Norm | None) -> _Behind:
-        """Of a guarded step: the copies are queued on the current stream; nobody waits."""
+        """Queue the copies of a guarded step on the current stream, without waiting."""
         return cls._of([_in_order(losses)], norm, launched=False)
 
     @classmethod
     def of_launch(cls, losses: Mapping[int, Tensor], norm: DeviceNorm | None) -> _Behind:
-        """Likewise of a launch, which the current stream is behind and the next one is not."""
+        """Likewise of a launch; the current stream is after this launch, not after the next."""
         looked = [] if norm is None else [[norm.total], [norm.factor, norm.skip]]
         return cls._of([_in_order(losses), *looked], None, launched=True)
 
@@ -240,14 +242,14 @@ class _Behind:
         done.record()
         return cls(groups, held, done, norm, launched)
 
-    def word(self, deadline: float) -> Word:
-        """What they say, when the event has come."""
+    def result(self, deadline: float) -> StepResult:
+        """Wait for the event and return the results."""
         wait_for(self.done, None, deadline=deadline, grace=0.0)
         losses, *looked = (one.tolist() for one in self.held)
         if not looked:
-            return Word(losses, self.norm)
+            return StepResult(losses, self.norm)
         (total,), (factor, skip) = looked
-        return Word(losses, Norm(total, 1.0 if skip else factor, bool(skip)))
+        return StepResult(losses, Norm(total, 1.0 if skip else factor, bool(skip)))
 
 
 def _in_order(losses: Mapping[int, Tensor]) -> list[Tensor]:
@@ -255,7 +257,7 @@ def _in_order(losses: Mapping[int, Tensor]) -> list[Tensor]:
 
 
 def _place(group: Sequence[Tensor]) -> Tensor:
-    """Room on the host for scalars of one type; pinned, so that a device writes it by itself."""
+    """Host memory for scalars of one dtype; pinned, so that the device can write there."""
     if not group:
         return torch.empty(0)
     return torch.empty(len(group), dtype=group[0].dtype, pin_memory=group[0].is_cuda)

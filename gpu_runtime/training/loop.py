@@ -1,244 +1,35 @@
 """
-The training loop: steps of the guarded pipeline, its rate, its log, its evaluation.
+The training loop: steps of the guarded pipeline, their log, evaluations and checkpoints.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
-import torch
 
 from qeffect.report import UnusableError, finite
-from qeffect.schedule.actions import ScheduleError
 
-from ..backends.dynamic import library
 from ..backends.protocol import BackendError
 from ..ranks.assembly import build_worker
 from ..ranks.consent import StoppedError
 from ..ranks.world import Limits, Member, agree_on, gathered
-from ..runtime import mode_on
 from ..step.graphs import GraphExecutor
-from .balance import measured, slowest
+from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints, EarlierSaveError
 from .config import Config
 from .config_file import differences
-from .data import DataError, Loader, Tokens
+from .data import DataError
 from .evaluate import evaluate
 from .figures import perplexity
-from .files import manifest, read_facts
-from .launches import Steps, mode_of
+from .launches import StepRunner, mode_of
 from .metrics import Log, memory_bytes
-from .model import Language, balanced_cut, even_cut
-from .rates import Rate
 
-__all__ = ["TIMES", "Opened", "Trainer", "backend_of", "job_of", "opened", "settled"]
-
-
-def backend_of(config: Config) -> str:
-    """The layers that a run has."""
-    if config.run.backend != "auto":
-        return config.run.backend
-    return "reference" if config.run.device == "cpu" else "transformer-engine"
-
-
-def job_of(config: Config) -> Language:
-    """
-    What a configuration trains, with its data open.
-
-    Raises:
-        UnusableError: Fields do not fit each other, or the data do not fit them.
-    """
-    model, parallel, source = config.model, config.parallel, config.source
-    if model.vocabulary % 16:
-        raise UnusableError(
-            f"{source}: [model] vocabulary: expected a multiple of 16, which FP8 products need, "
-            f"found {model.vocabulary}"
-        )
-    if model.head == "torchao":
-        try:
-            library()
-        except BackendError as error:
-            raise UnusableError(f"{source}: [model] head: {error}") from None
-    steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
-    try:
-        job = Language(
-            schedule=parallel.schedule,
-            pp=parallel.pp,
-            vpp=parallel.vpp or None,
-            dp=parallel.dp,
-            microbatches=parallel.microbatches,
-            history=model.history,
-            rule=parallel.rule,  # type: ignore[arg-type]
-            provisioning=parallel.provisioning,  # type: ignore[arg-type]
-            amax=parallel.amax,
-            config=layer,
-            seed=model.seed,
-            vocabulary=model.vocabulary,
-            tied=model.tied,
-            dynamic=model.head == "torchao",
-            rate=Rate(
-                peak=config.optimizer.rate,
-                warmup=config.optimizer.warmup,
-                steps=steps,
-                least=config.optimizer.least_rate,
-            ),
-            weight_decay=config.optimizer.weight_decay,
-            master=config.optimizer.master,
-            clip_norm=config.optimizer.clip_norm or None,
-            skip_nonfinite=config.optimizer.skip_nonfinite,
-        )
-        job.table()
-    except (ScheduleError, ValueError) as error:
-        raise UnusableError(f"{source}: [parallel] {error}") from None
-    cut = _cut(config, job.num_stages)
-    return attrs.evolve(job, cut=cut, loader=_loader(config, config.data.train, "train"))
-
-
-def _cut(config: Config, stages: int) -> tuple[int, ...]:
-    parallel, layers = config.parallel, config.model.layers
-    times, where = parallel.layer_times, f"{config.source}: [parallel] cut"
-    for name in ("embedding_time", "head_time"):
-        if not times and getattr(parallel, name):
-            raise UnusableError(
-                f"{config.source}: [parallel] {name}: expected layer_times beside it, found none; "
-                "give all three times, or none, to have them measured"
-            )
-    if isinstance(parallel.cut, list) and not times:
-        if len(parallel.cut) != stages or sum(parallel.cut) != layers:
-            raise UnusableError(
-                f"{where}: expected {stages} stages with {layers} layers together, found "
-                f"{parallel.cut}"
-            )
-        return tuple(parallel.cut)
-    if times and parallel.cut != "measured":
-        raise UnusableError(
-            f"{config.source}: [parallel] layer_times: times are for cut = 'measured', found cut = "
-            f"{parallel.cut!r}"
-        )
-    if times and len(times) != layers:
-        raise UnusableError(
-            f"{config.source}: [parallel] layer_times: expected one of each of {layers} layers, "
-            f"found {len(times)}"
-        )
-    try:
-        if times:
-            return balanced_cut(
-                times, stages, embedding=parallel.embedding_time, head=parallel.head_time
-            )
-        if parallel.cut in ("even", "measured"):  # `settled` cuts by what is measured
-            return even_cut(layers, stages)
-        return balanced_cut(
-            [1.0] * layers, stages, embedding=parallel.embedding_cost, head=parallel.head_cost
-        )
-    except ValueError as error:
-        raise UnusableError(f"{where}: {error}; set [model] layers, pp or vpp") from None
-
-
-class Opened(NamedTuple):
-    """What a run trains, and the text it is evaluated on where there is one; read once."""
-
-    job: Language
-    held_out: Loader | None
-
-
-def opened(config: Config) -> Opened:
-    """
-    What a configuration trains, with its data open.
-
-    Raises:
-        UnusableError: As `job_of`; or the text to evaluate on cannot be used.
-    """
-    job, text = job_of(config), config.data.held_out
-    return Opened(job, _loader(config, text, "held_out") if text else None)
-
-
-TIMES = ("embedding_time", "layer_times", "head_time")
-"""The fields of what is measured."""
-
-
-def settled(
-    member: Member,
-    config: Config,
-    data: Opened,
-    *,
-    resume: bool = False,
-    times: Mapping[str, Any] | None = None,
-) -> tuple[Config, Opened]:
-    """
-    Cut a model by measured times, where the file asks for that and has none; every rank calls it.
-
-    Each rank times its own device, and each action takes as long as on the slowest of them. A run
-    that goes on has the times of its newest checkpoint, and so its cut.
-
-    Args:
-        member: This process.
-        config: The run.
-        data: What `opened` gave of it.
-        resume: Whether it goes on from a checkpoint.
-        times: Those that another run of the same model was cut by; None measures.
-
-    Returns:
-        The configuration with its times, from which the same cut follows anywhere, and the data
-        with the model cut.
-
-    Raises:
-        BackendError: A rank cannot measure; why.
-    """
-    parallel = config.parallel
-    if parallel.cut != "measured" or parallel.layer_times:
-        return config, data
-    job, layers = data.job, config.model.layers
-    saved = _times_saved(config) if resume and member.rank == 0 else None
-    fields = times if times is not None else gathered(member, saved)[0]
-    if fields is None:
-        own, problem = None, ""
-        try:
-            mode = mode_on(member.device, parallel.mode)
-            mode = "replays" if mode == "one launch" else mode
-            own = measured(job, member.device, backend_of(config), mode=mode)
-        except (BackendError, RuntimeError, ValueError) as error:
-            problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
-        agree_on(member, problem)
-        fields = slowest(gathered(member, own)).fields(layers)
-        gc.collect()
-        if member.device.type == "cuda":
-            torch.cuda.empty_cache()
-    settled_by = attrs.evolve(config, parallel=attrs.evolve(parallel, **fields))
-    cut = _cut(settled_by, job.num_stages)
-    return settled_by, Opened(attrs.evolve(job, cut=cut), data.held_out)
-
-
-def _times_saved(config: Config) -> dict[str, Any] | None:
-    """The times in the newest checkpoint; None where there is none, or it has none that fit."""
-    folder = config.checkpoint.folder
-    try:
-        path = Checkpoints(config.path(folder)).latest() if folder else None
-        if path is None:
-            return None
-        saved = read_facts(path, manifest(path))["free"]["configuration"]["parallel"]
-    except (BackendError, LookupError, TypeError):
-        return None  # a load says what is wrong with it
-    fields = {name: saved.get(name) for name in TIMES}
-    times = fields["layer_times"]
-    return fields if times and len(times) == config.model.layers else None
-
-
-def _loader(config: Config, name: str, field: str) -> Loader:
-    sequence = config.model.sequence
-    try:
-        tokens = Tokens.open(
-            config.path(name), vocabulary=config.model.vocabulary, sequence=sequence
-        )
-    except DataError as error:
-        raise UnusableError(f"{config.source}: [data] {field}: {error}") from None
-    shuffle = config.data.shuffle and field == "train"
-    return Loader(tokens=tokens, sequence=sequence, seed=config.data.seed, shuffle=shuffle)
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -248,16 +39,16 @@ class Trainer:
     Args:
         member: This process.
         config: The run.
-        show: Shows a line on a terminal, unless one has just been shown; only rank 0 does.
-        data: What `opened` gave of the configuration; opened here where it is left out.
-        note: Shows a line in any case; `show` where it is left out.
-        resume: Go on from the newest checkpoint, where there is one.
+        show: Shows a line on a terminal, unless one was shown a moment ago; used on rank 0.
+        data: The configuration's data, from `open_job`; opened here by default.
+        note: Always shows a line; `show` by default.
+        resume: Continue from the newest checkpoint, if there is one.
 
     Raises:
-        UnusableError: The configuration or the data cannot be used; or there are checkpoints and
-            nobody said to go on from them.
+        UnusableError: The configuration or the data cannot be used, or the folder has checkpoints
+            and `resume` is not given.
         BackendError: A stage cannot be built, or the checkpoint cannot be loaded.
-        StoppedError: A rank is gone while it is loaded.
+        StoppedError: A rank is gone during the load.
     """
 
     def __init__(
@@ -266,11 +57,11 @@ class Trainer:
         config: Config,
         show: Callable[[str], None] = lambda _: None,
         *,
-        data: Opened | None = None,
+        data: JobData | None = None,
         note: Callable[[str], None] | None = None,
         resume: bool = False,
     ) -> None:
-        config, data = settled(member, config, data or opened(config), resume=resume)
+        config, data = measure_cut(member, config, data or open_job(config), resume=resume)
         self.member, self.config = member, config
         self.job, self.held_out = data
         self.checkpoints, self.found = self._checkpoints(resume=resume)
@@ -291,7 +82,7 @@ class Trainer:
         self.began = 0
         if self.checkpoints is not None and self.found is not None:
             self._go_on(self.checkpoints, self.found)
-        self.steps = Steps(self.worker, why=why)
+        self.steps = StepRunner(self.worker, why=why)
         if config.parallel.mode == "one launch":
             self._tell_launches()
         self._told = self.began  # steps whose losses were brought together
@@ -300,12 +91,12 @@ class Trainer:
         self._stopped_at = -1
 
     def _checkpoints(self, *, resume: bool) -> tuple[Checkpoints | None, Path | None]:
-        """Where checkpoints go, and the one to go on from."""
+        """Return the folder of checkpoints and the newest one; None without a folder, or one."""
         given = self.config.checkpoint
         where = f"{self.config.source}: [checkpoint] folder"
         if not given.folder:
             if resume:
-                raise UnusableError(f"{where}: --resume needs one; name where checkpoints are")
+                raise UnusableError(f"{where}: --resume needs a folder of checkpoints; name it")
             return None, None
         made = Checkpoints(
             self.config.path(given.folder), keep=given.keep, asynchronous=given.asynchronous
@@ -319,12 +110,12 @@ class Trainer:
         agree_on(self.member, problem)
         if newest is not None and not resume:
             raise UnusableError(
-                f"{where}: {newest} is there; go on from it with --resume, or name another folder"
+                f"{where}: {newest} exists; continue from it with --resume, or name another folder"
             )
         return made, newest
 
     def _must(self) -> dict[str, Any]:
-        """What has to be equal where a checkpoint is loaded."""
+        """What must be equal in the run that saved and the run that loads."""
         model = attrs.asdict(self.config.model)
         del model["seed"]
         return {"model": model, "master": self.job.master}
@@ -352,16 +143,14 @@ class Trainer:
                 self.log.note(f"since {path.name}: {one}")
 
     def _configuration(self) -> dict[str, Any]:
-        """The tables of this run, with the steps of its learning rate as they turned out."""
+        """The tables of this run, with the steps of its learning rate that are in force."""
         tables = self.config.record()
         tables["optimizer"]["decay_steps"] = self.job.rate.steps
         return tables
 
     def _save(self, step: int, *, last: bool) -> None:
         """
-        Save after `step` steps.
-
-        Where that cannot be written, say so and go on, unless nothing comes after it.
+        Save after `step` steps; a failure is logged, and raised only after the last step.
         """
         try:
             self.save()
@@ -376,8 +165,8 @@ class Trainer:
         Write a checkpoint between two steps.
 
         Raises:
-            BackendError: It cannot be written; those before it are as they were.
-            StoppedError: Something is live, or a rank is gone.
+            BackendError: It cannot be written; earlier checkpoints are unchanged.
+            StoppedError: A rank has live state, or is gone.
         """
         if self.checkpoints is None:
             return
@@ -407,7 +196,7 @@ class Trainer:
         return log
 
     def _tell_cut(self) -> None:
-        """Write a cut by measured times with them: a file that has them is cut alike."""
+        """Log a measured cut with its times: a file with these times has the same cut."""
         parallel = self.config.parallel
         if self.log is not None and parallel.cut == "measured":
             times = {name: getattr(parallel, name) for name in TIMES}
@@ -427,15 +216,15 @@ class Trainer:
 
     @property
     def tokens_a_step(self) -> int:
-        """Tokens that one step learns from."""
+        """Tokens that one step trains on, all replicas together."""
         return self.job.windows_a_step * self.job.config.sequence
 
     def run(self) -> None:
         """
-        Train to the last step, and evaluate where the configuration says.
+        Train to the last step, with the evaluations and checkpoints that are due.
 
         Raises:
-            StoppedError: A rank could not go on; every rank raises it.
+            StoppedError: A rank could not continue; every rank raises it.
             BackendError: A rank was lost in an evaluation.
         """
         run, runtime = self.config.run, self.worker.runtime
@@ -443,7 +232,7 @@ class Trainer:
         step = runtime.epoch
         while step < run.steps:
             try:
-                if runtime.epoch == step:  # else a stop came behind its update
+                if runtime.epoch == step:  # else a stop came after its update
                     self._step(step)
                 self._known(step + 1)
             except StoppedError as stopped:
@@ -453,7 +242,7 @@ class Trainer:
             if self._evaluates(step + 1):
                 paused = time.perf_counter()
                 self._evaluate(step + 1)
-                passed = time.perf_counter() - paused  # an evaluation is no part of a step
+                passed = time.perf_counter() - paused  # an evaluation does not count as step time
                 started, self._since = started + passed, self._since + passed
             if self._saves(step + 1):
                 self._save(step + 1, last=step + 1 == run.steps)
@@ -464,33 +253,36 @@ class Trainer:
         self.seconds = time.perf_counter() - started
 
     def _evaluates(self, step: int) -> bool:
-        """Whether held-out text is looked at after so many steps."""
+        """Whether an evaluation is due after this number of steps."""
         run = self.config.run
         due = step == run.steps or (run.evaluate_every and step % run.evaluate_every == 0)
         return self.held_out is not None and bool(due)
 
     def _saves(self, step: int) -> bool:
-        """Whether there is a checkpoint of so many steps."""
+        """Whether a checkpoint is due after this number of steps."""
         every = self.config.checkpoint.every
         due = step == self.config.run.steps or (every and step % every == 0)
         return self.checkpoints is not None and bool(due)
 
     def _step(self, step: int) -> None:
         """
-        One optimizer step with the rate that is its own; with launches it may be under way behind.
+        One optimizer step with its own learning rate; a launch may still run on return.
 
         Raises:
-            StoppedError: It, or the one before, ended on every rank.
+            StoppedError: All ranks stopped this step or the one before.
         """
         self.job.prepare(step, self.worker.optimizer)
         self.steps.step()
 
     def _known(self, taken: int) -> None:
         """
-        Behind so many steps: the log as far as is known, and all of it where something comes next.
+        Log the steps whose results are known; wait for all of them before anything but a step.
+
+        Args:
+            taken: Steps taken so far.
 
         Raises:
-            StoppedError: The last step ended on every rank, or a rank stopped behind it.
+            StoppedError: All ranks stopped the last step, or a rank stopped after it.
         """
         every, steps = self.config.run.log_every, self.config.run.steps
         if taken == steps or self._evaluates(taken) or self._saves(taken):
@@ -505,10 +297,10 @@ class Trainer:
 
     def _again(self, stopped: StoppedError) -> None:
         """
-        Begin again after a stop, where that is allowed.
+        Restart the step after a stop, as often as the configuration allows.
 
         Raises:
-            StoppedError: It was stopped once more than that, or not every rank survived.
+            StoppedError: The retries are used up, or not every rank survived.
         """
         if self.steps.uncaptured(stopped):
             self._tell_launches()
@@ -520,34 +312,34 @@ class Trainer:
             self._stopped_at = self.worker.runtime.epoch
             if self.log is not None:
                 self.log({"step": self._stopped_at, "stopped": stopped.cause.text})
-        # A rank may have heard what another has not: they bring the same together again.
+        # One rank may have collected losses that another has not: all continue from the same step.
         self._told = min(gathered(self.member, self._told))
 
     def _tell_launches(self) -> None:
-        """Whether steps are launches, and why not where they are not."""
+        """Log whether steps are launches, and if not, why."""
         if self.log is None:
             return
         why = self.steps.replays
         self.log({"one_launch": not why, **({"guarded_replays": why} if why else {})})
         if why:
-            self.log.note(f"guarded replays, not one launch a step: {why}")
+            self.log.note(f"guarded replays, not one launch per step: {why}")
 
     def _tell(self, end: int) -> None:
-        """Bring the losses of the steps before one together, and write a line for each of them."""
+        """Collect the losses of all steps before `end` from all ranks, and log a line for each."""
         steps = range(self._told, end)
         if self.steps.whole is None:
-            self.member.synchronize()  # with launches they have ended
+            self.member.synchronize()  # launches have finished by now
         now = time.perf_counter()
-        words = [self.steps.word(step) for step in steps]
+        results = [self.steps.result(step) for step in steps]
         none = [0.0] * self.job.microbatches
-        shares = [share for word in words for share in word.losses or none]
+        shares = [share for one in results for share in one.losses or none]
         ranks = self.steps.gathered([float(memory_bytes(self.member.device)), *shares])
         each = (now - self._since) / len(steps)
-        self.steps.forget(self._told)  # those told now are kept: a rank may not have heard
+        self.steps.forget(self._told)  # keeps the latest: a rank may collect them again
         for n, step in enumerate(steps):
             if step < self.began + len(self.losses):
-                continue  # told already
-            # Of each replica the rank of the last stage has the shares of its microbatches.
+                continue  # logged before
+            # In each replica the rank of the last stage has the losses of its microbatches.
             own = slice(1 + n * len(none), 1 + (n + 1) * len(none))
             loss = math.fsum(share for rank in ranks for share in rank[own])
             self.losses.append(loss)
@@ -562,7 +354,7 @@ class Trainer:
                 "step_ms": each * 1e3,
                 "memory_bytes": int(max(rank[0] for rank in ranks)),
             }
-            if (norm := words[n].norm) is not None:
+            if (norm := results[n].norm) is not None:
                 line.update(norm=norm.total, skipped=norm.skipped)
             self.log(line)
         self._told, self._since = end, now
@@ -575,7 +367,7 @@ class Trainer:
             self.log({"step": step - 1, "held_out_loss": loss, "perplexity": perplexity(loss)})
 
     def close(self) -> None:
-        """End connections and logs."""
+        """Close connections and logs."""
         if self.checkpoints is not None:
             self.checkpoints.close()
         self.steps.close()
@@ -584,7 +376,7 @@ class Trainer:
             self.log.close()
 
     def record(self) -> Mapping[str, Any]:
-        """What the run came to, for a report."""
+        """Return the results of the run, as plain data for a report."""
         executor = self.worker.runtime.executor
         return {
             "began": self.began,

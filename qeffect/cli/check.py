@@ -128,7 +128,7 @@ def _channels(verdict: Verdict) -> list[str]:
     sends = "buffered sends" if held is None else f"sends that hold their {held}"
     wide = max(map(len, QUEUES.values()))
     lines = [
-        f"  messages: assumed are one queue for {QUEUES[transport.queues]}, and {sends} "
+        f"  messages: check assumes one queue for {QUEUES[transport.queues]}, and {sends} "
         "(--queues, --rendezvous)",
         f"    {'one queue for':{wide}}  messages   if a send holds its "
         f"{' / its '.join(RENDEZVOUS)} until received",

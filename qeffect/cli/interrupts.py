@@ -60,6 +60,7 @@ class Interrupts:
             return work()
         signal.signal(_WAKE, self._raise)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        _keep_blocked()
         waiting = threading.Thread(target=self._wait, name="qeffect-interrupts", daemon=True)
         waiting.start()
         # A thread that started before may have SIGINT unblocked, and then takes it.
@@ -101,6 +102,20 @@ class Interrupts:
     def _end(self) -> NoReturn:
         _end_children()
         os._exit(INTERRUPTED)
+
+
+def _keep_blocked() -> None:
+    """
+    Keep multiprocessing from unblocking SIGINT in this thread when its first process starts.
+
+    It blocks these signals itself while it starts its resource tracker, and then unblocks them
+    whatever they were before; workers would inherit that and answer Ctrl-C with a traceback.
+    """
+    from multiprocessing import resource_tracker
+
+    own = getattr(resource_tracker, "_IGNORED_SIGNALS", ())
+    kept = tuple(number for number in own if number != signal.SIGINT)
+    setattr(resource_tracker, "_IGNORED_SIGNALS", kept)  # noqa: B010 - not in the types
 
 
 def _silence() -> None:

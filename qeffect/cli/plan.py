@@ -75,7 +75,10 @@ class Plan:
             )
         if args.durations is None:
             refuse_unused(
-                args, ("--svg", "--trace"), "there are times only with it", wants="--durations F"
+                args,
+                ("--svg", "--trace"),
+                "a plan has times only with --durations F",
+                wants="--durations F",
             )
         refuse_one_file(args)
         schedule = read_source(args)
@@ -83,7 +86,7 @@ class Plan:
         findings = check_ranks(schedule, transport)
         if findings:
             raise UnusableError(
-                "only a schedule that keeps the contract can be planned, and this one does not: "
+                "only a schedule that keeps the contract can be planned; this one breaks it: "
                 f"{findings[0]}"
             )
         planned = plan(schedule, layers)

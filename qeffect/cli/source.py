@@ -113,7 +113,7 @@ def read_source(args: argparse.Namespace) -> Schedule:
         refuse_unused(
             args,
             ("--defer-receives", *_TRANSPORT),
-            "it is about messages, and --torch CLASS gives them with --comms",
+            "the table of --torch CLASS has messages only with --comms",
         )
     try:
         if args.torch is not None:
@@ -174,12 +174,12 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
 
 
 def one_rank(schedule: Schedule) -> list[str]:
-    """A line where a schedule is not that of all ranks, which is what then is not looked at."""
+    """Return a line that says what is not checked if the schedule is one rank's row."""
     if schedule.complete:
         return []
     return [
-        "  the row of one rank alone: that other ranks have the other stages, and what is "
-        "exchanged with them, is not looked at"
+        "  the row of one rank alone: the other ranks' stages, and messages to and from them, "
+        "are not checked"
     ]
 
 

@@ -3,7 +3,7 @@ What is promised: at every moment, when an action is accepted, and of what it ch
 
 ``MEMORY`` and ``WORLD`` hold in every reachable state. ``STEPS`` are the promises to the caller:
 when a transition is accepted, the world is in order for it. ``CHANGES`` say what an accepted
-transition does, and what none ever does. ``LEGAL`` says when a check must be accepted.
+transition does, and what no transition does. ``LEGAL`` says when a check must be accepted.
 ``PAPER`` names the paper's invariants and the promises that make up each. ``CONFIGURATION`` and
 ``ASSUMED`` are taken as given.
 

@@ -285,7 +285,7 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.alone", "check_wgrad")
 def written_alone(st: State, h: History, a: Args) -> Truth:
-    """Nobody else writes a buffer that dW writes, its own or the one that its stage shares."""
+    """No other dW writes a buffer that this dW writes, its stage's own or the shared buffer."""
     buffer = st.buffer_of[a.key.cell]
     return (h.writers[buffer] == 0) & (h.writers[st.shared_of[buffer]] == 0)
 
@@ -412,7 +412,9 @@ def reduction_after_replay(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.consumer-after-reduction", "commit_epoch", needs="reduction", b="bucket")
 def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
-    """Whoever finalized a stage, and so reads its gradients, waited for each reduction of them."""
+    """
+    The stream that finalized a stage, and reads its gradients, waited for each reduction of them.
+    """
     waiter = st.caller_at[h.awaited_by[b]]
     first = st.caller_at[h.finalized_by[st.stage_at[b]]] == waiter
     return first & (st.caller_at[h.finalized_by[st.tied_at[b]]] == waiter)
@@ -420,7 +422,7 @@ def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("completion.update-after-gradients", "commit_epoch")
 def update_after_gradients(st: State, h: History, a: Args) -> Truth:
-    """The stream that the update runs on is the one that waited for each stage's latest dW."""
+    """The stream of the update has waited for each stage's latest dW."""
     finalizer = h.finalized_by[h.stage[0]]
     waited = implies(finalizer == h.link[0], h.seen_gradients[0] == 1)
     return waited & (st.caller_at[finalizer] == a.caller)

@@ -57,7 +57,9 @@ def generations_counted(st: State) -> Truth:
 
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
-    """No stage writes another one's own gradient buffer, and what two share is no stage's own."""
+    """
+    No stage writes another stage's own gradient buffer; a shared buffer is not any stage's own.
+    """
     here, own = st.stage_of[a] == st.stage_of[b], st.buffer_of[b]
     alone = here & (st.shared_of[own] == own)
     return implies(st.buffer_of[a] == own, here) & implies(

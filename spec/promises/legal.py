@@ -1,11 +1,10 @@
 """
-When a check must be accepted: the converse of the promises, so that no guard is stronger than it
-need be.
+When a check must be accepted: the converse of the promises, so that no guard is too strong.
 
-Each predicate says of the world, the configuration and the arguments what makes an action legal.
-Where all of a transition's hold, every guard lets it pass. What legal means is written without the
-guards, in the words of what ran, what buffers and caches hold, and who waited for whom; so a guard
-that asks for more than the world needs is found by the proof, and not only by a test.
+Each predicate states, for the world, the configuration and the arguments, when an action is legal.
+If all predicates of a transition hold, every guard accepts it. Legality is defined without the
+guards: by what ran, what buffers and caches hold, and which streams waited for which. So the proof
+finds a guard that is stronger than necessary, without relying on a test.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .words import Args, History, Index, State, Truth
 
 __all__ = ["LEGAL"]
 
-#: Proved: where everything that is said here of a transition holds, it is accepted.
+#: Proved: a transition is accepted if all its predicates here hold.
 LEGAL = Register()
 
 

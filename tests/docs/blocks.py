@@ -20,6 +20,7 @@ KERNEL_REPORTS = ROOT / "verification" / "reports"
 RUNTIME_REPORTS = ROOT / "gpu_runtime" / "lab" / "reports"
 KERNEL_PAGE = KERNEL_REPORTS / "README.md"
 RUNTIME_PAGE = RUNTIME_REPORTS / "README.md"
+RECORDS_PAGE = ROOT / "tests" / "records" / "README.md"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -36,13 +37,20 @@ def load(path: Path) -> Mapping[str, Any]:
 
 def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
     """The function of each block, by page and block name."""
-    from tests.docs import kernel_block, moved_block, readme_block, runtime_block
+    from tests.docs import (
+        kernel_block,
+        moved_block,
+        readme_block,
+        record_block,
+        runtime_block,
+    )
 
     return {
         README: readme_block.BLOCKS,
         CHANGELOG: moved_block.BLOCKS,
         KERNEL_PAGE: kernel_block.BLOCKS,
         RUNTIME_PAGE: runtime_block.BLOCKS,
+        RECORDS_PAGE: record_block.BLOCKS,
     }
 
 

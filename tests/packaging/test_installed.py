@@ -29,6 +29,8 @@ SOURCE = (
     "verification",
     "gpu_runtime",
     "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
     "README.md",
     "LICENSE",
 )
@@ -190,7 +192,8 @@ class TestContents:
             archive.extractall(tmp_path, filter="data")
         (unpacked,) = tmp_path.iterdir()
 
-        assert not [path for path in unpacked.rglob("*") if path.is_symlink()]
+        links = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_symlink()}
+        assert {Path("qeffect", name) for name in LINKS} == links
         assert names(wheel) == names(build(unpacked, "wheel"))
 
 

@@ -143,6 +143,35 @@ class TestOneRank:
 
         assert 2 == guarded.contract.epoch
 
+    @pytest.mark.parametrize("entry", [0, 2, 5])
+    def test_a_note_names_rank_step_and_action(self, rank: int, entry: int) -> None:
+        """Where the walk stands: the second of two equal entries, by its place in the row."""
+        run = bodies.Run(INTERLEAVED).alone()
+        guard(run.schedule)
+        row = list(map(str, run.schedule.pipeline_order_with_comms[rank]))
+        at = [n for n, action in enumerate(row) if action[1] == "F"][entry // 2]
+        bodies.edit_row(run, lambda row: row.insert(at, row[at]))
+        with pytest.raises(Refused, match="ownership") as caught:
+            run.step(0)
+
+        said = f"at pipeline rank {rank}, step {at + 1} of its row: {row[at]}"
+        assert [said] == caught.value.__notes__
+
+    def test_a_note_names_rank_and_action_of_a_class_without_a_table(self, rank: int) -> None:
+        """1F1B walks no table: its loop calls the stage, and the action is all that is known."""
+        run = bodies.Run("Schedule1F1B").alone()
+        guard(run.schedule)
+        (stage,) = run.stages
+        forward = stage.forward_one_chunk
+        stage.forward_one_chunk = lambda *args, **kwargs: [
+            forward(*args, **kwargs) for _ in range(2)
+        ]
+
+        with pytest.raises(Refused, match="ownership") as caught:
+            run.step(0)
+
+        assert [f"at pipeline rank {rank}: {rank}F0"] == caught.value.__notes__
+
     def test_a_failing_module_spoils_the_epoch(self, rank: int) -> None:
         """What a module raises goes through; the epoch cannot commit until it is rebuilt."""
         run = bodies.Run("Schedule1F1B").alone()

@@ -192,7 +192,7 @@ def test_a_launch_behind_one_that_was_skipped_moves_no_weights(tmp_path: Path) -
     for rank in range(2):
         (stop,) = said.words[rank]["stops"]
         assert stop["cause"]["kind"] == "disagreed"
-        assert "the replica of rank 1 have other squares" in stop["cause"]["text"]
+        assert "the replica of rank 1 differ from the first" in stop["cause"]["text"]
         assert stop["again"] == 5
         assert said.words[rank]["left"] == whole.words[rank]
 

@@ -63,7 +63,7 @@ def pair(job: Job, rank: int, **options: Any) -> tuple[Rank, Rank]:
 
 
 @pytest.mark.parametrize("rule", ["accumulate", "per_microbatch"])
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rule: Any) -> None:
     """Every column, ledger, free list and count of each rank after each of many steps."""
@@ -228,8 +228,8 @@ def edits(kept: Kept) -> list[tuple[str, Any, Any]]:
     ("schedule", "number"),
     [
         ("1f1b", 1),
-        pytest.param("zbv", 0, marks=pytest.mark.slow),
-        pytest.param("zbv", 1, marks=pytest.mark.slow),
+        pytest.param("zbv", 0, marks=pytest.mark.ci),
+        pytest.param("zbv", 1, marks=pytest.mark.ci),
     ],
 )
 def test_no_other_state_is_taken_for_the_recorded_one(schedule: str, number: int) -> None:

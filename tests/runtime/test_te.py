@@ -595,7 +595,7 @@ class TestDoctor:
 
         assert not found.works
         assert "tested: 2.18 to 2.20" in found.remedy
-        assert found.remedy.endswith("Every name that is reached at import is there")
+        assert found.remedy.endswith("All names that the runtime imports are present")
 
     def test_an_untested_version_without_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The name that it lacks is said, instead of a crash when it is asked for all the same."""

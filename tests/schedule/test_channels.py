@@ -294,11 +294,11 @@ class TestCommand:
         """The text names the assumed model, and what every model makes of the table."""
         code = main(["check", str(FOLDER / ZBV_DEFERRED)])
         said = capsys.readouterr().out.splitlines()
-        start = next(i for i, line in enumerate(said) if "assumed are" in line)
+        start = next(i for i, line in enumerate(said) if "check assumes" in line)
 
         assert 1 == code
         assert (
-            "  messages: assumed are one queue for a pair of ranks, and buffered sends "
+            "  messages: check assumes one queue for a pair of ranks, and buffered sends "
             "(--queues, --rendezvous)" == said[start]
         )
         assert [

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from qeffect.gpu_runtime.ranks.world import join
-from qeffect.gpu_runtime.training import loop
+from qeffect.gpu_runtime.training import assembly
+from qeffect.gpu_runtime.training.assembly import measure_cut, open_job
 from qeffect.gpu_runtime.training.balance import Times, measured
 from qeffect.gpu_runtime.training.config_file import read
-from qeffect.gpu_runtime.training.loop import Trainer, opened, settled
+from qeffect.gpu_runtime.training.loop import Trainer
 from tests.ranks.bodies import LIMITS
 
 
@@ -26,7 +27,7 @@ def measuring(path: str) -> dict[str, Any]:
     def refused(*_: Any, **__: Any) -> Times:
         raise AssertionError("times were given")
 
-    loop.measured = refused
+    assembly.measured = refused
     try:
         own = {name: record[name] for name in ("embedding_time", "layer_times", "head_time")}
         again = Trainer(member, read(Path(path), parallel=own, run={"log": ""}))
@@ -34,7 +35,7 @@ def measuring(path: str) -> dict[str, Any]:
         same = (again.job.cut, again.losses) == (cut, losses)
         again.close()
     finally:
-        loop.measured = measured
+        assembly.measured = measured
     return {"cut": cut, "again": same, "record": record}
 
 
@@ -46,21 +47,21 @@ def unlike(path: str) -> dict[str, Any]:
         Times((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (5.0, 1.0, 1.0)),
         Times((0.5, 0.0, 0.5), (1.0, 0.5, 0.5), (1.0, 4.0, 1.0)),
     ][member.rank]
-    loop.measured = lambda *_, **__: times  # type: ignore[assignment]
-    done, data = settled(member, config, opened(config))
+    assembly.measured = lambda *_, **__: times  # type: ignore[assignment]
+    done, data = measure_cut(member, config, open_job(config))
 
     def fails(*_: Any, **__: Any) -> Times:
         if member.rank == 1:
             raise RuntimeError("out of memory")
         return times
 
-    loop.measured = fails
+    assembly.measured = fails
     problem = ""
     try:
-        settled(member, config, opened(config))
+        measure_cut(member, config, open_job(config))
     except RuntimeError as error:
         problem = str(error)
-    loop.measured = measured
+    assembly.measured = measured
     return {"cut": data.job.cut, "record": done.record()["parallel"], "problem": problem}
 
 
@@ -69,19 +70,19 @@ def going_on(path: str) -> dict[str, Any]:
     member = join("cpu", LIMITS)
     config = read(Path(path))
     alike = Times((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
-    loop.measured = lambda *_, **__: alike  # type: ignore[assignment]
+    assembly.measured = lambda *_, **__: alike  # type: ignore[assignment]
     first = Trainer(member, config)
     first.run()
     first.close()
     slow = Times((900.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.1, 0.1, 0.1))
-    loop.measured = lambda *_, **__: slow  # type: ignore[assignment]
+    assembly.measured = lambda *_, **__: slow  # type: ignore[assignment]
     longer = read(Path(path), run={"steps": 4})
     second = Trainer(member, longer, resume=True)
     second.run()
     began, cut, times = second.began, second.job.cut, second.config.parallel.layer_times
     second.close()
-    fresh, data = settled(member, longer, opened(longer))
-    loop.measured = measured
+    fresh, data = measure_cut(member, longer, open_job(longer))
+    assembly.measured = measured
     return {
         "began": began,
         "cuts": [first.job.cut, cut, data.job.cut],

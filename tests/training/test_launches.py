@@ -269,7 +269,7 @@ def test_where_no_step_can_be_one_launch_it_says_why(tmp_path: Path) -> None:
     said = launch(1, tmp_path / "said", bodies.said, [["train", str(path), *words]])
     ((code, told, _),) = said.words[0]
     assert code == 0
-    assert "guarded replays, not one launch a step: a CPU has no CUDA graphs" in told
+    assert "guarded replays, not one launch per step: a CPU has no CUDA graphs" in told
     report = json.loads(out.read_text())
     jsonschema.Draft202012Validator(reports.schema()).validate(report)
     (run,) = report["raw"]["runs"]

@@ -4,15 +4,19 @@ A save happens between two steps on all ranks, or on none; what was saved before
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, plain, sizes
+from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, name_of, partial_of
 from tests.ranks.ranks import launch
 from tests.training import bodies
 
@@ -26,6 +30,33 @@ def run(tmp_path: Path, job: Job, body: Any, *args: Any) -> dict[int, Any]:
     found = launch(job.world, words, body, job, str(folder), *args)
     assert found.codes == [0] * job.world
     return found.words
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and their folder are synced before the rename, the folder of all checkpoints after."""
+    final = tmp_path / name_of(1)
+    synced: list[tuple[str, bool]] = []
+    sync = os.fsync
+
+    def noted(handle: int) -> None:
+        place = Path(f"/proc/self/fd/{handle}").readlink()
+        synced.append((str(place.relative_to(tmp_path)), final.exists()))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    facts = {"epoch": 1}
+    state_dict_saver.save(
+        {"a": torch.ones(3)}, storage_writer=Writer(final, facts, keep=1), no_dist=True
+    )
+
+    hidden = partial_of(final).name
+    files = {path.name for path in final.iterdir()}
+    assert {FACTS, MANIFEST, ".metadata"} < files
+    assert all((f"{hidden}/{name}", False) in synced for name in files)
+    assert [(hidden, False), (".", True)] == synced[-2:]
 
 
 def test_a_save_in_the_middle_is_refused_on_all_ranks_with_one_cause(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_ranks_have_the_bits_of_one_shared_parameter(tmp_path: Path, folder: Pat
     assert declared[0]["0"] == [[], {}]  # what comes out of dI is no matrix of the kernel
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_four_ranks_of_two_replicas(tmp_path: Path, folder: Path) -> None:
     """Copies on two ranks in each of two replicas: summed over replicas, then over copies."""
     jobs = [tied(noise(tmp_path), schedule="il", pp=2, dp=2, clip_norm=0.05)]

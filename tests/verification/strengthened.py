@@ -5,6 +5,7 @@ Compositions with one guard more than the contract has, as a mistake would add i
 from __future__ import annotations
 
 import ast
+from functools import cache
 
 from qeffect.engine.compose import source
 from qeffect.engine.stage import RELATIONS, transitions
@@ -12,6 +13,12 @@ from qeffect.verification.proofs.obligations import Composition
 from qeffect.verification.symbolic import Encoding
 
 __all__ = ["with_guard"]
+
+
+@cache
+def _encoding() -> Encoding:
+    """One encoding for all: it remembers the paths of transitions, and most have no more guards."""
+    return Encoding.sorted()
 
 
 def with_guard(half: str, test: str) -> Composition:
@@ -27,4 +34,4 @@ def with_guard(half: str, test: str) -> Composition:
     assert isinstance(function, ast.FunctionDef)
     function.body += ast.parse(f"if {test}:\n    raise Refused('order.in-flight')").body
     stronger = transitions((), {half: ast.fix_missing_locations(function)})
-    return Composition((), Encoding.sorted(), stronger)
+    return Composition((), _encoding(), stronger)

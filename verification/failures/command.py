@@ -190,7 +190,7 @@ def _in_full(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
 
 
 def _summary(counted: dict[str, Any]) -> str:
-    given = f"{counted['given_a_report']} of them given a report that not every runtime makes"
+    given = f"{counted['given_a_report']} of them only if the runtime supplies an optional report"
     return (
         f"{counted['failures']} public failures, {counted['enacted']} of them re-enacted from "
         f"their reports: {counted['refused']} refused ({given}), {counted['not_caught']} not "

@@ -50,17 +50,17 @@ class Ranks:
         lines = [
             f"any number of ranks: {len(asked) - len(open_)} of {len(asked)} obligations proved, "
             f"{sum(a.verdict == 'unknown' for a in open_)} unknown; {len(answers) - len(asked)} "
-            "more speak of nothing that the transition writes",
+            "more read nothing that their transition writes",
             *(f"  {a.verdict:8} {a.transition}: {a.claim}" for a in open_),
         ]
         for found in scopes:
-            said = found.violation or "no promise broken, and from every state a way to the end"
+            said = found.violation or "no promise broken; every state can reach the end"
             lines.append(
                 f"{found.scope:20} {found.states:>7,} states {found.steps:>8,} steps: {said}"
             )
             lines += [f"  {step}" for step in found.trace]
         for kernel in kernels:
-            said = kernel.difference or "the kernel does what the protocol takes a contract to do"
+            said = kernel.difference or "the kernel behaves as the protocol assumes"
             lines.append(
                 f"{kernel.scope:20} {kernel.states:>7,} states {kernel.moves:>8,} moves: {said}"
             )

@@ -26,10 +26,10 @@ from qeffect.report import UnusableError, program
 from ...ranks.consent import StoppedError
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
 from ...ranks.world import gathered
+from ...training.assembly import TIMES, backend_of, measure_cut, open_job
 from ...training.command import require_processes
 from ...training.config import Checkpointing
 from ...training.config_file import read
-from ...training.loop import TIMES, backend_of, opened, settled
 from ..reports.report import (
     ALIKE,
     Report,
@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     whole = [attrs.evolve(named, head=head) for named, head in zip(names, heads, strict=True)]
     if twice := next((named for n, named in enumerate(whole) if named in whole[:n]), None):
         raise UnusableError(f"--runs {twice}: named twice; name each run once")
-    data = [opened(config) for config in configs]  # before any rank waits for another
+    data = [open_job(config) for config in configs]  # before any rank waits for another
     first, (job, held_out) = configs[0], data[0]
     if held_out is None:
         raise UnusableError(
@@ -138,7 +138,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     for config, own in zip(configs, data, strict=True):
         # Measured once for each head: runs of one report are of one cut.
         head = config.model.head
-        cut.append(settled(member, config, own, times=times.get(head)))
+        cut.append(measure_cut(member, config, own, times=times.get(head)))
         found = cut[-1][0].parallel
         if found.cut == "measured":
             times[head] = {name: getattr(found, name) for name in TIMES}

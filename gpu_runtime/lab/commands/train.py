@@ -17,6 +17,7 @@ from qeffect.text import counted
 from ...ranks.processes import report_once
 from ...ranks.world import Limits, gathered
 from ...runtime import mode_on
+from ...training.assembly import backend_of
 from ...training.command import (
     Run,
     carry_out,
@@ -27,7 +28,7 @@ from ...training.command import (
 )
 from ...training.config import Checkpointing
 from ...training.config_file import read
-from ...training.loop import Trainer, backend_of
+from ...training.loop import Trainer
 from ..comparisons.ranks import compared, native, tensor_digests, totals_of_ranks
 
 __all__ = ["add_train_arguments", "run_train"]

@@ -24,10 +24,10 @@ from qeffect.text import counted
 from ...backends.protocol import parameters
 from ...ranks.job import NAMES
 from ...ranks.world import Member, gathered
+from ...training.assembly import JobData
 from ...training.command import release
 from ...training.config import Checkpointing, Config
 from ...training.config_file import read
-from ...training.loop import Opened
 from ...training.model import Language
 from ..comparisons.ranks import tensor_digests
 from ..sides.training import GuardedTraining, NativeTraining, TrainingSide
@@ -125,7 +125,7 @@ class RunControl:
 
 
 def train_run(
-    member: Member, named: RunName, config: Config, data: Opened, control: RunControl
+    member: Member, named: RunName, config: Config, data: JobData, control: RunControl
 ) -> dict[str, Any]:
     """
     Train one run from its beginning; every rank calls it.

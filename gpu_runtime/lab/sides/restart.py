@@ -27,7 +27,7 @@ from ...step.memory.digests import digests
 from ...step.memory.numerical_state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas
-from ...training.launches import Steps
+from ...training.launches import StepRunner
 from ...training.state import Persistent, by_layer, optimizer_state, shares_amax
 
 __all__ = [
@@ -127,8 +127,8 @@ def bits(worker: Worker, job: Job) -> dict[str, str]:
     return dict(zip(held, (digests([tensor])[0] for tensor in held.values()), strict=True))
 
 
-def _losses(steps: Steps, wanted: Sequence[int]) -> dict[str, list[float]]:
-    return {str(step): steps.word(step).losses for step in wanted}
+def _losses(steps: StepRunner, wanted: Sequence[int]) -> dict[str, list[float]]:
+    return {str(step): steps.result(step).losses for step in wanted}
 
 
 def started(
@@ -183,7 +183,7 @@ def _trained(
 ) -> dict[str, Any]:
     job = trial.job
     began, first, saved = worker.runtime.epoch, bits(worker, job), {}
-    steps = Steps(worker)
+    steps = StepRunner(worker)
     if steps.replays:
         raise BackendError(f"a step cannot be one launch: {steps.replays}")
     while worker.runtime.epoch < until:
@@ -247,7 +247,7 @@ def remapped(
     whose = 0 if shares_amax(by_hand.runtime) else by_hand.replica % there
     _copy(by_hand, trial.job, held, epoch, whose)
     copied = bits(by_hand, trial.job)
-    steps = Steps(by_hand)
+    steps = StepRunner(by_hand)
     steps.step()
     theirs, losses = bits(by_hand, trial.job), _losses(steps, [epoch])
     by_hand.close()

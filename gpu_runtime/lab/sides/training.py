@@ -13,10 +13,10 @@ from ...ranks.assembly import build_worker
 from ...ranks.worker import Worker
 from ...ranks.world import Limits, Member
 from ...step.optimizer import Optimizer
+from ...training.assembly import JobData, backend_of
 from ...training.config import Config
 from ...training.evaluate import evaluate
-from ...training.launches import Steps, mode_of
-from ...training.loop import Opened, backend_of
+from ...training.launches import StepRunner, mode_of
 from ..comparisons.evaluation import evaluate_native
 from ..comparisons.ranks import native_pipeline
 from .torch_pipeline import NativePipeline
@@ -64,7 +64,7 @@ class GuardedTraining:
         BackendError: The run asks for one launch per step, and its steps cannot be launches.
     """
 
-    def __init__(self, member: Member, config: Config, data: Opened) -> None:
+    def __init__(self, member: Member, config: Config, data: JobData) -> None:
         self.data = data
         mode, why = mode_of(member, data.job, config.parallel.mode)
         self.captured = mode != "eager"
@@ -76,7 +76,7 @@ class GuardedTraining:
             mode=mode,
             limits=limits_of(config),
         )
-        self.steps = Steps(self.worker)
+        self.steps = StepRunner(self.worker)
         _require_launches(config, self.steps.replays)
         self.optimizer = self.worker.optimizer
         self.stages: Mapping[int, StageBackend] = self.worker.runtime.stages
@@ -91,7 +91,7 @@ class GuardedTraining:
 
     def losses_of(self, step: int) -> list[float]:
         """The losses of a step by microbatch; may be read once."""
-        found = self.steps.word(step).losses
+        found = self.steps.result(step).losses
         self.steps.forget(step + 1)
         return found
 
@@ -123,7 +123,7 @@ class NativeTraining:
     captured = False
     launches: int = 0
 
-    def __init__(self, member: Member, config: Config, data: Opened) -> None:
+    def __init__(self, member: Member, config: Config, data: JobData) -> None:
         self.member, self.data = member, data
         self.pipeline: NativePipeline = native_pipeline(member, data.job, backend_of(config))
         self.optimizer = self.pipeline.optimizer

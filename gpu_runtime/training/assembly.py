@@ -1,0 +1,237 @@
+"""
+From a configuration to a job: the model, its division into stages, and its data.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+from ..backends.dynamic import library
+from ..backends.protocol import BackendError
+from ..ranks.world import Member, agree_on, gathered
+from ..runtime import mode_on
+from .balance import measured, slowest
+from .checkpoint import Checkpoints
+from .config import Config
+from .data import DataError, Loader, Tokens
+from .files import manifest, read_facts
+from .model import Language, balanced_cut, even_cut
+from .rates import Rate
+
+__all__ = ["TIMES", "JobData", "backend_of", "job_of", "measure_cut", "open_job"]
+
+
+def backend_of(config: Config) -> str:
+    """Return the backend of a run's layers: ``reference`` or ``transformer-engine``."""
+    if config.run.backend != "auto":
+        return config.run.backend
+    return "reference" if config.run.device == "cpu" else "transformer-engine"
+
+
+def job_of(config: Config) -> Language:
+    """
+    Return the job of a configuration, with its training text open.
+
+    Raises:
+        UnusableError: Fields do not fit each other, or the text does not fit the fields.
+    """
+    model, parallel, source = config.model, config.parallel, config.source
+    if model.vocabulary % 16:
+        raise UnusableError(
+            f"{source}: [model] vocabulary: expected a multiple of 16, which FP8 products need, "
+            f"found {model.vocabulary}"
+        )
+    if model.head == "torchao":
+        try:
+            library()
+        except BackendError as error:
+            raise UnusableError(f"{source}: [model] head: {error}") from None
+    steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
+    try:
+        job = Language(
+            schedule=parallel.schedule,
+            pp=parallel.pp,
+            vpp=parallel.vpp or None,
+            dp=parallel.dp,
+            microbatches=parallel.microbatches,
+            history=model.history,
+            rule=parallel.rule,  # type: ignore[arg-type]
+            provisioning=parallel.provisioning,  # type: ignore[arg-type]
+            amax=parallel.amax,
+            config=layer,
+            seed=model.seed,
+            vocabulary=model.vocabulary,
+            tied=model.tied,
+            dynamic=model.head == "torchao",
+            rate=Rate(
+                peak=config.optimizer.rate,
+                warmup=config.optimizer.warmup,
+                steps=steps,
+                least=config.optimizer.least_rate,
+            ),
+            weight_decay=config.optimizer.weight_decay,
+            master=config.optimizer.master,
+            clip_norm=config.optimizer.clip_norm or None,
+            skip_nonfinite=config.optimizer.skip_nonfinite,
+        )
+        job.table()
+    except (ScheduleError, ValueError) as error:
+        raise UnusableError(f"{source}: [parallel] {error}") from None
+    cut = _cut(config, job.num_stages)
+    return attrs.evolve(job, cut=cut, loader=_loader(config, config.data.train, "train"))
+
+
+def _cut(config: Config, stages: int) -> tuple[int, ...]:
+    parallel, layers = config.parallel, config.model.layers
+    times, where = parallel.layer_times, f"{config.source}: [parallel] cut"
+    for name in ("embedding_time", "head_time"):
+        if not times and getattr(parallel, name):
+            raise UnusableError(
+                f"{config.source}: [parallel] {name}: expected layer_times beside it, found none; "
+                "give all three times, or none, to have them measured"
+            )
+    if isinstance(parallel.cut, list) and not times:
+        if len(parallel.cut) != stages or sum(parallel.cut) != layers:
+            raise UnusableError(
+                f"{where}: expected {stages} stages with {layers} layers together, found "
+                f"{parallel.cut}"
+            )
+        return tuple(parallel.cut)
+    if times and parallel.cut != "measured":
+        raise UnusableError(
+            f"{config.source}: [parallel] layer_times: times are for cut = 'measured', found cut = "
+            f"{parallel.cut!r}"
+        )
+    if times and len(times) != layers:
+        raise UnusableError(
+            f"{config.source}: [parallel] layer_times: expected one of each of {layers} layers, "
+            f"found {len(times)}"
+        )
+    try:
+        if times:
+            return balanced_cut(
+                times, stages, embedding=parallel.embedding_time, head=parallel.head_time
+            )
+        if parallel.cut in ("even", "measured"):  # `measure_cut` cuts by what is measured
+            return even_cut(layers, stages)
+        return balanced_cut(
+            [1.0] * layers, stages, embedding=parallel.embedding_cost, head=parallel.head_cost
+        )
+    except ValueError as error:
+        raise UnusableError(f"{where}: {error}; set [model] layers, pp or vpp") from None
+
+
+class JobData(NamedTuple):
+    """
+    What a run works on; each file is opened once.
+
+    Args:
+        job: The model, its mapping and its training text.
+        held_out: The text of evaluations; None without evaluation.
+    """
+
+    job: Language
+    held_out: Loader | None
+
+
+def open_job(config: Config) -> JobData:
+    """
+    Return what a configuration works on, its files open.
+
+    Raises:
+        UnusableError: As `job_of`, or the held-out text cannot be used.
+    """
+    job, text = job_of(config), config.data.held_out
+    return JobData(job, _loader(config, text, "held_out") if text else None)
+
+
+TIMES = ("embedding_time", "layer_times", "head_time")
+"""The fields of `[parallel]` that hold measured times."""
+
+
+def measure_cut(
+    member: Member,
+    config: Config,
+    data: JobData,
+    *,
+    resume: bool = False,
+    times: Mapping[str, Any] | None = None,
+) -> tuple[Config, JobData]:
+    """
+    Divide a model into stages by measured times, if the file asks for it; every rank calls it.
+
+    Each rank times its own device; each action counts as long as on the slowest rank. Nothing is
+    measured if the file has the times. A run that resumes takes the times of its newest
+    checkpoint, and so the checkpoint's cut.
+
+    Args:
+        member: This process.
+        config: The run.
+        data: The configuration's data, from `open_job`.
+        resume: Whether the run resumes from a checkpoint.
+        times: Times measured for another run of the same model; None measures.
+
+    Returns:
+        The configuration with its times, from which the same cut follows on any machine, and the
+        data with the model divided.
+
+    Raises:
+        BackendError: A rank cannot measure; the message says why.
+    """
+    parallel = config.parallel
+    if parallel.cut != "measured" or parallel.layer_times:
+        return config, data
+    job, layers = data.job, config.model.layers
+    saved = _times_saved(config) if resume and member.rank == 0 else None
+    fields = times if times is not None else gathered(member, saved)[0]
+    if fields is None:
+        own, problem = None, ""
+        try:
+            mode = mode_on(member.device, parallel.mode)
+            mode = "replays" if mode == "one launch" else mode
+            own = measured(job, member.device, backend_of(config), mode=mode)
+        except (BackendError, RuntimeError, ValueError) as error:
+            problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
+        agree_on(member, problem)
+        fields = slowest(gathered(member, own)).fields(layers)
+        gc.collect()
+        if member.device.type == "cuda":
+            torch.cuda.empty_cache()
+    timed = attrs.evolve(config, parallel=attrs.evolve(parallel, **fields))
+    cut = _cut(timed, job.num_stages)
+    return timed, JobData(attrs.evolve(job, cut=cut), data.held_out)
+
+
+def _times_saved(config: Config) -> dict[str, Any] | None:
+    """The times in the newest checkpoint; None without a checkpoint, or if its times do not fit."""
+    folder = config.checkpoint.folder
+    try:
+        path = Checkpoints(config.path(folder)).latest() if folder else None
+        if path is None:
+            return None
+        saved = read_facts(path, manifest(path))["free"]["configuration"]["parallel"]
+    except (BackendError, LookupError, TypeError):
+        return None  # the load reports what is wrong
+    fields = {name: saved.get(name) for name in TIMES}
+    times = fields["layer_times"]
+    return fields if times and len(times) == config.model.layers else None
+
+
+def _loader(config: Config, name: str, field: str) -> Loader:
+    sequence = config.model.sequence
+    try:
+        tokens = Tokens.open(
+            config.path(name), vocabulary=config.model.vocabulary, sequence=sequence
+        )
+    except DataError as error:
+        raise UnusableError(f"{config.source}: [data] {field}: {error}") from None
+    shuffle = config.data.shuffle and field == "train"
+    return Loader(tokens=tokens, sequence=sequence, seed=config.data.seed, shuffle=shuffle)

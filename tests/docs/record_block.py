@@ -1,0 +1,46 @@
+"""
+The block about long runs of the suite: what ran when, where, at which commit, and how it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.docs.blocks import load, markdown
+from tests.record import RECORDS
+
+HEADER = (
+    *("run", "date", "commit", "hardware", "Python", "torch"),
+    *("passed", "failed", "skipped", "minutes"),
+)
+
+
+def row(name: str, record: Mapping[str, Any]) -> tuple[object, ...]:
+    """One record as a row of the table; errors count as failed."""
+    hardware, versions, counts = (record[part] for part in ("hardware", "versions", "counts"))
+    machine = f"{hardware['processor']}, {hardware['cores']} cores"
+    return (
+        f"{name} (`-m {record['markers']!r}`, {record['profile']})",
+        record["date"],
+        f"`{record['commit'][:12]}`",
+        ", ".join((machine, *hardware["gpus"])),
+        versions["python"],
+        versions.get("torch", "none"),
+        counts["passed"] + counts["xfailed"],
+        counts["failed"] + counts["errors"] + counts["xpassed"],
+        counts["skipped"],
+        f"{record['seconds'] / 60:.0f}",
+    )
+
+
+def records() -> str:
+    """The kept records, the newest first."""
+    kept = [(file.stem, load(file)) for file in RECORDS.glob("*.json")]
+    if not kept:
+        return "No run is recorded yet."
+    kept.sort(key=lambda pair: (pair[1]["began"], pair[0]), reverse=True)
+    return markdown(HEADER, [row(name, record) for name, record in kept])
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {"records": records}
