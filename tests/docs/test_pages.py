@@ -14,14 +14,13 @@ import attrs
 import pytest
 
 from qeffect.gpu_runtime.lab.commands.scale import CELLS
-from qeffect.gpu_runtime.lab.commands.tables import TableRow, table_rows
 from qeffect.gpu_runtime.lab.reports import paths
 from qeffect.gpu_runtime.lab.runner.rank_parts import bound_ms
+from qeffect.gpu_runtime.lab.sides.table_rows import TableRow, table_rows
 from qeffect.gpu_runtime.ranks.job import Job
-from tests.docs import reading, readme_block, runtime_block, scale_block, summary_block
+from tests.docs import reading, readme_block, runtime_block, summary_block
 from tests.docs.bench_block import conditions, figures, missed
 from tests.docs.blocks import (
-    KERNEL_PAGE,
     KERNEL_REPORTS,
     README,
     ROOT,
@@ -36,7 +35,6 @@ from tests.docs.kernel_block import agreements, proofs
 from tests.docs.reading import dated, files
 from tests.docs.remarks import CUT, REMARKS, remark
 from tests.docs.runtime_block import _bits, _typed, example_of
-from tests.runtime import report_samples as samples
 
 
 def text_of(page: Path) -> str:
@@ -321,53 +319,6 @@ def test_the_readme_counts_what_the_page_lists() -> None:
     assert int(count.replace(",", "")) == len(missed_rows(text_of(RUNTIME_PAGE)))
 
 
-ROOMS = (".", "docs", "gpu_runtime", "qeffect", "spec", "tests", "verification")
-PAGES = sorted(
-    page.relative_to(ROOT).as_posix()
-    for room in ROOMS
-    for page in (ROOT / room).glob("*.md" if room == "." else "**/*.md")
-)
-
-
-def test_links_of_every_page_are_looked_at() -> None:
-    """Those that a reader begins with are among them."""
-    begun = ("README.md", "CONTRIBUTING.md", "gpu_runtime/README.md", "qeffect/README.md")
-    generated = (page.relative_to(ROOT).as_posix() for page in (KERNEL_PAGE, RUNTIME_PAGE))
-    assert {*begun, *generated} <= set(PAGES)
-    assert not [name for name in PAGES if "site-packages" in name]
-
-
-def links_of(text: str) -> list[str]:
-    """What a page links to or shows, but for addresses elsewhere."""
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_linked_files_and_headings_exist(name: str) -> None:
-    """Every relative link and picture leads somewhere, to a heading where it names one."""
-    page = ROOT / name
-    for link in links_of(text_of(page)):
-        path, _, heading = link.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        assert found.exists(), link
-        assert not heading or heading in headings(found), link
-
-
-def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
-    """Comments of code are no headings."""
-    page = tmp_path / "page.md"
-    page.write_text("# One `word`, two\n```sh\n# no heading\n```\n[a](b.md#c) ![d](e.svg)\n")
-    assert ["b.md#c", "e.svg"] == links_of(text_of(page))
-    assert {"one-word-two"} == headings(page)
-
-
-def headings(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
-    lines = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
-
-
 def test_what_a_second_solver_was_told_is_said() -> None:
     """Goals are counted by the hypotheses that proved them; one without an answer is named."""
     z3 = {"solver": "z3", "unsat": 9, "goals": 9, "open": []}
@@ -495,56 +446,3 @@ def files_of(kind: str) -> list[tuple[str, Mapping[str, Any]]]:
     """The checked-in reports of a kind, whatever folder stands in their place."""
     found = [(path.name, load(path)) for path in paths()]
     return [(name, report) for name, report in found if report["kind"] == kind]
-
-
-def timed(pp: int, date: str, *, whole: bool, steps: bool = True) -> Mapping[str, Any]:
-    """A report of a pipeline: chosen numbers, some ranks, some date."""
-    report = samples.scale_report()
-    report["configuration"] |= {"pp": pp, "vpp": 2}
-    report["environment"] = {**report["environment"], "date": date}
-    native, launch = report["derived"]["timed"]
-    guarded = {**launch, "side": "guarded", "over_bound": 1.5}
-    return {
-        **report,
-        "complete": whole,
-        "derived": {**report["derived"], "timed": [native, guarded, launch] * steps},
-    }
-
-
-def test_the_complete_step_is_of_the_last_whole_report() -> None:
-    """Of each number of ranks; one that was cut short is taken where there is no other."""
-    found = [
-        ("old.json", timed(2, "1", whole=True)),
-        ("new.json", timed(2, "2", whole=True)),
-        ("cut.json", timed(2, "3", whole=False)),
-        ("four.json", timed(4, "1", whole=False)),
-        ("bits.json", timed(4, "4", whole=True, steps=False)),
-    ]
-    chosen = {pp: name for pp, (name, _) in summary_block.whole(found).items()}
-    assert chosen == {2: "new.json", 4: "four.json"}
-
-
-def test_a_side_that_was_not_timed_has_no_number() -> None:
-    """The row stays, with what there is of it."""
-    report = timed(2, "1", whole=True)
-    kept = [row for row in report["derived"]["timed"] if row["side"] == "guarded"]
-    without = {**report, "derived": {**report["derived"], "timed": kept}}
-    *_, full = "\n".join(summary_block.complete([("a.json", report)])).splitlines()
-    *_, rest = "\n".join(summary_block.complete([("a.json", without)])).splitlines()
-    assert " - |" not in full
-    assert rest.count(" - |") == 2
-
-
-def test_a_part_that_is_added_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the others, for each report that has something of it."""
-    monkeypatch.setattr(
-        scale_block, "PARTS", (*scale_block.PARTS, lambda name, _: iter([f"more of {name}"]))
-    )
-    found = [(name, timed(2, "1", whole=True)) for name in ("a.json", "b.json")]
-    said = [part for part in scale_block.pipelines(found) if part.startswith(("###", "more"))]
-    assert said == [
-        "### a.json: 2 ranks",
-        "more of a.json",
-        "### b.json: 2 ranks",
-        "more of b.json",
-    ]

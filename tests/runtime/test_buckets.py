@@ -318,7 +318,7 @@ class TestConfiguration:
         """Buckets want a reducer, as does a call that starts one."""
         with pytest.raises(BackendError, match="nothing reduces: pass a reducer"):
             made(None)
-        with pytest.raises(BackendError, match="the runtime has no reducer; pass one"):
+        with pytest.raises(BackendError, match="the runtime has no reducer; pass reducer="):
             made(None, {}).runtime.reduce(0)
 
     def test_a_bucket_that_there_is_not(self) -> None:

@@ -1,0 +1,69 @@
+"""
+Links of the pages lead somewhere, and the files that pages name exist.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import KERNEL_PAGE, ROOT, RUNTIME_PAGE
+from tests.docs.code import PAGES
+
+#: A page about files of torch.
+OTHERS_FILES = ("tests/failures/torch_deferred_receives.md", "CHANGELOG.md")
+
+
+def text_of(page: Path) -> str:
+    """A page as it is checked in."""
+    return page.read_text(encoding="utf-8")
+
+
+def test_links_of_every_page_are_looked_at() -> None:
+    """Those that a reader begins with are among them."""
+    begun = ("README.md", "CONTRIBUTING.md", "gpu_runtime/README.md", "qeffect/README.md")
+    generated = (page.relative_to(ROOT).as_posix() for page in (KERNEL_PAGE, RUNTIME_PAGE))
+    assert {*begun, *generated} <= set(PAGES)
+    assert not [name for name in PAGES if "site-packages" in name]
+
+
+def links_of(text: str) -> list[str]:
+    """What a page links to or shows, but for addresses elsewhere."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_linked_files_and_headings_exist(name: str) -> None:
+    """Every relative link and picture leads somewhere, to a heading where it names one."""
+    page = ROOT / name
+    for link in links_of(text_of(page)):
+        path, _, heading = link.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), link
+        assert not heading or heading in headings(found), link
+
+
+def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
+    """A comment in a code block is not a heading."""
+    page = tmp_path / "page.md"
+    page.write_text("# One `word`, two\n```sh\n# no heading\n```\n[a](b.md#c) ![d](e.svg)\n")
+    assert ["b.md#c", "e.svg"] == links_of(text_of(page))
+    assert {"one-word-two"} == headings(page)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    lines = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in OTHERS_FILES])
+def test_named_files_exist(name: str) -> None:
+    """A file in code font is found from the page's folder, the top, or a top-level folder."""
+    page = ROOT / name
+    starts = (page.parent, ROOT, *(ROOT / top for top in ("qeffect", "gpu_runtime", "tests")))
+    named = re.findall(r"`([a-z][\w.]*/[\w./]+\.(?:py|json|toml|md))`", text_of(page))
+    assert [] == [file for file in named if not any((s / file).exists() for s in starts)]
