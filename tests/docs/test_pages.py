@@ -14,9 +14,9 @@ import attrs
 import pytest
 
 from qeffect.gpu_runtime.lab.commands.scale import CELLS
-from qeffect.gpu_runtime.lab.commands.tables import TableRow, table_rows
 from qeffect.gpu_runtime.lab.reports import paths
 from qeffect.gpu_runtime.lab.runner.rank_parts import bound_ms
+from qeffect.gpu_runtime.lab.sides.table_rows import TableRow, table_rows
 from qeffect.gpu_runtime.ranks.job import Job
 from tests.docs import reading, readme_block, runtime_block, summary_block
 from tests.docs.bench_block import conditions, figures, missed
