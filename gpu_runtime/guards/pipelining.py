@@ -1,24 +1,25 @@
 """
-A contract under a schedule of `torch.distributed.pipelining`, for those who keep their own code.
+A contract under a schedule of `torch.distributed.pipelining`, for training code of one's own.
 
-`guard(schedule)` needs neither Transformer Engine nor graphs, changes no result, and runs whatever
-the schedule ran before: every action is asked of a contract first, and told to it afterwards. It
-refuses, by clause and on the rank where it happens, what torch does not notice: a microbatch that
-is forwarded twice, a weight gradient or a message that is left out, actions in another order than
-the table's. A table that is wrong as it stands, as `qeffect check` finds it, is never begun.
+`guard(schedule)` needs neither Transformer Engine nor graphs, and changes no result: the schedule
+runs as before, and a contract checks every action before it runs and commits it afterwards. The
+guard refuses, by clause and on the rank where it happens, what torch does not notice: a microbatch
+that is forwarded twice, a weight gradient or a message that is left out, actions in another order
+than the table's. A table that `qeffect check` refuses is refused before the first step.
 
-Where it takes hold. `_PipelineScheduleRuntime` walks a table, and asserts some things before it
-computes; so each action is asked about when the walk comes to it. What computes, and what the
-single-stage classes (1F1B, GPipe) call in loops of their own, are the methods of stages: there an
-action is asked about unless the walk has done so, and told of. A function that is registered with
-`register_custom_function` takes an action's place and cannot call what torch would have run, so
-that no such function can guard torch's own actions; a registered one is guarded as the action that
-it stands for.
+Where the guard takes hold: `_PipelineScheduleRuntime` walks a table, and asserts some things before
+it computes, so the guard checks each action when the walk reaches it. The methods of the stages
+compute, and the single-stage classes (1F1B, GPipe) call them in loops of their own: there the guard
+checks an action unless the walk has, and commits it. A function registered with
+`register_custom_function` replaces an action and cannot call what torch would have run. Such a
+function therefore cannot guard torch's own actions; a registered function is guarded as the action
+that it replaces.
 
-What is known of a plain module: which microbatch's work is retained, from F to dI to dW
-(ownership); the order of F and dI on the rank (order); the stages' messages and reductions. Of
-weight caches, gradient buffers, graphs and streams nothing is known, and those relations are left
-out. Sends and reductions end where the table awaits them (torch 2.15), else where the step does.
+What the guard knows of a plain module: which microbatch's work is retained, from F to dI to dW
+(ownership); the order of F and dI on the rank (order); the stages' messages and reductions. It
+knows nothing of weight caches, gradient buffers, graphs and streams; those relations are left out.
+Sends and reductions end where the table awaits them (torch 2.15), otherwise at the end of the
+step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from qeffect.text import shown
 
 __all__ = ["UNUSED", "GuardedSchedule", "guard"]
 
-#: Relations of which nothing is known for a plain module.
+#: Relations that a plain module says nothing about.
 UNUSED = ("version", "arena", "capture", "completion")
 
 _Event = tuple[str, int, int]
@@ -59,26 +60,26 @@ _MESSAGES = {
     "get_bwd_send_ops": "SEND_B",
 }
 _MARK = "_qeffect_guarded"
-#: What a step that did not end leaves in a schedule, and in its stages, by microbatch.
+#: What an unfinished step leaves in a schedule and in its stages, by microbatch.
 _LEFT = ("_internal_losses", "fwd_cache", "bwd_cache", "backward_state", "dw_runner")
 
 
 def guard(schedule: Any, transport: Transport | None = None) -> GuardedSchedule:
     """
-    Put a contract under a schedule: from now on each `schedule.step(...)` is one guarded epoch.
+    Put a contract under a schedule: each later `schedule.step(...)` is one guarded epoch.
 
     `schedule.eval(...)` runs forwards alone and is not guarded.
 
     Args:
         schedule: A schedule of `torch.distributed.pipelining`, with a loss function.
-        transport: How its messages are carried, for the check of its table; as torch does by
-            default when left out.
+        transport: How messages are carried, for the check of the table; torch's default transport
+            by default.
 
     Raises:
-        TypeError: It is no such schedule, or the transport is none.
-        ValueError: It or a stage of it is guarded already, it has no loss function and so no
-            backward, or overlaps actions in a registered function.
-        ScheduleError: Its table is wrong; the message says where, and what `qeffect check` says.
+        TypeError: Not a supported schedule, or an invalid transport.
+        ValueError: The schedule or one of its stages is guarded already, it has no loss function
+            and therefore no backward, or a registered function overlaps actions.
+        ScheduleError: The table is wrong; the message is that of `qeffect check`.
     """
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if not all(hasattr(stage, "forward_one_chunk") for stage in stages):
@@ -115,8 +116,8 @@ class GuardedSchedule:
         transport: As for `guard`.
 
     Attributes:
-        contract: The contract; another one after `rebuild`.
-        at: The action that was asked about last, as torch writes it, such as ``1W2``.
+        contract: The contract; `rebuild` makes a new one.
+        at: The action that was checked last, in torch's notation, such as ``1W2``.
     """
 
     def __init__(self, schedule: Any, stages: list[Any], transport: Transport | None) -> None:
@@ -157,7 +158,7 @@ class GuardedSchedule:
             setattr(owner, _MARK, self)
 
     def remove(self) -> None:
-        """Take the guard away: the schedule and its stages are as they were before."""
+        """Remove the guard; the schedule and its stages are as they were before it."""
         while self._put:
             owner, name = self._put.pop()
             delattr(owner, name)
@@ -167,14 +168,14 @@ class GuardedSchedule:
 
     def rebuild(self) -> None:
         """
-        Begin the epoch again, after a step that was refused or failed.
+        Restart the epoch, after a step that was refused or failed.
 
-        What that step left in the schedule and its stages is dropped: torch keeps the losses of a
-        step that did not end, and takes the next step's backwards from them. What it left
-        elsewhere is the caller's to drop: gradients, with `zero_grad`, and
-        messages that another rank has sent or waits for. torch's table runtime keeps the receives
-        that it had posted, and then refuses by assertion to post them again; a rank that stopped
-        between its messages is best started anew.
+        What the step left in the schedule and its stages is dropped: torch keeps the losses of an
+        unfinished step, and would take the next step's backwards from them. The caller drops what
+        the step left elsewhere: gradients, with `zero_grad`, and messages that another rank has
+        sent or waits for. torch's table runtime keeps the receives that it has posted, and then
+        fails an assertion when it posts them again; relaunch a rank that stopped between its
+        messages.
         """
         self._epoch = self.contract.epoch
         self.contract = self._contract()
@@ -228,7 +229,7 @@ class GuardedSchedule:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let forwards run that belong to no epoch."""
+        """Let forwards run outside any epoch."""
         idle, self._idle = self._idle, True
         try:
             yield
@@ -239,7 +240,7 @@ class GuardedSchedule:
 
     @contextmanager
     def _walked(self) -> Iterator[None]:
-        """Ask about each action when torch's loop comes to it, while the step runs."""
+        """Check each action when torch's loop reaches it, while the step runs."""
         if not self._walks:
             yield
             return
@@ -288,14 +289,14 @@ class GuardedSchedule:
 
     def begin(self, step: int, action: Any) -> None:
         """
-        Ask about an action of the table that the walk has come to.
+        Check an action of the table that the walk has reached.
 
         Args:
-            step: Its place in the row.
+            step: Its place in the row, from 0.
             action: torch's action.
 
         Raises:
-            Refused: It breaks the contract; a note says where it stands.
+            Refused: The action breaks the contract; a note names rank, step and action.
         """
         event = kind, stage, microbatch = _event(action)
         self.at = str(action)
@@ -317,7 +318,7 @@ class GuardedSchedule:
             raise
 
     def end(self, action: Any) -> None:
-        """Tell of an action that no method of a stage told of: a registered function ran it."""
+        """Commit an action that no stage method committed: a registered function ran it."""
         event = _event(action)
         self._told.discard(event)
         asked = self._asked.pop(event, None)
@@ -380,7 +381,7 @@ class GuardedSchedule:
 
     @contextmanager
     def _running(self, event: _Event) -> Iterator[None]:
-        """What a stage computes: asked about unless the walk has, told when it has run."""
+        """Check a stage's action unless the walk has, and commit it once it has run."""
         if self._idle:
             yield
             return
@@ -482,9 +483,9 @@ def _event(action: Any) -> _Event:
 
 class _Row(list[Any]):
     """
-    A rank's row whose first walk asks about each action when it comes to it, and then tells of it.
+    A rank's row whose first walk checks each action when it is reached, and then commits it.
 
-    The first walk is the step's; torch walks the row again to print it when an action fails.
+    The first walk is the step's. torch walks the row again to print it when an action fails.
     """
 
     guard: GuardedSchedule | None = None
@@ -501,7 +502,7 @@ class _Row(list[Any]):
 
 
 def _table(schedule: Any) -> Schedule | None:
-    """The table that a schedule executes; None for a class of the user's own that has none."""
+    """The table that a schedule executes; None for a user's own class without a table."""
     name = type(schedule).__name__
     order: Mapping[int, Any] | None = getattr(schedule, "pipeline_order_with_comms", None)
     if order is not None:
@@ -519,7 +520,7 @@ def _table(schedule: Any) -> Schedule | None:
 
 
 def _declared(table: Schedule, stages: list[Any]) -> dict[Hashable, list[tuple[str, Cell]]]:
-    """The order of F and dI on this rank, which the table gives."""
+    """The order of F and dI on this rank, from the table."""
     rank = table.stage_to_rank[stages[0].stage_index]
     names = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
     return {

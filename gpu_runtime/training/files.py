@@ -1,12 +1,12 @@
 """
-A checkpoint's folder: hashed as it is written, named only when it is whole, compared when it is
+A checkpoint's folder: hashed while it is written, named only when it is whole, compared when it is
 read.
 
-DCP writes the tensors (`*.distcp`, `.metadata`); beside them are `facts.json`, all that is no
-tensor, and `manifest.json`, which has the size and the SHA-256 of every other file, taken of what
-was handed to the file system. The folder is hidden until all of it is on the disk; renaming it is
-what makes a checkpoint. DCP itself has no hash, does not sync its `.metadata`, and reads that as a
-pickle: so it is only read after its hash was compared.
+DCP writes the tensors (`*.distcp`, `.metadata`). Beside them are `facts.json`, with all plain data,
+and `manifest.json`, with the size and the SHA-256 of every other file, computed from what was
+handed to the file system. The folder is hidden until all files are on the disk; the rename makes it
+a checkpoint. DCP has no hash, does not sync its `.metadata`, and reads it as a pickle: here it is
+read only after its hash was compared.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _METADATA = ".metadata"
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _CHUNK = 1 << 20
 _NUMBERED = re.compile(r"step-([0-9]{8,})")
-#: What to do about a checkpoint that is not right.
+#: What to do about a damaged checkpoint.
 AWAY = "move that folder away to go on from the one before it"
-#: What facts consist of.
+#: The parts of the facts, and their types.
 _PARTS: dict[str, type] = {
     "epoch": int, "must": dict, "free": dict, "mapping": dict, "contracts": list, "made_by": list,
     "tensors": dict,
@@ -93,13 +93,13 @@ class Mark:
 
 
 class _Stream:
-    """A file that is written from its beginning to its end, and what was written."""
+    """A file that is written from beginning to end, with its size and hash so far."""
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.size, self.hash = raw, 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write, then take what was written into the hash."""
+        """Write, then add the bytes to the hash."""
         view = memoryview(data).cast("B")
         self.raw.write(view)
         self.hash.update(view)
@@ -125,7 +125,7 @@ class _Stream:
 
 
 class _Hashed(FileSystem):
-    """A file system that marks the files that it writes."""
+    """A file system that records size and hash of each file that it writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Hashed(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file; one that is written has a mark when it ends."""
+        """Open a file; a written file gets its mark when it is closed."""
         if mode != "wb":
             with super().create_stream(path, mode) as raw:
                 yield raw
@@ -159,7 +159,7 @@ class _Hashed(FileSystem):
 
 
 def _root(error: BaseException) -> str:
-    """What began it: an error of the system if there is one."""
+    """The text of the first cause; of the operating system's error, if there is one."""
     found, at = error, error.__cause__ or error.__context__
     while at is not None and not isinstance(found, OSError):
         found, at = at, at.__cause__ or at.__context__
@@ -170,13 +170,13 @@ def _root(error: BaseException) -> str:
 
 class Writer(FileSystemWriter):
     """
-    DCP's writer into a hidden folder that gets its name when all of it is on the disk.
+    DCP's writer into a hidden folder, which gets its name when all files are on the disk.
 
     Args:
-        final: The folder's name in the end; nothing has it yet.
-        facts: All that is no tensor, plain data; rank 0 writes it.
+        final: The folder's final name, which does not exist yet.
+        facts: The plain data of the checkpoint; rank 0 writes it.
         keep: How many whole checkpoints stay.
-        words: What could not be removed before; rank 0 adds what cannot be when all is written.
+        words: What could not be removed before; rank 0 adds what it cannot remove at the end.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Writer(FileSystemWriter):
         self.fs = self.hashed = _Hashed()
 
     def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy everything to the host, now: what is written later is of this moment."""
+        """Copy all tensors to the host now: later writes have the values of this moment."""
         self.per_thread_copy_ahead = 0
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
 
@@ -205,7 +205,7 @@ class Writer(FileSystemWriter):
         return marked
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        """On rank 0, when every rank has written: the index, the facts, the manifest, the name."""
+        """On rank 0, after all ranks: write index, facts and manifest, sync, and rename."""
         marks: dict[str, Any] = {}
         own: list[list[Any]] = []
         for told in results:
@@ -254,7 +254,7 @@ def _epoch_of(name: str) -> int | None:
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Every folder that has a checkpoint's name, whole or not, the newest first."""
+    """List the folders with a checkpoint's name, whole or not, newest first."""
     if not folder.is_dir():
         return []
     found = [(_epoch_of(path.name), path) for path in folder.iterdir()]
@@ -264,9 +264,9 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 def clear(folder: Path) -> tuple[str, ...]:
     """
-    Remove what a save or a removal that was killed left; nobody saves now.
+    Remove what a killed save or removal left; call it while no save runs.
 
-    Only folders that have the very names that are written here.
+    Only folders with exactly the names that this module writes are removed.
 
     Returns:
         What could not be removed, in words.
@@ -285,9 +285,9 @@ def clear(folder: Path) -> tuple[str, ...]:
 
 def retain(folder: Path, keep: int) -> tuple[str, ...]:
     """
-    Remove all but the newest; each loses its name first, so that none is half there.
+    Remove all but the newest checkpoints; each loses its name first, so that none is half there.
 
-    Only what has a sound manifest that names facts: whatever else has such a name is not ours.
+    Only folders with a sound manifest that names facts are removed; others are not checkpoints.
 
     Returns:
         What could not be removed, in words.
@@ -322,14 +322,14 @@ def _is_ours(path: Path) -> bool:
 
 def manifest(path: Path) -> dict[str, Mark]:
     """
-    The marks of a checkpoint's files, when the manifest itself is sound.
+    Return size and hash of a checkpoint's files, from a sound manifest.
 
     Raises:
-        BackendError: There is no checkpoint, or its manifest is missing, damaged, or of another
+        BackendError: The folder is missing, or its manifest is missing, damaged, or of another
             format.
     """
     if not path.is_dir():
-        raise BackendError(f"{path} is no folder; name a checkpoint, such as .../{name_of(3)}")
+        raise BackendError(f"{path} is not a folder; name a checkpoint, such as .../{name_of(3)}")
     place = path / MANIFEST
     try:
         held = json.loads(place.read_bytes())
@@ -337,7 +337,7 @@ def manifest(path: Path) -> dict[str, Mark]:
         found = held["format"]
     except OSError as error:
         raise BackendError(
-            f"{place}: {error.strerror}; the folder is no whole checkpoint; {AWAY}"
+            f"{place}: {error.strerror}; the checkpoint is not whole; {AWAY}"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BackendError(f"{place} is damaged and cannot be read; {AWAY}") from error
@@ -353,12 +353,12 @@ def manifest(path: Path) -> dict[str, Mark]:
 
 def problem_of(path: Path, marks: Mapping[str, Mark], hashed: Sequence[str]) -> str:
     """
-    What is wrong with a checkpoint's files, in words; empty where nothing is.
+    Return in words what is wrong with a checkpoint's files; empty if nothing is.
 
     Args:
         path: The checkpoint.
-        marks: What its manifest says.
-        hashed: Names of the files whose content is read, beside the sizes of all.
+        marks: The files of its manifest.
+        hashed: Names of the files whose content is compared; of the others only the size is.
     """
     for name, mark in sorted(marks.items()):
         file = path / name
@@ -382,10 +382,10 @@ def problem_of(path: Path, marks: Mapping[str, Mark], hashed: Sequence[str]) -> 
 
 def read_facts(path: Path, marks: Mapping[str, Mark]) -> dict[str, Any]:
     """
-    All that is no tensor.
+    Read the facts: the plain data of a checkpoint.
 
     Raises:
-        BackendError: It is missing, damaged, or lacks a part.
+        BackendError: The facts are missing, damaged, or lack a part.
     """
     if FACTS not in marks:
         raise BackendError(f"{path / MANIFEST} names no {FACTS}; {AWAY}")

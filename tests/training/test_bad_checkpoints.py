@@ -39,9 +39,9 @@ TEXTS = {
         "manifest.json is damaged: its hash differs from its content", False,
     ),
     "the manifest is missing": (
-        "manifest.json: No such file or directory; the folder is no whole checkpoint", False,
+        "manifest.json: No such file or directory; the checkpoint is not whole", False,
     ),
-    "nothing is there": ("is no folder; name a checkpoint", False),
+    "nothing is there": ("is not a folder; name a checkpoint", False),
     "another format": ("was written in format 2, this version reads format 1", False),
     "another backend": ("was saved with backend transformer-engine, this run has reference", True),
     "another recipe": ("was saved with recipe.amax_history_len 1024, this run has 4", True),

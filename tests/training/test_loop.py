@@ -78,10 +78,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     codes, outs, errs = zip(*said.words[0], strict=True)
     assert list(codes) == [0, 2, 2, 2, 2, 0, 0] == [code for code, _, _ in said.words[1]]
     for n, told in (
-        (1, "go on from it with --resume"),
+        (1, "continue from it with --resume"),
         (2, "was saved with model.ffn 64, this run has 128"),
         (3, "expected seed 0"),
-        (4, "--resume needs one"),
+        (4, "--resume needs a folder of checkpoints"),
     ):
         (line,) = errs[n].splitlines() or [outs[n]]
         assert told in line
