@@ -14,9 +14,9 @@ from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.commands import peers, tables
 from qeffect.gpu_runtime.lab.commands import pipeline as command
-from qeffect.gpu_runtime.lab.commands.tables import TableRow
 from qeffect.gpu_runtime.lab.sides.language import PeerSettings
 from qeffect.gpu_runtime.lab.sides.pipelines import ReplaySide
+from qeffect.gpu_runtime.lab.sides.table_rows import TableRow
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import join
 from tests.runtime import stand_ins

@@ -12,7 +12,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.commands.tables import TableRow, table_rows
+from qeffect.gpu_runtime.lab.sides.table_rows import TableRow, table_rows
 from qeffect.gpu_runtime.lab.statistics.complete_step import derive_tables
 from qeffect.gpu_runtime.lab.statistics.paper import LARGE, SMALL
 from qeffect.gpu_runtime.training.model import Language

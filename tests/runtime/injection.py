@@ -10,7 +10,7 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
-from qeffect.gpu_runtime.lab.comparisons.faults import ROWS, settled
+from qeffect.gpu_runtime.lab.comparisons.faults import ROWS, kernel_state
 from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
@@ -105,11 +105,11 @@ class Injection:
 
     def refused(self, clause: str, action: Callable[[], object]) -> Refused:
         """The action is refused by a clause, and nothing has changed: no tensor, no ledger."""
-        before, contents = settled(self.run.runtime), self.contents()
+        before, contents = kernel_state(self.run.runtime), self.contents()
         with pytest.raises(Refused) as caught:
             action()
         assert clause == caught.value.clause
-        assert before == settled(self.run.runtime)
+        assert before == kernel_state(self.run.runtime)
         after = self.contents()
         assert contents.keys() == after.keys()
         assert all(same_bits(contents[name], after[name]) for name in contents)

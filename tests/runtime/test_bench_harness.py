@@ -20,8 +20,9 @@ from qeffect.gpu_runtime.backends.devices import visible_id
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.lab.reports.report import Report, environment
 from qeffect.gpu_runtime.lab.runner import device
+from qeffect.gpu_runtime.lab.runner.column_process import ColumnProcess, InlineColumn
 from qeffect.gpu_runtime.lab.runner.device import MemoryPoll, parse
-from qeffect.gpu_runtime.lab.runner.processes import ColumnError, InlineWorker, ProcessWorker
+from qeffect.gpu_runtime.lab.runner.processes import ChildError
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
 from qeffect.gpu_runtime.lab.sides.cells import (
     CELLS,
@@ -70,7 +71,7 @@ def scripted_run(
     def make(spec: ColumnSpec, cell: BenchCell, settings: Settings) -> toys.Scripted:
         return toys.Scripted(log, spec.name, [0.1, 0.2, 0.3], (fails or {}).get(spec.name))
 
-    return CellRun(TINY, specs, attrs.evolve(toys.SETTINGS, **changes), make_worker=make)
+    return CellRun(TINY, specs, attrs.evolve(toys.SETTINGS, **changes), make_column=make)
 
 
 class TestRounds:
@@ -165,7 +166,7 @@ class TestRounds:
 class TestWorkers:
     def test_a_worker_process_runs_a_column(self) -> None:
         """Facts come back from a process that is not this one."""
-        worker = ProcessWorker(toys.spec("a"), TINY, toys.SETTINGS)
+        worker = ColumnProcess(toys.spec("a"), TINY, toys.SETTINGS)
         worker.post("build")
         built = worker.collect(60)
         worker.post("turn", steps=2, warm_steps=1)
@@ -178,9 +179,9 @@ class TestWorkers:
 
     def test_an_exception_becomes_one_line(self) -> None:
         """The parent hears the type and the first line, and the process can go on."""
-        worker = ProcessWorker(toys.spec("a", fail_in="warm"), TINY, toys.SETTINGS)
+        worker = ColumnProcess(toys.spec("a", fail_in="warm"), TINY, toys.SETTINGS)
         worker.post("build")
-        with pytest.raises(ColumnError, match=r"^ValueError: told to fail in warm$"):
+        with pytest.raises(ChildError, match=r"^ValueError: told to fail in warm$"):
             worker.collect(60)
         worker.post("close")
         assert {} == worker.collect(60)
@@ -188,24 +189,24 @@ class TestWorkers:
 
     def test_a_process_that_dies_is_a_failed_column(self) -> None:
         """The exit code is named."""
-        worker = ProcessWorker(toys.spec("a", die_in="step"), TINY, toys.SETTINGS)
+        worker = ColumnProcess(toys.spec("a", die_in="step"), TINY, toys.SETTINGS)
         worker.post("build")
-        with pytest.raises(ColumnError, match="exit code 7"):
+        with pytest.raises(ChildError, match="exit code 7"):
             worker.collect(60)
         worker.end()
 
     def test_a_process_that_does_not_answer_is_ended(self) -> None:
         """Waiting has a limit, after which the process is gone."""
-        worker = ProcessWorker(toys.spec("a"), TINY, toys.SETTINGS)
-        with pytest.raises(ColumnError, match="no answer within"):
+        worker = ColumnProcess(toys.spec("a"), TINY, toys.SETTINGS)
+        with pytest.raises(ChildError, match="no answer within"):
             worker.collect(0.01)
-        assert not worker._process.is_alive()
+        assert not worker._process.alive
 
     def test_a_worker_inside_this_process_behaves_alike(self) -> None:
         """Same answers, same failures."""
-        worker = InlineWorker(toys.spec("a", fail_in="build"), TINY, toys.SETTINGS)
+        worker = InlineColumn(toys.spec("a", fail_in="build"), TINY, toys.SETTINGS)
         worker.post("build")
-        with pytest.raises(ColumnError, match=r"^ValueError: told to fail in build$"):
+        with pytest.raises(ChildError, match=r"^ValueError: told to fail in build$"):
             worker.collect(1)
         worker.end()
 

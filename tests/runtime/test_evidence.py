@@ -506,8 +506,8 @@ class TestProbes:
 
     def test_every_side_but_the_right_ones_breaks_a_relation(self) -> None:
         """Each of the wrong ones differs from a right one in one thing."""
-        right = [side for side in interleaved.SIDES if side.breaks is None]
-        wrong = [side for side in interleaved.SIDES if side.breaks is not None]
+        right = [side for side in interleaved.GRAPH_USES if side.breaks is None]
+        wrong = [side for side in interleaved.GRAPH_USES if side.breaks is not None]
         for side in wrong:
             changes = [
                 sum(getattr(side, name) != getattr(other, name) for name in ("late", "taken"))

@@ -16,8 +16,8 @@ import qeffect.gpu_runtime
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
 from qeffect.gpu_runtime.lab.reports.text import host_rows
 from qeffect.gpu_runtime.lab.runner.action_parts import PARTS, part_times
+from qeffect.gpu_runtime.lab.runner.column_process import InlineColumn
 from qeffect.gpu_runtime.lab.runner.host_times import ASKED, REPLAYS, host_times
-from qeffect.gpu_runtime.lab.runner.processes import InlineWorker
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
 from qeffect.gpu_runtime.lab.sides.cells import CELLS, TINY, BenchCell
 from qeffect.gpu_runtime.lab.sides.columns import Settings
@@ -286,7 +286,7 @@ class TestDerived:
                 options={"destination": "accumulate", "provisioning": "live"},
             ),
         ]
-        run = CellRun(TINY, specs, toys.SETTINGS, make_worker=InlineWorker)
+        run = CellRun(TINY, specs, toys.SETTINGS, make_column=InlineColumn)
 
         record = run.run()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.lab.runner.processes import ColumnError
+from qeffect.gpu_runtime.lab.runner.processes import ChildError
 from qeffect.gpu_runtime.lab.sides.cells import BenchCell
 from qeffect.gpu_runtime.lab.sides.columns import ColumnSpec, Family, Settings, SumRule
 
@@ -87,7 +87,7 @@ class Scripted:
         self.log.append((self.name, method))
         call = self._calls[method] = self._calls.get(method, -1) + 1
         if self.fails == (method, call):
-            raise ColumnError("scripted")
+            raise ChildError("scripted")
         if method == "turn":
             number = min(call, len(self.wall_s) - 1)
             return {**arguments, "wall_s": self.wall_s[number], "host_s": [0.001]}

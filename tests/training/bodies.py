@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.commands import restarts
-from qeffect.gpu_runtime.lab.commands.restarts import Trial, bits, facts_of, made
 from qeffect.gpu_runtime.lab.comparisons.native import rule_for
+from qeffect.gpu_runtime.lab.sides import restart as restarts
+from qeffect.gpu_runtime.lab.sides.restart import Trial, bits, facts_of, made
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message

@@ -17,7 +17,7 @@ from qeffect.cli import main
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab.commands import curves
 from qeffect.gpu_runtime.lab.commands import pipeline as command
-from qeffect.gpu_runtime.lab.commands.curves import Named, Told, trained
+from qeffect.gpu_runtime.lab.runner.training_run import RunControl, RunName, train_run
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.ranks.world import join
@@ -39,7 +39,7 @@ def in_turn(config: str, names: list[str], limits: list[int]) -> list[dict[str, 
     member = join("cpu", LIMITS)
     said = []
     for text, limit in zip(names, limits, strict=True):
-        named, asked = Named.of(text), 0
+        named, asked = RunName.of(text), 0
 
         def over(limit: int = limit) -> bool:
             nonlocal asked
@@ -47,7 +47,7 @@ def in_turn(config: str, names: list[str], limits: list[int]) -> list[dict[str, 
             return asked >= limit
 
         own = named.of_file(Path(config), None, None)
-        record = trained(member, named, own, open_job(own), Told(windows=6, over=over))
+        record = train_run(member, named, own, open_job(own), RunControl(windows=6, over=over))
         gc.collect()
         alive = sum(isinstance(one, (Worker, NativePipeline)) for one in gc.get_objects())
         said.append({**record, "alive": alive})

@@ -15,8 +15,8 @@ import torch
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
-from qeffect.gpu_runtime.lab.commands import restarts
-from qeffect.gpu_runtime.lab.commands.restarts import Trial
+from qeffect.gpu_runtime.lab.sides import restart as restarts
+from qeffect.gpu_runtime.lab.sides.restart import Trial
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError

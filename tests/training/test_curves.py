@@ -13,7 +13,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.commands.curves import Named
+from qeffect.gpu_runtime.lab.runner.training_run import RunName
 from qeffect.gpu_runtime.lab.statistics.curves import derive_curves
 from qeffect.report import UnusableError
 from tests.ranks.ranks import launch
@@ -294,8 +294,8 @@ def test_a_merged_report_is_complete_where_all_parts_are(
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     """It says what a name is."""
     with pytest.raises(UnusableError, match="expected SIDE:SCHEDULE:SEED"):
-        Named.of(name)
-    assert str(Named.of("native:zbv:3:torchao")) == "native:zbv:3:torchao"
+        RunName.of(name)
+    assert str(RunName.of("native:zbv:3:torchao")) == "native:zbv:3:torchao"
 
 
 def test_what_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

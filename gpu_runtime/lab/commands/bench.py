@@ -116,7 +116,7 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     settings = settings_of(args)
     work = _sweep(args) if args.table == "sweep" else _step(args)
     if settings.device == "cuda":
-        require_device("--device cpu shows that the tables run")
+        require_device("--device cpu runs the same tables over the reference backend")
     report = Report(
         "sweep" if args.table == "sweep" else "bench",
         args.out,

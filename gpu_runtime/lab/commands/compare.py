@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from ..comparisons.recording import (
 from ..comparisons.sides import GUARDED, SIDES, record
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
+from ..runner.processes import ChildError, ChildProcess
 
 __all__ = [
     "add_compare_arguments",
@@ -134,39 +134,29 @@ def compare_cases(
     report: Report,
     say: Callable[[str], None],
 ) -> None:
-    """Run every side in a process of its own, all at once; compare, and say so, case by case."""
-    context = multiprocessing.get_context("spawn")
+    """Run all sides at once, each in a process of its own; compare and report case by case."""
     backend = "transformer-engine" if device == "cuda" else "reference"
     os.environ.update(DETERMINISTIC)
-    pipes, processes = {}, []
-    for side in sides:
-        mine, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve,
-            args=(theirs, side, backend, device, [case.to_json() for case in cases]),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        pipes[side] = mine
-        processes.append(process)
+    data = [case.to_json() for case in cases]
+    running = {side: ChildProcess(_serve, side, backend, device, data) for side in sides}
     for case in cases:
         recordings: dict[str, Recording] = {}
-        for side, pipe in pipes.items():
+        for side, process in running.items():
             try:
-                kind, value = pipe.recv()
-            except EOFError:
-                kind, value = "failed", "the process ended"
-            if kind == "failed":
-                report.raw["failures"].append({"case": case.name, "side": side, "error": value})
-            elif value is not None:
-                recordings[side] = Recording.from_json(json.loads(value))
+                text = process.receive()
+            except ChildError as error:
+                report.raw["failures"].append(
+                    {"case": case.name, "side": side, "error": str(error)}
+                )
+                continue
+            if text is not None:
+                recordings[side] = Recording.from_json(json.loads(text))
         runs = _compared(case, recordings)
         for run in runs:
             report.raw["runs"].append(run)
             say(_line(run))
         if not runs and not any(f["case"] == case.name for f in report.raw["failures"]):
-            # A case that no two sides could run must not look like one that agreed.
+            # A case that fewer than two sides ran must not count as equal.
             lacking = {
                 "case": case.name,
                 "side": ", ".join(recordings) or "none",
@@ -174,8 +164,8 @@ def compare_cases(
             }
             report.raw["failures"].append(lacking)
         report.save()
-    for process in processes:
-        process.join(timeout=30)
+    for process in running.values():
+        process.end()
 
 
 def _compared(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
@@ -215,7 +205,7 @@ def _serve(
     pipe: Any, side: str, backend: str, device: str, cases: Sequence[Mapping[str, Any]]
 ) -> None:
     """Run one side of every case; the state domain of the library is this process."""
-    # Results of a CPU depend on the number of threads; beside a GPU more only get in the way.
+    # Results on a CPU depend on the number of threads; with a GPU more threads only interfere.
     torch.set_num_threads(1)
     for data in cases:
         case = Case.from_json(data)

@@ -1,5 +1,5 @@
 """
-A few guarded steps on whatever device there is, the same natively, and the comparison.
+``qeffect runtime demo``: a few guarded steps, the same steps natively, and the comparison.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .compare import compare_cases
 
 __all__ = ["add_demo_arguments", "run_demo"]
 
-#: More would not fit a machine's cores; a step of each takes longer than the limit then.
+#: With more ranks than cores a step takes longer than the limit.
 _MOST_RANKS = 8
-#: Seconds for four steps of all ranks, start included.
+#: Time limit for four steps of all ranks, start included, in seconds.
 _LIMIT_S = 120.0
 
 
@@ -47,7 +47,7 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run and report; refused when one bit differs or a side failed.
+    Run and compare; refused when a bit differs or a side failed.
 
     Raises:
         UnusableError: Nothing can be run here.

@@ -32,7 +32,7 @@ from ...ranks.world import Limits, Member, agree_on, gathered
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS
-from ..comparisons.ranks import Compared, compared, summed
+from ..comparisons.ranks import Compared, compared, totals_of_ranks
 
 __all__ = ["add_pipeline_arguments", "run_pipeline"]
 
@@ -181,7 +181,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _require_together(args: argparse.Namespace) -> None:
-    """Refuse options that say nothing together."""
+    """Refuse options that contradict each other."""
     if args.one_launch and args.device != "cuda":
         raise UnusableError(
             "--one-launch makes a step one CUDA graph, so it needs --device cuda; leave it out"
@@ -192,11 +192,16 @@ def _require_together(args: argparse.Namespace) -> None:
         )
     clips = args.clip_norm is not None or args.skip_nonfinite
     for given, name, other, why in (
-        (args.eager, "--one-launch", "--eager", "without graphs there is none of a step"),
+        (args.eager, "--one-launch", "--eager", "a step as one graph needs graphs"),
         (args.trace, "--one-launch", "--trace", "the host sees no action of a launch"),
-        (args.compare, "--one-launch", "--compare", "runtime scale compares launches"),
-        (args.compare, "--trace", "--compare", "a comparison is not a step to look at"),
-        (args.compare, "--clip-norm and --skip-nonfinite", "--compare", "torch's side does not"),
+        (args.compare, "--one-launch", "--compare", "runtime report scale compares launches"),
+        (args.compare, "--trace", "--compare", "a comparison runs no step that could be traced"),
+        (
+            args.compare,
+            "--clip-norm and --skip-nonfinite",
+            "--compare",
+            "torch's side does not clip",
+        ),
     ):
         asked = {"--one-launch": args.one_launch, "--trace": args.trace}.get(name, clips)
         if asked and given:
@@ -287,7 +292,7 @@ def _compared(member: Member, what: str, result: Compared) -> Outcome:
         "first": [label for c in result.comparison.categories for label in c.first],
     }
     ranks = gathered(member, own)
-    totals = summed([rank["totals"] for rank in ranks])
+    totals = totals_of_ranks([rank["totals"] for rank in ranks])
     same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
     lines = [
         what + ", and torch's own pipeline over native full backwards:",

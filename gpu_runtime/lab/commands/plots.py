@@ -1,9 +1,8 @@
 """
-Pictures of the reports for their page: step time against its floor, resources against the number of
-microbatches, memory above native, loss against steps and seconds. What a mark means stands in the
-legend below each.
+``qeffect runtime report plots``: pictures of the reports for their page.
 
-Drawn from reports alone; the same reports give the same bytes.
+Step time against its floor, resources by microbatches, memory above native, loss by steps and by
+seconds. The legend below each picture explains its marks. The same reports give the same bytes.
 """
 
 from __future__ import annotations
@@ -419,7 +418,7 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
         suffix: "svg" or "png".
 
     Raises:
-        UnusableError: No report allows any picture, a file is no report, or matplotlib is missing.
+        UnusableError: No report can be drawn, a file is not a report, or matplotlib is missing.
         OSError: A picture cannot be written.
     """
     drawn = []
@@ -478,10 +477,10 @@ def add_plots_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plots(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Draw, and name what was drawn.
+    Draw the pictures and print their paths.
 
     Raises:
-        UnusableError: There is nothing to draw, matplotlib is missing, or a report is not one.
+        UnusableError: Nothing can be drawn, matplotlib is missing, or a file is not a report.
     """
     try:
         paths = [str(path) for path in draw(args.reports, args.out, suffix=args.format)]

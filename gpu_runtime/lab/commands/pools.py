@@ -1,16 +1,15 @@
 """
-``qeffect runtime report pools``: graphs in one memory pool for each slot, and in one that
-all slots share, replayed out of capture order and compared with native full backward, bit for bit.
+``qeffect runtime report pools``: what graphs corrupt that share one memory pool.
+
+Graphs with a pool per slot, and graphs of which all slots share a pool, are replayed out of capture
+order and compared with native full backward, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import attrs
@@ -24,12 +23,13 @@ from ..comparisons.cases import Case, small
 from ..comparisons.recording import Recording, compare
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
+from ..runner.processes import ChildError, ChildProcess, answer
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
 TIMEOUT_S = 300.0
 
-#: What `derive` says of a shared pool whose replay was right, as every one is on a CPU.
+#: The problem that `derive_pools` reports when a shared pool corrupted nothing, as on every CPU.
 HARMLESS = "a shared pool did no harm, so the comparison shows nothing"
 
 
@@ -50,10 +50,10 @@ def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Replay both disciplines and report.
+    Replay under every discipline of capture memory, and report.
 
     Refused when private pools differ from native in a bit, when the kernel allowed a shared one,
-    or when on a device a shared one did no harm, so that nothing was shown.
+    or when a shared pool corrupted nothing on a GPU, so that the comparison shows nothing.
 
     Raises:
         UnusableError: Nothing can be run here.
@@ -62,7 +62,7 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(f"--steps must be at least 1, not {args.steps}")
     on_cpu = args.device == "cpu"
     if not on_cpu:
-        require_device("--device cpu shows the trials over the reference backend")
+        require_device("--device cpu runs the trials over the reference backend")
     cases = [small(case) for case in ORDERS] if on_cpu else list(ORDERS)
     if args.steps is not None:
         cases = [case.with_steps(args.steps) for case in cases]
@@ -87,8 +87,8 @@ def compare_pools(
     """Run native twice and every discipline, each in a fresh process, and compare with native."""
     os.environ.update(DETERMINISTIC)
     names = (*NATIVE, *DISCIPLINES)
-    started = [_start(case.to_json(), name, backend, device) for name in names]
-    found = {name: _answer(*each) for name, each in zip(names, started, strict=True)}
+    started = [ChildProcess(answer, trial, case.to_json(), name, backend, device) for name in names]
+    found = {name: _answer(each) for name, each in zip(names, started, strict=True)}
     base = found["native"]
     for name in names[1:]:
         run = record_of(case, name, base, found[name])
@@ -97,32 +97,14 @@ def compare_pools(
     report.save()
 
 
-def _start(*arguments: Any) -> tuple[SpawnProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()
-    return process, mine
-
-
-def _serve(pipe: Connection, *arguments: Any) -> None:
-    pipe.send(trial(*arguments))
-
-
-def _answer(process: SpawnProcess, pipe: Connection) -> Mapping[str, Any]:
+def _answer(process: ChildProcess) -> Mapping[str, Any]:
     try:
-        if pipe.poll(TIMEOUT_S):
-            answer: Mapping[str, Any] = pipe.recv()
-            return answer
-        return {"error": f"no answer within {TIMEOUT_S:g} s"}
-    except EOFError:
-        return {"error": "the process ended without an answer"}
+        found: Mapping[str, Any] = process.receive(TIMEOUT_S)
+        return found
+    except ChildError as error:
+        return {"error": str(error)}
     finally:
-        pipe.close()
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
+        process.end()
 
 
 def record_of(

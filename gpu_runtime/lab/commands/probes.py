@@ -1,10 +1,10 @@
 """
-``qeffect runtime report probes``: what is said of the library, looked at on this machine.
+``qeffect runtime report probes``: statements of the documentation, checked on this machine.
 
-Each statement that the documentation makes about Transformer Engine, or about the cost of watching
-it, has a probe here: the attention backward of short sequences, the weight gradient that the
-library's own graphs bind to a dgrad, the time that a look at every baked address takes, and ways to
-use the library's graphs for interleaved stages (`interleaved`).
+Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe: the
+attention backward of short sequences, the weight gradient that the library's graphs bind to a
+dgrad, the time of comparing every baked address, and the library's graphs under interleaved stages
+(`interleaved`).
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Look and report, whatever was found: a probe has no wrong outcome.
+    Run the probes and report; a probe has no wrong outcome.
 
     Raises:
         UnusableError: Nothing can be run here.
     """
     if args.device == "cuda":
-        require_device("--device cpu shows the probes over the reference backend")
+        require_device("--device cpu runs the probes over the reference backend")
     report = Report(
         "probes",
         args.out,
@@ -93,7 +93,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
     report.save()
     for sequence, fused in ATTENTION if "attention" in args.only else ():
-        progress(f"Looking. Attention of {sequence} tokens")
+        progress(f"Probing. Attention of {sequence} tokens")
         report.raw["attention"].append(_attention(sequence, fused, args.device, None))
         report.save()
     tool = _sanitizer()
@@ -102,7 +102,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     if "addresses" in args.only:
         report.raw["addresses"] = _asked(["addresses", args.device])
     if args.device == "cuda" and "interleaved" in args.only:
-        progress("Looking. Interleaved stages under the library's graphs")
+        progress("Probing. Interleaved stages under the library's graphs")
         report.save()
         report.raw["interleaved"] = _sides()
     finished = report.finish()
@@ -111,7 +111,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def pairing(source: str | None = None) -> dict[str, Any]:
     """
-    Read how the installed library binds a dW in its graphs; nothing of it is imported.
+    Read how the installed library binds a dW in its graphs, without importing it.
 
     Args:
         source: The text to read instead of the installed one.
@@ -154,7 +154,7 @@ def _sanitizer() -> str | None:
 
 
 def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dict[str, Any]:
-    """A few steps at a length of sequence, in a process that may die of them."""
+    """A few steps at one sequence length, in a process that may crash."""
     words = ["attention", device, str(sequence), "eager" if tool else "captured"]
     answer = _asked(words, fused=fused, tool=tool)
     return {
@@ -166,7 +166,7 @@ def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dic
 
 
 def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None) -> dict[str, Any]:
-    """Ask a fresh process; what ends it is an answer too."""
+    """Ask a fresh process; a crash is an answer too."""
     command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.probes", *words]
     if tool is not None:
         command = [tool, "--tool", "memcheck", "--print-limit", "1000", *command]
@@ -193,8 +193,8 @@ def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None)
 
 def _sides() -> list[dict[str, Any]]:
     """Every side at once, each in a process of its own, compared with the first."""
-    with ThreadPoolExecutor(len(interleaved.SIDES)) as pool:
-        answers = list(pool.map(lambda side: _asked(["side", side.name]), interleaved.SIDES))
+    with ThreadPoolExecutor(len(interleaved.GRAPH_USES)) as pool:
+        answers = list(pool.map(lambda side: _asked(["side", side.name]), interleaved.GRAPH_USES))
     reference = answers[0].get("digests", {})
     return [
         {
@@ -205,7 +205,7 @@ def _sides() -> list[dict[str, Any]]:
             "not_finite": answer.get("not_finite"),
             **interleaved.differences(reference, answer.get("digests", {})),
         }
-        for side, answer in zip(interleaved.SIDES, answers, strict=True)
+        for side, answer in zip(interleaved.GRAPH_USES, answers, strict=True)
     ]
 
 
@@ -225,10 +225,10 @@ def _case(sequence: int) -> Case:
 
 
 def _answer(words: Sequence[str]) -> dict[str, Any]:
-    """The child's part."""
+    """Answer in the child process."""
     torch.set_num_threads(1)
     if words[0] == "side":
-        (chosen,) = (side for side in interleaved.SIDES if side.name == words[1])
+        (chosen,) = (side for side in interleaved.GRAPH_USES if side.name == words[1])
         try:
             return {"error": None, **interleaved.record_side(chosen)}
         except Exception as error:
@@ -242,7 +242,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:
-            # An illegal access is what is looked for.
+            # An illegal memory access is what the probe looks for.
             lines = str(error).strip().splitlines() or [""]
             return {"error": f"{type(error).__name__}: {lines[0]}"[:300]}
         return {"error": None}
@@ -250,7 +250,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _looked(backend: str, device: str) -> dict[str, Any]:
-    """Time looks at everything that a stage's graphs bake in, in microseconds of host time."""
+    """Host time of comparing every address that a stage's graphs bake in, in microseconds."""
     case = _case(128)
     stages = fresh_stages(case, backend, device=device)
     runtime = Runtime(stages, case.order(), RuntimeConfig(mode=mode_on(device), readers=True))

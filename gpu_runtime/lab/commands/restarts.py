@@ -24,302 +24,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qeffect import cli
-from qeffect.checkpoint import Checkpoint
 from qeffect.cli.command import Outcome, Progress
 
 from ...backends.deterministic import DETERMINISTIC
 from ...backends.layers import LayerConfig
-from ...backends.protocol import BackendError, StageBackend, parameters
-from ...ranks.job import Batches, Job
-from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member, join
-from ...runtime import Mode, RuntimeConfig
-from ...step.memory.digests import digests
-from ...step.memory.numerical_state import NumericalState, live_state
-from ...step.optimizer import Optimizer
-from ...training.checkpoint import Checkpoints, Replicas, sizes
-from ...training.launches import StepRunner
-from ...training.state import Persistent, by_layer, optimizer_state, shares_amax
+from ...ranks.job import Job
+from ...ranks.world import join
+from ...runtime import Mode
+from ...training.checkpoint import Checkpoints, sizes
 from ..reports.report import Report, UnusableError, add_report_options, environment
+from ..sides.restart import SAVED_AT, UNTIL, Trial, differing, gone_on, remapped, started
 
 __all__ = [
-    "Trial",
     "add_restarts_arguments",
-    "bits",
-    "facts_of",
-    "gone_on",
-    "made",
     "main",
-    "remapped",
     "remapped_row",
     "resumed_row",
     "run_restarts",
-    "started",
 ]
-
-SAVED_AT, UNTIL = 3, 8
-
-
-@attrs.frozen(kw_only=True)
-class Trial:
-    """
-    What is trained, and how.
-
-    Args:
-        job: The model, its mapping and its data.
-        device: `cpu` or `cuda`.
-        mode: How a step runs.
-        masters: Accumulate in float32, over master weights of float32.
-        limits: How long anything may take.
-    """
-
-    job: Job = attrs.field(factory=Job)
-    device: str = "cpu"
-    mode: Mode = "eager"
-    masters: bool = False
-    limits: Limits = attrs.field(factory=Limits)
-
-    @property
-    def backend(self) -> str:
-        """The layers of the device."""
-        return "reference" if self.device == "cpu" else "transformer-engine"
-
-
-def facts_of(job: Job) -> dict[str, Any]:
-    """What numbers mean in a job, whatever its mapping: the model, and what a step takes."""
-    c = job.config
-    return {
-        "layers": job.layers * job.num_stages,
-        "hidden": c.hidden,
-        "ffn": c.ffn,
-        "heads": c.heads,
-        "sequence": c.sequence,
-        "batch": c.batch,
-        "microbatches": job.microbatches * job.dp,
-        "seed": job.seed,
-    }
-
-
-def made(member: Member, trial: Trial) -> Worker:
-    """A worker before its first step; every rank calls it."""
-    job = trial.job
-    wide = torch.float32 if trial.masters else torch.bfloat16
-
-    def optimizer(stages: list[StageBackend]) -> Optimizer:
-        if not trial.masters:
-            return Optimizer(stages)
-        return Optimizer(stages, master_dtype=wide, capturable=trial.device == "cuda")
-
-    worker = Worker(
-        member,
-        job.table(),
-        job.pp,
-        lambda indices: job.stages(
-            indices, member.device, trial.backend, fuse=False if trial.masters else None
-        ),
-        lambda replica: Batches(job.batch(member.device, replica), member.device),
-        RuntimeConfig(
-            rule=job.rule,
-            provisioning=job.provisioning,
-            mode=trial.mode,
-            dtype=wide,
-            amax=job.amax,
-        ),
-        limits=trial.limits,
-        optimizer=optimizer,
-    )
-    worker.heed_termination()
-    return worker
-
-
-def bits(worker: Worker, job: Job) -> dict[str, str]:
-    """A digest of every tensor that persists, by the model's names."""
-    worker.runtime.drain()
-    place = worker.member.rank % worker.pp
-    naming = by_layer(job.layers)
-    held = Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place).tensors
-    return dict(zip(held, (digests([tensor])[0] for tensor in held.values()), strict=True))
-
-
-def _losses(steps: StepRunner, wanted: Sequence[int]) -> dict[str, list[float]]:
-    return {str(step): steps.result(step).losses for step in wanted}
-
-
-def started(
-    member: Member,
-    trial: Trial,
-    folder: str,
-    *,
-    until: int = UNTIL,
-    save_at: Sequence[int] = (SAVED_AT,),
-    asynchronous: bool = False,
-) -> dict[str, Any]:
-    """Train from the beginning, and save after some steps."""
-    worker = made(member, trial)
-    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
-    said = _trained(worker, trial, checkpoints, until, save_at)
-    checkpoints.close()
-    worker.close()
-    return said
-
-
-def gone_on(
-    member: Member,
-    trial: Trial,
-    folder: str,
-    *,
-    until: int = UNTIL,
-    save_at: Sequence[int] = (),
-    replicas: Replicas = "same",
-) -> dict[str, Any]:
-    """Go on from the latest checkpoint."""
-    worker = made(member, trial)
-    checkpoints = Checkpoints(folder)
-    free = _loaded(worker, trial, checkpoints, replicas)
-    said = {**_trained(worker, trial, checkpoints, until, save_at), "free": free}
-    said["changed"] = list(checkpoints.changed)
-    checkpoints.close()
-    worker.close()
-    return said
-
-
-def _loaded(
-    worker: Worker, trial: Trial, checkpoints: Checkpoints, replicas: Replicas
-) -> dict[str, Any]:
-    path = checkpoints.latest()
-    assert path is not None, f"{checkpoints.folder} has no checkpoint"
-    job = trial.job
-    return checkpoints.load(path, worker, by_layer(job.layers), facts_of(job), replicas=replicas)
-
-
-def _trained(
-    worker: Worker, trial: Trial, checkpoints: Checkpoints, until: int, save_at: Sequence[int]
-) -> dict[str, Any]:
-    job = trial.job
-    began, first, saved = worker.runtime.epoch, bits(worker, job), {}
-    steps = StepRunner(worker)
-    if steps.replays:
-        raise BackendError(f"a step cannot be one launch: {steps.replays}")
-    while worker.runtime.epoch < until:
-        steps.step()
-        if (epoch := worker.runtime.epoch) in save_at:
-            steps.leave()
-            saved[str(epoch)] = bits(worker, job)
-            free = {"position": epoch * job.microbatches * job.dp}
-            checkpoints.save(worker, by_layer(job.layers), facts_of(job), free)
-    steps.leave()
-    checkpoints.wait()
-    last = bits(worker, job)
-    losses = _losses(steps, range(began, until))
-    launches = steps.launches
-    steps.close()
-    return {
-        "began": began,
-        "epoch": worker.runtime.epoch,
-        "launches": launches,
-        "losses": losses,
-        "first": first,
-        "saved": saved,
-        "last": last,
-    }
-
-
-def remapped(
-    member: Member,
-    trial: Trial,
-    folder: str,
-    *,
-    replicas: Replicas = "same",
-    save: bool = False,
-) -> dict[str, Any]:
-    """
-    Load the latest checkpoint, take a step; then the same step of a pipeline set up by hand.
-
-    Args:
-        member: This process.
-        trial: The new mapping.
-        folder: Of the checkpoints.
-        replicas: Whose scaling state each replica takes.
-        save: Whether the state after the step is saved.
-    """
-    worker = made(member, trial)
-    checkpoints = Checkpoints(folder)
-    path = checkpoints.latest()
-    assert path is not None
-    whole = Path(f"{path}-{os.getppid()}.pt")
-    if member.rank == 0:
-        dcp_to_torch_save(path, whole)
-    free = _loaded(worker, trial, checkpoints, replicas)
-    epoch = worker.runtime.epoch
-    loaded = bits(worker, trial.job)
-    said = _trained(worker, trial, checkpoints, epoch + 1, (epoch + 1,) if save else ())
-    checkpoints.close()
-    worker.close()
-    held = torch.load(whole, weights_only=True, map_location="cpu")
-    there = json.loads((path / "facts.json").read_text())["mapping"]["replicas"]
-    by_hand = made(member, trial)
-    whose = 0 if shares_amax(by_hand.runtime) else by_hand.replica % there
-    _copy(by_hand, trial.job, held, epoch, whose)
-    copied = bits(by_hand, trial.job)
-    steps = StepRunner(by_hand)
-    steps.step()
-    theirs, losses = bits(by_hand, trial.job), _losses(steps, [epoch])
-    by_hand.close()
-    dist.barrier()
-    if member.rank == 0:
-        whole.unlink()
-    return {
-        **said,
-        "free": free,
-        "changed": list(checkpoints.changed),
-        "loaded otherwise": _differing(loaded, copied),
-        "differ": _differing(said["last"], theirs),
-        "moved": len(_differing(loaded, said["last"])),
-        "same losses": losses == said["losses"],
-    }
-
-
-def _copy(worker: Worker, job: Job, held: Mapping[str, Tensor], epoch: int, replica: int) -> None:
-    """By hand: layers counted here, tensors copied one after the other."""
-    runtime = worker.runtime
-
-    def there(stage: int, local: str) -> str:
-        words = local.split(".")
-        return ".".join([words[0], str(stage * job.layers + int(words[1])), *words[2:]])
-
-    moments: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for stage in runtime.stages.values():
-            for local, parameter in parameters(stage).items():
-                parameter.copy_(held[f"model.{there(stage.index, local)}"])
-    for name in optimizer_state(worker.optimizer):
-        _, index, local = name.split(".", 2)
-        moments[name] = held[f"optim.{there(int(index), local)}"]
-    worker.optimizer.load_state(moments)
-    scaling = {}
-    for name in live_state(runtime.domain):
-        _, index, local = name.split(".", 2)
-        scaling[name] = held[f"fp8.dp{replica}.{there(int(index), local)}"]
-    recipe = dict(runtime.domain.recipe())
-    runtime.restore(
-        Checkpoint(epoch, runtime.contract.configuration), NumericalState(scaling, recipe)
-    )
-
-
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
-    """Names of which only one side has a value, or another one."""
-    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
-
-
-# The driver
-
 
 _PARTS: dict[str, Any] = {"started": started, "gone-on": gone_on, "remapped": remapped}
 
@@ -424,9 +149,9 @@ def _launch(
     launched: bool = False,
 ) -> list[Any]:
     """
-    One part, on as many fresh processes as it has ranks; what each says.
+    Run one part with a fresh process per rank; return what each rank wrote.
 
-    A part that is `launched` takes a step as one launch where that is asked for.
+    With `launched`, the part obeys `--one-launch`.
     """
     words = Path(tempfile.mkdtemp(prefix=f"{part}-", dir=folder.parent))
     given = ["--device", args.device, "--hidden", str(args.hidden), "--history", str(args.history)]
@@ -446,7 +171,7 @@ def _launch(
 
 
 def _moved(args: argparse.Namespace, folder: Path, other: str, pp: int, vpp: int) -> list[Any]:
-    """A checkpoint under another mapping."""
+    """Load the checkpoint under another mapping."""
     layers = LAYERS // (pp * vpp)
     options = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
     return _launch(args, "remapped", folder, *options, pp=pp)
@@ -517,7 +242,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
         except subprocess.CalledProcessError as error:
             raise UnusableError(f"a part ended with exit code {error.returncode}") from error
         finally:
-            # Behind an error nothing more is begun: each part holds all GPUs for minutes.
+            # After an error no further part begins: each part holds all GPUs for minutes.
             parts.shutdown(wait=False, cancel_futures=True)
     derived = report.finish()["derived"]
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
@@ -533,10 +258,10 @@ def _said(row: Mapping[str, Any]) -> str:
 
 def _most(args: argparse.Namespace) -> int:
     """
-    Ranks of a pipeline that this machine has room for.
+    The largest number of ranks that this machine has devices for.
 
     Raises:
-        UnusableError: There are fewer than the two that train, or an option is no number of them.
+        UnusableError: The machine has fewer than two ranks' devices, or a count is below 1.
     """
     for option, number in (("--dp", args.dp), ("--at-once", args.at_once)):
         if number < 1:
@@ -557,7 +282,7 @@ def _most(args: argparse.Namespace) -> int:
 
 
 def _others(schedule: str, most: int) -> list[tuple[str, int, int]]:
-    """Other mappings of the layers onto at most so many ranks: the table, ranks, stages a rank."""
+    """Other mappings of the layers onto at most `most` ranks: schedule, ranks, stages per rank."""
     others = [
         ("zbv" if schedule == "il" else "il", 2, 2),
         ("1f1b", 2, 1),
@@ -575,22 +300,22 @@ def resumed_row(
     there: str | None = None,
 ) -> dict[str, Any]:
     """
-    What a run that went on has beside the one that never stopped, all ranks together.
+    Compare a resumed run with the run that never stopped, all ranks together.
 
     Args:
         schedule: The table of the run that never stopped.
-        whole: What its ranks say.
-        again: What those of the other say.
-        weighed: Bytes of the checkpoint.
-        there: How the other run went on, where not in the same way.
+        whole: What the ranks of the run that never stopped wrote.
+        again: What the ranks of the resumed run wrote.
+        weighed: Bytes of the checkpoint, by part.
+        there: How the run resumed, if not in the same way.
     """
     compared, differ = 0, []
     for a, b in zip(whole, again, strict=True):
         if (b["began"], b["epoch"]) != (SAVED_AT, UNTIL):
             differ.append(f"steps {b['began']} to {b['epoch']}")
         compared += len(a["saved"][str(SAVED_AT)]) + len(a["last"])
-        differ += _differing(a["saved"][str(SAVED_AT)], b["first"])
-        differ += _differing(a["last"], b["last"])
+        differ += differing(a["saved"][str(SAVED_AT)], b["first"])
+        differ += differing(a["last"], b["last"])
         for step, losses in b["losses"].items():
             compared += len(losses)
             differ += [f"loss of step {step}"] * (losses != a["losses"][step])
@@ -601,10 +326,10 @@ def resumed_row(
 def remapped_row(
     schedule: str, there: str, whole: list[Any], moved: list[Any], weighed: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What was loaded beside what was saved, and a step beside that of one set up by hand."""
+    """Compare loaded with saved state, and a step with a step after a copy by hand."""
     saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
     loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}
-    compared, differ = len(saved), _differing(saved, loaded)
+    compared, differ = len(saved), differing(saved, loaded)
     for rank in moved:
         compared += len(rank["last"]) + sum(map(len, rank["losses"].values()))
         differ += rank["loaded otherwise"] + rank["differ"]

@@ -1,8 +1,8 @@
 """
 ``qeffect runtime report scale``: a guarded pipeline, compared with torch's own and timed beside it.
 
-Started by torchrun; rank 0 writes the report. The native side is torch's schedule runtime over
-stages whose backward is the library's full one. Both sides train the same model from the same bits.
+torchrun starts the ranks; rank 0 writes the report. The native side is torch's schedule runtime
+over stages with the library's full backward. Both sides train the same model from the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...runtime import mode_on
 from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
-from ..comparisons.ranks import compared, summed, tensors_of
+from ..comparisons.ranks import compared, tensor_digests, totals_of_ranks
 from ..reports.report import Report, add_report_options, environment
 from ..runner.profiler import traced
 from ..runner.rank_parts import (
@@ -62,17 +62,17 @@ CELLS: dict[str, tuple[LayerConfig, int]] = {
     "h4096-s256-m8": (LayerConfig(4096, 11008, 32, 256), 8),
     "tiny": (LayerConfig(32, 64, 2, 16), 4),
 }
-"""Layers and microbatches of what is timed; `tiny` is for a CPU."""
+"""Layers and microbatches of the timed cells; `tiny` is for a CPU."""
 COMPARED: dict[str, tuple[LayerConfig, int]] = {
     "hidden 512": (LayerConfig(512, 2048, 8, 256), 20),
     "hidden 2048": (LayerConfig(2048, 8192, 16, 256), 6),
     "tiny": (LayerConfig(32, 64, 2, 16), 3),
 }
-"""Layers and steps of what is compared."""
+"""Layers and steps of the compared models."""
 BEFORE = 6
-"""Steps whose outcome is compared between replays and one launch a step."""
+"""Steps after which replays and one launch per step are compared."""
 TRACED = 5
-"""Steps under the profiler whose time is split; the first only says where the next begins."""
+"""Steps under the profiler whose time is split; the first only marks where the second begins."""
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,7 +212,9 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
         "schedule": schedule,
         "steps": steps,
         "microbatches": job.microbatches,
-        "categories": {c: list(of) for c, of in summed([rank for rank, _ in ranks]).items()},
+        "categories": {
+            c: list(of) for c, of in totals_of_ranks([rank for rank, _ in ranks]).items()
+        },
         "slots": [slots for _, slots in ranks],
     }
 
@@ -226,7 +228,7 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
 
 
 def _final(worker: Worker) -> dict[str, str]:
-    """Digests of everything that training has left on this rank; waits for its last step."""
+    """Digests of this rank's whole state after its last step, weight caches included."""
     runtime = worker.runtime
     runtime.handoff.synchronize()
     caches = {
@@ -234,7 +236,7 @@ def _final(worker: Worker) -> dict[str, str]:
         for index, stage in runtime.stages.items()
         for name, held in stage.cached_weights().items()
     }
-    return {**tensors_of(runtime.stages, worker.optimizer), **caches}
+    return {**tensor_digests(runtime.stages, worker.optimizer), **caches}
 
 
 def _one_launch(
@@ -245,7 +247,7 @@ def _one_launch(
     guarded: dict[str, Any],
     final: dict[str, str],
 ) -> dict[str, Any]:
-    """The same steps, each one launch; what they leave is compared with what replays left."""
+    """The same steps, each one launch; their final state is compared with that of replays."""
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     side, made = build_side(member, lambda: LaunchSide(member, job, backend_on(args.device)))
@@ -284,11 +286,11 @@ def _ahead(
     member: Member, whole: OneLaunch, args: argparse.Namespace
 ) -> tuple[dict[str, float], list[float]]:
     """
-    What the host of launches back to back does a step, in milliseconds.
+    Host time per step of launches back to back, in milliseconds.
 
     Returns:
-        The median of each part, and of each round what a step took without its wait for the one
-        before: the device is what a host waits for that is ahead of it.
+        The median of each part; and by round the median step without the wait for the step before,
+        since a host that is ahead only waits for its device.
     """
     rounds: list[float] = []
     parts: list[dict[str, float]] = []
@@ -305,7 +307,7 @@ def _ahead(
 
 
 def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, Any]:
-    """A rank's row as one graph without messages: its time, and how it is spent."""
+    """A rank's row as one graph without messages: its time and its shares."""
     with row_as_one_graph(worker, gradients, order) as replay:
         took = spent_ms(replay)
         return {
@@ -317,7 +319,7 @@ def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, An
 def _guarded(
     member: Member, args: argparse.Namespace, schedule: str, name: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Guarded replays, or eager calls on a CPU, under one schedule; and what they left."""
+    """Guarded replays, or eager calls on a CPU, under one schedule; and their final state."""
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     side, made = build_side(

@@ -1,15 +1,16 @@
 """
-The stream table: what a consumer reads behind a captured graph, with both halves of the handoff and
-with the first half alone.
+``qeffect runtime report streams``: what a consumer reads after a captured graph.
+
+The handoff between streams has two halves; the table shows reads with both halves, and with the
+first half only.
 
 A producer graph runs on the runtime's own graph stream: a chain of products long enough that the
 host is always ahead of it, then an update of an output, a parameter, an amax history with its scale
 and a quantized copy of the parameter. A consumer graph on the caller's stream copies all of these.
 Both use `qeffect.gpu_runtime.step.streams`, in the order of calls of a guarded action: the graph
-stream waits for the caller, replays, marks its tail, and the caller waits for that mark. Leaving
-the last wait out is the one-way handoff; nothing but this check and the tests does that. A third
-run leaves out the mark that is recorded after the replay, so that the event inside the graph alone
-must do.
+stream waits for the caller, replays, marks its tail, and the caller waits for that mark. The
+one-way handoff omits the last wait; only this check and the tests use it. A third run omits the
+mark after the replay, so that it relies on the event inside the graph.
 
 A check is stale when what the consumer copied differs from what the producer left once the device
 is idle, and vacuous when the producer changed nothing, so that a stale read could not be seen.
@@ -18,10 +19,8 @@ is idle, and vacuous when the producer changed nothing, so that a stale read cou
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from qeffect.report import UnusableError
 from ...step.memory.numerical_state import same_bits
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
+from ..runner.processes import ChildError, ChildProcess, answer
 
 KINDS = ("output", "parameter", "scaling", "cache")
 HANDOFFS = ("one-way", "two-way", "graph-event")
@@ -149,42 +149,10 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
     }
 
 
-def _child(pipe: Connection, arguments: dict[str, Any]) -> None:
-    try:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise RuntimeError("the process has a device context already; it is not a fresh one")
-        pipe.send(("done", check_handoff(**arguments)))
-    except Exception as error:
-        pipe.send(("failed", f"{type(error).__name__}: {error}"))
-
-
-def in_fresh_process(arguments: dict[str, Any]) -> dict[str, Any]:
-    """
-    `check_handoff` in a process of its own.
-
-    Raises:
-        RuntimeError: It failed, or gave no answer in time.
-    """
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not mine.poll(TIMEOUT_S):
-            raise RuntimeError(f"no answer within {TIMEOUT_S:g} s")
-        kind, value = mine.recv()
-    except EOFError:
-        raise RuntimeError("the process ended without an answer") from None
-    finally:
-        mine.close()
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
-    if kind == "failed":
-        raise RuntimeError(value)
-    found: dict[str, Any] = value
-    return found
+def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError("the process has a device context already; it is not a fresh one")
+    return check_handoff(**arguments)
 
 
 def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +190,7 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     if min(args.processes, args.checks, args.width, args.depth) < 1:
         raise UnusableError("--processes, --checks, --width and --depth must be at least 1")
-    require_device("stale reads happen between a device's streams alone", library=False)
+    require_device("stale reads happen only between a device's streams", library=False)
     processes, checks = (1, 20) if args.quick else (args.processes, args.checks)
     configuration = {"quick": args.quick, "width": args.width, "depth": args.depth}
     report = Report(
@@ -237,10 +205,12 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
                 "width": args.width,
                 "depth": args.depth,
             }
+            process = ChildProcess(answer, _fresh_check, asked)
             try:
-                report.raw["runs"].append(in_fresh_process(asked))
-            except RuntimeError as error:
+                report.raw["runs"].append(process.receive(TIMEOUT_S))
+            except ChildError as error:
                 raise UnusableError(str(error)) from error
+            process.end()
             report.save()
     finished = report.finish()
     found = problems(finished["derived"]["handoffs"])
@@ -249,10 +219,10 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def problems(handoffs: dict[str, Any]) -> Sequence[str]:
-    """What must not be: a stale read behind the two-way handoff, or a check that saw nothing."""
+    """Problems: a stale read after the two-way handoff, or a check that could not see one."""
     found = []
     if handoffs.get("two-way", {}).get("stale"):
         found.append("the two-way handoff read stale data")
     if any(entry["vacuous"] for entry in handoffs.values()):
-        found.append("a producer changed nothing, so that a stale read could not be seen")
+        found.append("a producer changed nothing, so a stale read could not be seen")
     return found

@@ -1,9 +1,9 @@
 """
 ``qeffect runtime report tables``: a trial of the paper's tables, and trials merged in one report.
 
-A trial is one start of torchrun; rank 0 writes the report again after every row, so that a run that
-is ended early leaves what it had. Merging starts no ranks. The language model has one layer a stage
-with token embedding and head over 32,768 tokens, as the paper's; `layers` leaves both ends out.
+A trial is one start of torchrun. Rank 0 rewrites the report after every row, so that a run that is
+ended early leaves its rows. Merging starts no ranks. The language model has one layer a stage, with
+token embedding and head over 32,768 tokens, as the paper's; the model `layers` omits both ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from ...ranks.job import Job
 from ...ranks.processes import silence
 from ...ranks.world import Member, gathered, join
 from ...runtime import mode_on
-from ...step.memory.arena import Rule
 from ...step.memory.numerical_state import same_bits
 from ..reports.report import (
     ALIKE,
@@ -42,7 +41,6 @@ from ..reports.report import (
     require_place,
 )
 from ..runner.timing import RoundPlan, time_side
-from ..sides.language import LAYERS, TINY_VOCABULARY, VOCABULARY, DrawnLanguage
 from ..sides.pipelines import (
     LaunchSide,
     NativeSide,
@@ -53,123 +51,10 @@ from ..sides.pipelines import (
     isolated,
     unit_bytes,
 )
+from ..sides.table_rows import BEFORE, CELLS, PARTS, REFERENCES, TableRow, table_rows
 from ..statistics.paper import LARGE, SMALL
 
-__all__ = ["TableRow", "add_tables_arguments", "merged", "run_tables", "table_rows"]
-
-CELLS = (SMALL, LARGE, "tiny-m4")
-PARTS = ("steps", "attribution", "resources", "weak", "mapping")
-HISTORY = 16
-BEFORE = 6
-"""Steps, the first included, after which a side is compared with its reference."""
-RULES: Mapping[str, Rule] = {"copied": "copied", "per_microbatch": "per_microbatch"}
-"""Where dW writes, of sides that do not accumulate into one destination."""
-REFERENCES = {
-    "eager": "native",
-    "replays": "native",
-    "per_microbatch": "copied",
-    "one launch": "replays",
-}
-"""What a side has to have the bits of, under one schedule: each forms the same sums."""
-
-
-@attrs.frozen
-class TableRow:
-    """
-    One row that is to be measured.
-
-    Args:
-        cell: Layers and microbatches of a step, as `h4096-s256-m8`.
-        model: `language` or `layers`.
-        vpp: Stages of each rank.
-        schedule: A short name of torch's schedule classes.
-        side: `native`, `eager`, `copied`, `per_microbatch`, `replays` (captured, accumulating), or
-            `one launch`.
-    """
-
-    cell: str
-    model: str
-    vpp: int
-    schedule: str
-    side: str
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of a step."""
-        return int(self.cell.rsplit("-m", 1)[1])
-
-    @property
-    def layers(self) -> str:
-        """A name of `LAYERS`."""
-        return self.cell.rsplit("-m", 1)[0]
-
-    def job(self, pp: int) -> Job:
-        """The pipeline of the row over as many ranks."""
-        common: dict[str, Any] = {
-            "schedule": self.schedule,
-            "pp": pp,
-            "vpp": self.vpp,
-            "microbatches": self.microbatches,
-            "config": LAYERS[self.layers],
-            "history": HISTORY,
-            "rule": RULES.get(self.side, "accumulate"),
-        }
-        if self.model == "layers":
-            return Job(**common)
-        tiny = self.layers == "tiny"
-        return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
-
-
-def table_rows(
-    parts: Iterable[str],
-    cells: Sequence[str],
-    pp: int,
-    *,
-    microbatches: Sequence[int] = (2, 4, 8, 16, 32),
-    captured: bool = True,
-) -> list[TableRow]:
-    """
-    The rows of some parts, each once, in the order in which they are measured.
-
-    Args:
-        parts: Names of `PARTS`: `steps` is native, replays and one launch of the language model in
-            every cell; `attribution` adds eager, copied and per-microbatch destinations in the last
-            one; `resources` is ZB-V by microbatches in the last one, over two ranks; `weak` is
-            layers alone, one a stage, in every cell; `mapping` is the model of four layers in the
-            last one.
-        cells: Names of `CELLS`.
-        pp: Ranks.
-        microbatches: Of `resources`.
-        captured: Whether there are graphs; without, nothing is one launch.
-    """
-    sides = ("replays", "one launch") if captured else ("replays",)
-    last = cells[-1]
-    wanted = tuple(parts)
-
-    def both(cell: str, model: str, vpp: int, schedules: Sequence[str]) -> list[TableRow]:
-        return [TableRow(cell, model, vpp, s, side) for s in schedules for side in sides]
-
-    rows: list[TableRow] = []
-    for cell in cells:
-        if "steps" in wanted or ("attribution" in wanted and cell == last):
-            rows.append(TableRow(cell, "language", 2, "il", "native"))
-        if "attribution" in wanted and cell == last:
-            rows += [
-                TableRow(cell, "language", 2, "il", side)
-                for side in ("eager", "copied", "per_microbatch")
-            ]
-        if "steps" in wanted:
-            rows += both(cell, "language", 2, ("il", "zbv"))
-        if "weak" in wanted:
-            rows += both(cell, "layers", 2, ("il", "zbv"))
-    if "mapping" in wanted:
-        vpp, schedules = (1, ("1f1b", "izb")) if pp == 4 else (2, ("il", "zbv"))
-        for model in ("language", "layers"):
-            rows += both(last, model, vpp, schedules)
-    if "resources" in wanted:
-        layers = last.rsplit("-m", 1)[0]
-        rows += [TableRow(f"{layers}-m{m}", "language", 2, "zbv", "replays") for m in microbatches]
-    return list(dict.fromkeys(rows))
+__all__ = ["add_tables_arguments", "merged", "run_tables"]
 
 
 def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
@@ -279,8 +164,8 @@ def merged(paths: Sequence[Path], out: Path | None) -> Report:
         The report; complete where every trial is, and made where the first one was.
 
     Raises:
-        UnusableError: A file is no report of `tables`; trials are of several devices, commits or
-            versions; or one is named twice.
+        UnusableError: A file is not a report of `tables`; the trials differ in device, commit or
+            versions; or a trial is named twice.
     """
     found = [read_part(path, "tables") for path in paths]
     require_alike([(path, _facts(part)) for path, part in zip(paths, found, strict=True)])
@@ -304,7 +189,7 @@ def merged(paths: Sequence[Path], out: Path | None) -> Report:
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to agree; ranks, parts and cells may differ, and so may hosts of several ranks."""
+    """The fields in which trials must agree; ranks, parts, cells and hosts may differ."""
     place, asked = part["environment"], part["configuration"]
     return {
         **{name: place.get(name) for name in ALIKE},
@@ -337,12 +222,12 @@ def _trial(args: argparse.Namespace, progress: Progress) -> Report:
     references: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     at: tuple[Any, ...] | None = None
     with isolated(member):
-        # What a process pays once, whichever side is its first, is no side's.
+        # Costs that a process pays once count for no side.
         first = TableRow(args.cells[0], "layers", 2, "il", "native").job(args.pp)
         NativeSide(member, first, backend_on(args.device)).step()
     for row in rows:
         progress(f"{row.cell}, {row.model}, {row.schedule}, {row.side}")
-        # References live as long as the rows that may be compared with them.
+        # References are kept as long as a later row may be compared with them.
         if at != (row.cell, row.model, row.vpp):
             references.clear()
             at = row.cell, row.model, row.vpp
@@ -373,7 +258,7 @@ def _measured(
     references: dict[tuple[Any, ...], dict[str, Tensor]],
     rows: Sequence[TableRow],
 ) -> dict[str, Any]:
-    """One row; a side that cannot be measured has its error, and the others go on."""
+    """One row; a side that fails leaves its error, and the other sides are still measured."""
     job = row.job(args.pp)
     named = {**attrs.asdict(row), "microbatches": row.microbatches, "pp": args.pp}
     tokens = row.microbatches * job.config.sequence * job.config.batch
@@ -421,7 +306,7 @@ def _side(
         "built": built,
         "reserved": reserved,
         "allocated_peak": peak,
-        # What was cloned for later rows is not the side's.
+        # Clones kept for later rows do not count.
         "grown": _used(member) - stood - kept,
         "device": _driver(member),
     }
@@ -447,7 +332,7 @@ def _compared(
     references: dict[tuple[Any, ...], dict[str, Tensor]],
     rows: Sequence[TableRow],
 ) -> dict[str, Any] | None:
-    """How many tensors differ from the reference's after as many steps; and this side's kept."""
+    """Count the tensors that differ from the reference's; keep this side's for later rows."""
     base = REFERENCES.get(row.side)
     theirs = references.get((row.schedule, base)) if base is not None else None
     found = None
@@ -479,7 +364,7 @@ def _compared(
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Raw bits; a step count may be kept on the host by one side and on the device by another."""
+    """Compare raw bits; one side may keep a step count on the host, another on the device."""
     return same_bits(a.to(b.device), b)
 
 
@@ -500,7 +385,7 @@ def _peak(member: Member) -> int:
 
 
 def _driver(member: Member) -> int:
-    """What the driver says the device holds, of whoever."""
+    """Bytes in use on the device, by all processes, as the driver reports."""
     if member.device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(member.device)

@@ -29,7 +29,7 @@ from ...training.command import (
 from ...training.config import Checkpointing
 from ...training.config_file import read
 from ...training.loop import Trainer
-from ..comparisons.ranks import compared, native, summed, tensors_of
+from ..comparisons.ranks import compared, native, tensor_digests, totals_of_ranks
 
 __all__ = ["add_train_arguments", "run_train"]
 
@@ -91,7 +91,7 @@ def _every_action(run: Run, progress: Progress) -> Outcome:
         "native_losses": result.native_losses,
     }
     ranks = gathered(member, own)
-    totals = summed([rank["totals"] for rank in ranks])
+    totals = totals_of_ranks([rank["totals"] for rank in ranks])
     # One stage alone has a loss, and neither outputs nor gradients that another stage takes.
     absent = ("outputs", "input gradients") if job.num_stages == 1 else ()
     same = all(bad == 0 and (n or name in absent) for name, (n, bad) in totals.items())
@@ -130,14 +130,14 @@ def _ends(run: Run, progress: Progress) -> Outcome:
     oracle = native(member, run.data.job, config.run.steps, backend_of(config), None)
     member.synchronize()
     native_s = time.perf_counter() - began
-    theirs = tensors_of({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
+    theirs = tensor_digests({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
     native_losses = [sum(shares) for shares in oracle.losses]
     del oracle
     release(member)
     trainer = Trainer(member, config, progress, data=run.data, note=progress.note)
     trainer.run()
     runtime = trainer.worker.runtime
-    ours = tensors_of(runtime.stages, trainer.worker.optimizer)
+    ours = tensor_digests(runtime.stages, trainer.worker.optimizer)
     record = dict(trainer.record())
     trainer.close()
     differ = sorted(
@@ -174,5 +174,5 @@ def _ends(run: Run, progress: Progress) -> Outcome:
 
 
 def _unlike(a: float, b: float) -> bool:
-    """Whether two losses differ; that neither is a number makes no difference."""
+    """Whether two losses differ; two losses that are NaN are equal."""
     return a != b and not (math.isnan(a) and math.isnan(b))

@@ -1,10 +1,10 @@
 """
 One order under one discipline of capture memory, in a process of its own.
 
-`private` is the runtime as it is: one pool for each slot, guarded. `shared` gives all slots one
-pool: the guarded run is taken up to the kernel's refusal, then the very same graphs are replayed
-from the start with nobody asked. `private-unguarded` does the same with private pools, so that what
-`shared` corrupts can be laid to the pool and not to the missing guards.
+`private` is the runtime itself: one pool per slot, guarded. `shared` gives all slots one pool: the
+guarded run goes up to the kernel's refusal, then the same graphs are replayed from the start
+without guards. `private-unguarded` does the same with private pools, which shows that the pool, and
+not the missing guards, causes what `shared` corrupts.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ WATCHED: tuple[Category, ...] = ("outputs", "input gradients", "parameter gradie
 @attrs.define
 class FiniteRecording(Recording):
     """
-    A recording that also counts values that are no finite numbers.
+    A recording that also counts values that are not finite.
 
     Args:
-        nonfinite: How many there were in the categories that are watched.
+        nonfinite: Number of such values in the watched categories.
     """
 
     nonfinite: int = 0
@@ -90,7 +90,7 @@ class Replay:
         runtime: The runtime.
         actions: Its guarded actions, or the same without guards.
         optimizer: The optimizer over its stages.
-        recording: Where to record; None for a rehearsal.
+        recording: Where to record; None records nothing.
     """
 
     runtime: Runtime
@@ -101,7 +101,7 @@ class Replay:
     _refreshed: set[int] = attrs.field(factory=set, init=False)
 
     def until_refused(self) -> dict[str, Any] | None:
-        """Run an epoch but for its last action; return the first refusal, or None."""
+        """Run an epoch without its last action; return the first refusal, or None."""
         self._begin()
         for position, step in enumerate(self.runtime.order.steps[:-1]):
             try:
@@ -160,7 +160,7 @@ def trial(case: Mapping[str, Any], discipline: str, backend: str, device: str) -
     Run one order under one discipline, or natively, as a fresh process does.
 
     Returns:
-        `recording` (None where nothing was run to its end), `nonfinite`, `refused`, `slots` and
+        `recording` (None if the run failed), `nonfinite`, `refused`, `slots` and
         `error`.
     """
     torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def trial(case: Mapping[str, Any], discipline: str, backend: str, device: str) -
         found["recording"] = recording.to_json()
         found["nonfinite"] = recording.nonfinite
     except Exception as error:
-        # What a corrupted replay raises is part of what it did; the process ends either way.
+        # An error of a corrupted replay is a result too; the process ends either way.
         lines = str(error).strip().splitlines() or [""]
         found["error"] = f"{type(error).__name__}: {lines[0]}"[:300]
     return found
@@ -209,7 +209,7 @@ def _run(
             dtype=case.torch_dtype,
             mode=mode_on(device),
             readers=True,
-            # Declared, an order that a shared pool cannot carry is refused before any action is.
+            # A declared order that a shared pool cannot run would be refused before any action.
             declared=discipline != "shared",
             pool="shared" if discipline == "shared" else None,
         ),

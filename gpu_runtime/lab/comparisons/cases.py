@@ -1,5 +1,5 @@
 """
-What is compared: dimensions, an order, an amax history and a destination, covered pairwise.
+The cases of a comparison: dimensions, order, amax history and destination, covered pairwise.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Case:
     One comparison.
 
     Args:
-        name: What reports call it.
-        schedule: A schedule class of torch, of which one rank's row runs, or `random`, or `given`.
+        name: Its name in reports.
+        schedule: A schedule class of torch, whose row of one rank runs; `random`; or `given`.
         rank: The rank, or the seed of a random order.
         history: Entries of each amax history.
         rule: Where dW writes.
@@ -39,16 +39,16 @@ class Case:
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
         heads: Attention heads.
-        sequence: Tokens of a microbatch.
+        sequence: Tokens per microbatch.
         steps: Optimizer steps.
         scaling: The FP8 recipe.
         num_layers: Layers in each stage.
         cells: The order itself where the schedule is `given`, as in `0F0 0I0 0W0`.
         pp: Ranks of the schedule's table.
-        vpp: Stages of a rank.
-        microbatches: Microbatches of a step.
-        recorded_from: The first step that is recorded. Later steps depend on every bit that earlier
-            ones leave, so a large case records its last step alone.
+        vpp: Stages per rank.
+        microbatches: Microbatches per step.
+        recorded_from: The first step that is recorded. Later steps depend on every bit of earlier
+            steps, so a large case records only its last step.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Case:
 
     def native_rule(self, backend: str) -> NativeRule | None:
         """
-        How native accumulates the same sum; None where its library cannot, so that split eager is
-        the reference.
+        How native accumulates the same sum; None if its library cannot, and split eager is the
+        reference.
         """
         rule = rule_for(self.order(), self.rule, self.torch_dtype)
         exact = rule in ("dgrad_order", "wgrad_order")
@@ -120,7 +120,7 @@ class Case:
 
 
 def random_order(seed: int, *, num_stages: int = 2, num_microbatches: int = 4) -> Order:
-    """A legal order with arbitrary delays: only F before dI before dW of one tape is kept."""
+    """A legal order with arbitrary delays: only F before dI before dW of a tape is fixed."""
     rng = random.Random(seed)
     after = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}
     ready = [
@@ -171,7 +171,7 @@ WIDE: tuple[Case, ...] = (
     Case("wide-zbv-accumulate-h4", _ZBV, 1, 4, "accumulate", "float32", **_WIDE),
 )
 
-#: Recipes without delayed scaling's state; they leave out the relations that they do not use.
+#: Recipes without delayed scaling's state; relations that they do not use are left out.
 RECIPES: tuple[Case, ...] = (
     Case("current-scaling", _ZBV, 1, 4, "copied", scaling="current", steps=6),
     Case("block-scaling", _ZBV, 1, 4, "copied", scaling="block", steps=6),

@@ -1,8 +1,8 @@
 """
 One optimizer step in schedule order over a runtime: Algorithm 1 of the paper as a loop.
 
-This is the driver that comparisons and benchmarks use, and an example of embedding: a pipeline
-runtime calls the same actions from its own loop.
+Comparisons use this driver. It is also an example of embedding: a pipeline runtime calls the same
+actions from its own loop.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .workload import Workload
 @attrs.define(eq=False)
 class GuardedRun:
     """
-    Training over a runtime with a workload's data, recorded where wanted.
+    Training over a runtime with a workload's data, recorded if wanted.
 
     Args:
-        runtime: The runtime; recording wants one with `readers`.
+        runtime: The runtime; recording needs one with `readers`.
         workload: The data.
         optimizer: The optimizer over the same stages.
         recording: Where to record, or None.
-        upkeep: What must not move, stay or grow from step to step.
-        released: The reference that each slot's last tenant had, by stage and slot.
+        upkeep: Counts of what must not move, stay or grow between steps.
+        released: The reference of each slot's last tenant, by stage and slot.
     """
 
     runtime: Runtime

@@ -18,14 +18,14 @@ def evaluate_native(
     member: Member, pipeline: NativePipeline, job: Language, held_out: Loader, windows: int
 ) -> float:
     """
-    As `evaluate`, of native training: the same windows, with the scales that it has now.
+    The loss of native training on held-out text, with its current scales, as `evaluate` gives it.
 
     Args:
         member: This process.
-        pipeline: Between two steps.
-        job: What it trains.
+        pipeline: The native pipeline, between two steps.
+        job: The training job.
         held_out: The text.
-        windows: How many.
+        windows: Number of windows.
 
     Raises:
         BackendError: A message between ranks was lost.

@@ -1,10 +1,10 @@
 """
-The fault table injected into a runtime whose graphs are live, and physical actions that fail.
+The fault table, injected into a runtime whose graphs are live, and physical actions that fail.
 
 Six of the table's seven violations are refused and change nothing, so they are injected into an
-epoch that goes on and is compared like any other. The seventh starts a write after one that failed;
-like an F or a dI that fails half way it spoils its epoch, which is rebuilt from the last commit and
-run again.
+epoch that continues and is compared like any other. The seventh starts a write after a write that
+failed. Like an F or a dI that fails half way, it spoils its epoch, which is rebuilt from the last
+commit and run again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from ...runtime import Runtime
 from ...step.plan.order import Kind, Step
 from .driver import GuardedRun
 
-__all__ = ["INJECTED", "ROWS", "LocalReduction", "abort_write", "disturb", "refused", "settled"]
+__all__ = [
+    "INJECTED",
+    "ROWS",
+    "LocalReduction",
+    "abort_write",
+    "disturb",
+    "kernel_state",
+    "refused",
+]
 
 #: The fault table by the name of each row.
 ROWS: Mapping[str, Mapping[str, str]] = {row["id"]: row for row in fault_rows()}
 
-#: What `disturb` injects, by the number of the step that it precedes or runs.
+#: Faults that `disturb` injects, by the number of the step.
 INJECTED = {
     1: "the six rows of the fault table that change nothing, while tapes are live",
     2: "an F that fails after its replay",
@@ -40,13 +48,13 @@ _HANDOFFS = ("submitted", "joined", "waited")
 
 
 class Failure(Exception):  # noqa: N818 - what it is, not what went wrong
-    """The failure of a physical action that an injection makes happen."""
+    """An injected failure of a physical action."""
 
 
 @attrs.define(eq=False)
 class LocalReduction:
     """
-    A reduction over one rank: it leaves gradients as they are, and can be interrupted once.
+    A reduction over one rank: it changes no gradient and can be interrupted once.
 
     Args:
         during: Called while the next reduction is in flight.
@@ -61,8 +69,10 @@ class LocalReduction:
             act()
 
 
-def settled(runtime: Runtime) -> dict[str, object]:
-    """The kernel's state and the number of replays, without handoffs: a refused call makes them."""
+def kernel_state(runtime: Runtime) -> dict[str, object]:
+    """
+    The kernel's state and the number of replays; handoffs are left out, as refused calls make them.
+    """
     found: dict[str, object] = dict(runtime.contract.snapshot())
     for name in _HANDOFFS:
         found.pop(name)
@@ -74,15 +84,16 @@ def refused(
     runtime: Runtime, clause: str, transition: str, action: Callable[[], object]
 ) -> dict[str, str]:
     """
-    Make an invalid call, which must be refused by one clause of one transition and change nothing.
+    Make an invalid call; one clause of one transition must refuse it, and nothing may change.
 
     Returns:
         The clause and the transition, for a report.
 
     Raises:
-        AssertionError: It was accepted, was refused otherwise, replayed or changed the kernel.
+        AssertionError: The call was accepted, refused by another clause, replayed a graph, or
+            changed the kernel.
     """
-    before = settled(runtime)
+    before = kernel_state(runtime)
     try:
         action()
     except Refused as error:
@@ -93,7 +104,7 @@ def refused(
             ) from error
     else:
         raise AssertionError(f"accepted; expected {clause} in {transition}")
-    after = settled(runtime)
+    after = kernel_state(runtime)
     if changed := [name for name in before if before[name] != after[name]]:
         raise AssertionError(f"{clause}: the refused call changed {', '.join(changed)}")
     return {"clause": clause, "transition": transition}
@@ -101,13 +112,14 @@ def refused(
 
 def disturb(run: GuardedRun, number: int) -> list[dict[str, str]]:
     """
-    Inject what belongs to a step.
+    Inject the faults of a step.
 
-    Afterwards the epoch has either been run to its end and committed, or it has been rebuilt and is
-    to be run from its start. Nothing of an attempt that was given up is recorded.
+    Afterwards the epoch is either committed, or rebuilt and to be run from its start. An attempt
+    that was given up is not recorded.
 
     Returns:
-        What was injected: the row's name or what failed, the clause, the transition and the step.
+        The injected faults: the row's name or the failed action, the clause, the transition and the
+        step.
 
     Raises:
         AssertionError: A fault was accepted, refused by another clause, or changed something.
@@ -137,7 +149,7 @@ def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]
 
 
 def _refusals(run: GuardedRun) -> list[dict[str, str]]:
-    """Run an epoch to its commit, with the rows that change nothing injected on the way."""
+    """Run an epoch to its commit, and inject the six rows that change nothing."""
     runtime, actions = run.runtime, run.runtime.actions
     first, missing = runtime.order.steps[0], runtime.order.steps[-1]
     key = runtime.key(first.stage, first.microbatch)
@@ -159,7 +171,7 @@ def _refusals(run: GuardedRun) -> list[dict[str, str]]:
 
     runtime.reducer.during = save
     run.finish()
-    # What the table says of both checkpoints: withheld then, taken now.
+    # As the table requires: the checkpoint was withheld before and is taken now.
     runtime.checkpoint()
     lacking = ROWS.keys() - {entry["fault"] for entry in found} - {"write-after-abort"}
     if lacking:
@@ -178,7 +190,7 @@ def _about_a_tape(run: GuardedRun, step: Step) -> list[dict[str, str]]:
     found = [_row(run, "repeated-dgrad", step, lambda: actions.dgrad(key, ref, gradients))]
     old = run.released.get((step.stage, ref.slot))
     if old is not None:
-        # The slot is this tape's by now: reused, one generation on or more.
+        # The slot belongs to this tape now: its generation has advanced.
         if not old.generation < ref.generation:
             raise AssertionError(f"slot {ref.slot} was not reused: {old}, then {ref}")
         found.append(_row(run, "old-reference", step, lambda: actions.wgrad(key, old)))
@@ -188,7 +200,7 @@ def _about_a_tape(run: GuardedRun, step: Step) -> list[dict[str, str]]:
 
 
 def _finalize(runtime: Runtime, stage: int) -> None:
-    """Finalize one stage as `Runtime.finalize` does, which would go on to the others."""
+    """Finalize one stage; `Runtime.finalize` would finalize the others too."""
     link = runtime.contract.link()
     runtime.contract.submit("main")
     runtime.handoff.wait_for_caller()
@@ -198,7 +210,7 @@ def _finalize(runtime: Runtime, stage: int) -> None:
 
 @contextmanager
 def _failing(run: GuardedRun, kind: Kind) -> Any:
-    """Let a physical action run, then raise before the kernel is told."""
+    """Let a physical action run, then raise before the kernel is notified."""
     executor = run.runtime.executor
     method = {
         Kind.FORWARD: "forward",
@@ -222,7 +234,7 @@ def _failing(run: GuardedRun, kind: Kind) -> Any:
 
 
 def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
-    """Let an epoch's second F or dI, or its last dW, run and then fail; its stage has no end."""
+    """Let an epoch's second F or dI, or its last dW, run and then fail."""
     steps = run.runtime.order.steps
     own = [step for step in steps if step.kind is kind]
     if len(own) < 2:
@@ -233,7 +245,7 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
         run.advance(step)
     with _failing(run, kind):
         run.advance(failing)
-    # Recipes without hidden state have no order to poison; their gradients are spoiled anyway.
+    # Recipes without hidden state have no order to poison; only their gradients are spoiled.
     poisons = kind is not Kind.WGRAD and "order" in run.runtime.relations
     clause = "order.poisoned" if poisons else "arena.spoiled"
     found = refused(run.runtime, clause, "finalize", lambda: _finalize(run.runtime, failing.stage))
@@ -241,7 +253,7 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
 
 
 def abort_write(run: GuardedRun, step: Step) -> None:
-    """Start a dW as a loop of its own would, let it write, and abort it."""
+    """Start a dW as a caller's own loop would, let it write, and abort it."""
     runtime = run.runtime
     memory = runtime.memories[step.stage]
     key, variant = runtime.key(step.stage, step.microbatch), memory.variants[step.microbatch]
@@ -262,10 +274,10 @@ def abort_write(run: GuardedRun, step: Step) -> None:
 
 
 def _write_after_abort(run: GuardedRun) -> dict[str, str]:
-    """Hold back a stage's last dW, abort the first of them half way, then start the second."""
+    """Delay a stage's last dWs, abort the first of them half way, then start the second."""
     runtime, steps = run.runtime, run.runtime.order.steps
     last = {step.stage: n for n, step in enumerate(steps) if step.kind is Kind.FORWARD}
-    # From a stage's last F on nobody waits for its slots, so its dW can wait.
+    # After a stage's last F no action waits for its slots, so its dW can be delayed.
     late = {
         stage: [s for s in steps[n:] if s.stage == stage and s.kind is Kind.WGRAD]
         for stage, n in last.items()

@@ -4,11 +4,11 @@ Interleaved stages under Transformer Engine's own graphs, against native eager, 
 Two open reports, NVIDIA/Megatron-LM#5966 and NVIDIA-NeMo/Megatron-Bridge#2096, have this shape: a
 rank of several chunks under `make_graphed_callables`, whose loss turns into NaN, without a
 published cause. A side here is one way to use those graphs for a rank's row of Interleaved 1F1B.
-The library relies on three things and looks at none: graphs are replayed in the order of their
-capture; where buffers are used again, a chunk's messages end before the end of the next chunk's
-backward; and there nobody keeps a gradient that a replay returned, as autograd does, which puts the
-first one into `.grad` as it is and adds the others into it. Each of the wrong sides breaks one of
-them. Every side is a process of its own, since the FP8 state is the process's.
+The library relies on three conditions and checks none of them. Graphs are replayed in the order of
+their capture. With reused buffers, a chunk's messages end before the next chunk's backward ends,
+and no one keeps a gradient that a replay returned; autograd keeps it, because it stores the first
+gradient in `.grad` as it is and adds the others to it. Each wrong side breaks one condition. Every
+side runs in a process of its own, because the FP8 state is per process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...backends.layers import LayerConfig
 from ...step.memory.numerical_state import raw_bits
 from ...step.plan.order import Kind, Order
 
-__all__ = ["SIDES", "Side", "differences", "record_side"]
+__all__ = ["GRAPH_USES", "GraphUse", "differences", "record_side"]
 
 CONFIG = LayerConfig(256, 512, 2, 128)
 RANK, PP, CHUNKS, MICROBATCHES = 0, 2, 2, 8
@@ -39,7 +39,7 @@ HISTORY = 16
 
 
 @attrs.frozen
-class Side:
+class GraphUse:
     """
     One way to run the row.
 
@@ -47,13 +47,12 @@ class Side:
         name: What the report calls it.
         what: What is done, in a sentence.
         graphs: Whether the library's graphs run it.
-        reuse: Whether the library uses buffers again.
+        reuse: Whether the library reuses buffers.
         captured_by: The rank in whose order the graphs are captured; the row's own by default.
-        taken: Whether each parameter gradient is added to a buffer of one's own as soon as it is
-            there, as Megatron's does, instead of staying in `.grad`.
-        late: How many forwards or backwards after its own a result is read, as a message that is
-            still under way reads it.
-        breaks: The relation that does not hold; None where all do.
+        taken: Whether each parameter gradient is added to a separate buffer at once, as Megatron
+            does, instead of staying in `.grad`.
+        late: How many forwards or backwards later a result is read, as by a message in flight.
+        breaks: The relation that is broken; None for a correct use.
     """
 
     name: str
@@ -66,24 +65,24 @@ class Side:
     breaks: str | None = None
 
 
-SIDES = (
-    Side("native", "native eager", graphs=False),
-    Side("native again", "native eager, once more", graphs=False),
-    Side("graphs", "captured and replayed in the row's order"),
-    Side("graphs, late", "the same, each result read two actions later", late=2),
-    Side(
+GRAPH_USES = (
+    GraphUse("native", "native eager", graphs=False),
+    GraphUse("native again", "native eager, once more", graphs=False),
+    GraphUse("graphs", "captured and replayed in the row's order"),
+    GraphUse("graphs, late", "the same, each result read two actions later", late=2),
+    GraphUse(
         "reuse, taken",
         "buffers used again, results read and gradients taken at once",
         reuse=True,
         taken=True,
     ),
-    Side(
+    GraphUse(
         "reuse, kept",
         "buffers used again, results read at once, gradients kept in .grad",
         reuse=True,
         breaks="arena",
     ),
-    Side(
+    GraphUse(
         "reuse, one late",
         "buffers used again, gradients taken at once, results read an action later",
         reuse=True,
@@ -91,7 +90,7 @@ SIDES = (
         late=1,
         breaks="ownership",
     ),
-    Side(
+    GraphUse(
         "reuse, two late",
         "buffers used again, gradients taken at once, results read two actions later",
         reuse=True,
@@ -99,7 +98,7 @@ SIDES = (
         late=2,
         breaks="ownership",
     ),
-    Side(
+    GraphUse(
         "exchanged",
         "captured in the other rank's order, replayed in this one's",
         captured_by=1,
@@ -111,7 +110,7 @@ SIDES = (
 
 @attrs.define
 class _Record:
-    """Digests of what a run gave, and where the first value was no number."""
+    """Digests of a run's results, and where the first non-finite value appeared."""
 
     digests: dict[str, str] = attrs.field(factory=dict)
     not_finite: str | None = None
@@ -153,7 +152,7 @@ def actions_of(rank: int) -> list[tuple[bool, int, int]]:
     ]
 
 
-def record_side(side: Side) -> dict[str, Any]:
+def record_side(side: GraphUse) -> dict[str, Any]:
     """
     Train a few steps and return digests of every output, gradient and parameter.
 

@@ -1,9 +1,9 @@
 """
 The oracle: a backend's own full backward, run in the same order of F and dI as the candidate.
 
-It uses what every user of the library uses (autograd's full backward, `.grad` or fused
-`main_grad`, the first microbatch refreshing the weight cache) and knows nothing of slots, tapes or
-guards. Where dW would be is nothing: a full backward has done it.
+It uses what every user of the library uses (autograd's full backward, `.grad` or fused `main_grad`,
+the first microbatch refreshing the weight cache). It has no slots, tapes or guards, and skips dW,
+because a full backward includes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rule_for(
     order: Order, destination_rule: str, dtype: torch.dtype = torch.bfloat16
 ) -> NativeRule:
     """
-    The native accumulation that is the same sum as a destination rule.
+    The native accumulation that forms the same sum as a destination rule.
 
     `.grad` for `copied` and bf16 `per_microbatch`, whose finalize sums rounded gradients in dI
     order. For `accumulate`, fused `main_grad` where every stage's dW follows its dI and starts with
@@ -222,7 +222,7 @@ def _keep(into: dict[str, Tensor], name: str, gradient: Tensor | None) -> None:
 
 
 def record_outputs(recording: Recording, where: str, outputs: Sequence[Tensor]) -> None:
-    """Record what an F gave, and the scalar loss of each output: half its mean square."""
+    """Record the outputs of an F, and the scalar loss of each: half its mean square."""
     recording.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
     losses = [y.detach().float().square().mean() / 2 for y in outputs]
     recording.add_all("loss", where, {str(n): loss for n, loss in enumerate(losses)})
@@ -246,14 +246,15 @@ def record_step(
     optimizer: Optimizer | None = None,
 ) -> None:
     """
-    Record what an optimizer step is made of; both sides of a comparison call this.
+    Record an optimizer step; both sides of a comparison call this.
 
     Args:
-        recording: Where to, or None to do nothing.
-        number: Which step.
+        recording: Where to record; None records nothing.
+        number: The step.
         stages: Every stage.
-        gradients: What the optimizer was given.
-        before_update: Record gradients, numerical state and caches; otherwise what the update left.
+        gradients: The optimizer's gradients.
+        before_update: Record gradients, numerical state and caches; otherwise the state after the
+            update.
         optimizer: The optimizer, after the update.
     """
     if recording is None:
@@ -273,5 +274,5 @@ def record_step(
 
 
 def matrix_names(stage: StageBackend) -> tuple[str, ...]:
-    """Names of a stage's matrices, sorted, as the kernel wants them."""
+    """Names of a stage's matrices, sorted as the kernel requires."""
     return tuple(sorted(m.name for m in matrices(stage)))

@@ -1,5 +1,5 @@
 """
-A guarded pipeline against torch's own over native full backwards, every bit of it.
+A guarded pipeline compared bit by bit with torch's own pipeline over native full backwards.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .recording import Comparison, Recording, compare
 __all__ = [
     "CATEGORIES",
     "Compared",
-    "Recorded",
+    "RecordingPipeline",
     "compared",
-    "held_by",
+    "live_tensors",
     "native",
     "native_pipeline",
-    "summed",
-    "tensors_of",
+    "tensor_digests",
+    "totals_of_ranks",
 ]
 
 CATEGORIES = (
@@ -54,7 +54,7 @@ CATEGORIES = (
 )
 
 
-def summed(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+def totals_of_ranks(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
     """The totals of all ranks together, every category named."""
     return {
         name: (
@@ -83,7 +83,7 @@ class Compared:
     slots: list[int]
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """How many values were compared, and how many differ, by category and of the losses."""
+        """Compared and differing values, by category and for the losses."""
         found = {c.category: (c.compared, c.mismatched) for c in self.comparison.categories}
         differ = sum(
             a != b
@@ -98,26 +98,26 @@ class Compared:
         return not self.comparison.mismatched and self.losses == self.native_losses
 
 
-class Recorded(Pipeline):
-    """A pipeline that writes down what flows; `recording` is set before its first step."""
+class RecordingPipeline(Pipeline):
+    """A pipeline that records what flows; `recording` is set before its first step."""
 
     recording: Recording | None = None
 
     def forward(self, p: Passage) -> None:
-        """F, then what it gave and the state that it left."""
+        """F, then record its outputs and the state after it."""
         super().forward(p)
         if self.recording is not None:
             outputs = () if p.last else self._slot(p).outputs
             self._note(p, f"F{p.microbatch}", "outputs", outputs)
 
     def dgrad(self, p: Passage) -> None:
-        """dI, likewise."""
+        """dI, then record its input gradients and the state after it."""
         super().dgrad(p)
         if self.recording is not None:
             self._note(p, f"I{p.microbatch}", "input gradients", self._slot(p).dgrads)
 
     def step(self, optimizer: Optimizer) -> Gradients:
-        """One step, then what it left."""
+        """One step, then record the state after it."""
         number = self.runtime.epoch
         gradients = super().step(optimizer)
         self.runtime.handoff.synchronize()  # what follows is read on another stream
@@ -204,7 +204,7 @@ def compared(
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
 ) -> Compared:
     """
-    Both sides of a job, and every bit compared; every rank calls it.
+    Run both sides of a job and compare every bit; every rank calls it.
 
     Args:
         member: This process.
@@ -212,8 +212,8 @@ def compared(
         steps: Optimizer steps.
         backend: `reference` or `transformer-engine`.
         captured: Replay CUDA graphs on the guarded side.
-        limits: How long anything may take.
-        event_log: Where the guarded side's event log goes.
+        limits: Time limits.
+        event_log: File of the guarded side's event log.
     """
     theirs, ours = Recording("torch's pipeline, native"), Recording("guarded pipeline")
     oracle = native(member, job, steps, backend, theirs)
@@ -224,9 +224,9 @@ def compared(
         mode="replays" if captured else "eager",
         limits=limits,
         event_log=event_log,
-        pipeline=Recorded,
+        pipeline=RecordingPipeline,
     )
-    assert isinstance(worker.pipeline, Recorded)
+    assert isinstance(worker.pipeline, RecordingPipeline)
     worker.pipeline.recording = ours
     for step in range(steps):
         job.prepare(step, worker.optimizer)
@@ -245,7 +245,7 @@ def compared(
 
 
 def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor | None] | None:
-    """What native training does when every gradient is there: sum over replicas, tie, and clip."""
+    """What native training does with all gradients: sum over replicas, tie, and clip."""
     sums = [_sum_over(member, job, place)] if job.dp > 1 else []
     sums += [_sum_of_copies(member, job, tie) for tie in job.ties]
     limit = job.clipping.max_norm
@@ -269,7 +269,7 @@ def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor
 
 
 def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
-    """The plain sum over replicas, one tensor after another, when everything has run."""
+    """The sum over replicas, tensor by tensor, after all actions."""
     group = _replicas_of(member, job, place)
 
     def reduce(gradients: Gradients) -> None:
@@ -301,7 +301,7 @@ def _replicas_of(member: Member, job: Job, place: int) -> Any:
 
 
 def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], None]:
-    """The plain sum of a tied weight's two gradients, the first copy's and then the second's."""
+    """The sum of a tied weight's two gradients, the first copy's and then the second's."""
     home = job.table().stage_to_rank
     places = [home[stage] for stage, _ in tie.copies]
     own = None
@@ -327,8 +327,8 @@ def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], 
     return reduce
 
 
-def held_by(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything that a step moves: parameters, numerical state, AdamW; live, not copied."""
+def live_tensors(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Every tensor that a step moves: parameters, numerical state, AdamW; live, not copied."""
     named: dict[str, Tensor] = {
         f"{index}.{name}": parameter.detach()
         for index, stage in stages.items()
@@ -339,7 +339,7 @@ def held_by(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[st
     return named
 
 
-def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
-    """Digests of everything that a step moves."""
-    held = held_by(stages, optimizer)
+def tensor_digests(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
+    """Digests of every tensor that a step moves."""
+    held = live_tensors(stages, optimizer)
     return {name: digests([tensor.cpu()])[0] for name, tensor in held.items()}

@@ -3,11 +3,11 @@ Recorded runs compared as raw bits, category by category, never with a tolerance
 
 A run writes what it produced into a `Recording`: each tensor under a category and a label that says
 where in the run it came from. Two recordings must hold the same labels with the same bits; a label
-that only one side has is a mismatch too, so a comparison that looked at nothing cannot pass.
+that only one side has is a mismatch too, so that a comparison of nothing cannot pass.
 
-Some categories have no counterpart on the side of a library's own full backward, which has neither
-slots nor graphs: addresses, retained work and growth. A guarded run records them as counts of what
-must not be, and each is compared with the requirement, which is zero.
+A library's own full backward has neither slots nor graphs, so three categories have no counterpart
+there: addresses, retained work and growth. A guarded run records them as counts that must be zero,
+and each count is compared with zero.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ Category = Value | Requirement
 
 CATEGORIES: tuple[Value, ...] = get_args(Value)
 """
-What both sides of a comparison have. The loss is half the mean square of an output; microbatch
-gradients are those of one dI or dW, before any sum.
+Categories that both sides have. The loss is half the mean square of an output; microbatch gradients
+are those of one dI or dW, before any sum.
 """
 
 REQUIRED: tuple[Requirement, ...] = get_args(Requirement)
 """
-What a guarded run alone has, counted so that zero is what is required: things that graphs bake in
-and that moved, work that is still retained or outstanding after a step, and what a step left more
-of than the steps before it.
+Counts of a guarded run that must be zero: baked addresses that moved, work that is still retained
+or outstanding after a step, and resources that a step left more of than the steps before it.
 """
 
 
@@ -82,8 +81,8 @@ class Recording:
         Record one value.
 
         Raises:
-            ValueError: The category is unknown, or the label was used: a run that writes one label
-                twice would hide the first.
+            ValueError: The category is unknown, or the label was used before: the second value
+                would hide the first.
         """
         self._add_digest(category, label, digest(value))
 
@@ -191,12 +190,12 @@ def compare(
     Args:
         reference: The oracle's run.
         candidate: The run under test.
-        categories: Which to compare. Each must hold something on the reference's side; those of
-            `REQUIRED` are the candidate's alone, and are compared with zero.
-        show: Labels to list of the values that differ.
+        categories: Categories to compare. The reference must have values in each; categories of
+            `REQUIRED` exist only in the candidate and are compared with zero.
+        show: How many labels of differing values to list.
 
     Raises:
-        ValueError: The reference recorded nothing in a category: comparing it would say nothing.
+        ValueError: The reference recorded nothing in a category.
     """
     results = []
     for category in categories:
@@ -216,7 +215,7 @@ def compare(
 
 
 def _required(category: str, held: Mapping[str, str], show: int) -> CategoryResult:
-    """Compare counts of what must not be with zero; a run that counted nothing has failed."""
+    """Compare required counts with zero; a run that recorded none has failed."""
     if not held:
         return CategoryResult(category, 1, 1, ("nothing was recorded",))
     bad = [label for label, value in held.items() if value != digest(0)]

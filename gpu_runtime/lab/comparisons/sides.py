@@ -1,10 +1,10 @@
 """
-The sides of a comparison, each run for one case from fresh stages, and recorded.
+The sides of a comparison; each runs a case from fresh stages and is recorded.
 
 `native` and `native-again` are the library's own full backward; `eager` and `captured` are the
 guarded runtime; `disturbed` is the captured runtime (on a CPU the eager one) with faults injected
-while its graphs are live. An epoch whose faults are refused is recorded as it goes on; one that a
-fault has spoiled is recorded once it has been rebuilt and run again.
+while its graphs are live. An epoch whose faults are refused is recorded as it continues; a spoiled
+epoch is recorded after it was rebuilt and run again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fresh_stages(
     case: Case, backend: str, *, fuse: bool | None = None, device: str = "cuda"
 ) -> list[StageBackend]:
     """
-    Stages of a case in a state domain of their own, the same bits each time.
+    Stages of a case in a new state domain, with the same bits each time.
 
     Args:
         case: The case.
@@ -77,7 +77,7 @@ def record(case: Case, side: str, backend: str, device: str = "cuda") -> Recordi
     Run one side of a case.
 
     Returns:
-        What it produced; None for a native side whose library cannot form the same sum.
+        The recording; None for a native side whose library cannot form the same sum.
     """
     gc.collect()
     if side not in NATIVE:
@@ -91,7 +91,7 @@ def record(case: Case, side: str, backend: str, device: str = "cuda") -> Recordi
 
 
 def optimizer_of(case: Case, stages: list[StageBackend]) -> Optimizer:
-    """AdamW, with master weights where the destinations are of another type."""
+    """AdamW, with master weights if the destinations have another type."""
     master = None if case.torch_dtype == case.config.dtype else case.torch_dtype
     return Optimizer(stages, master_dtype=master)
 
@@ -99,7 +99,7 @@ def optimizer_of(case: Case, stages: list[StageBackend]) -> Optimizer:
 def run_native(
     case: Case, rule: NativeRule, backend: str, device: str, recording: Recording | None
 ) -> NativeRun:
-    """The library's own full backward, for every step of a case; returned once it is done."""
+    """Run the library's own full backward for every step of a case."""
     stages = fresh_stages(case, backend, fuse=rule == "main_grad", device=device)
     domain = stages[0].domain
     # Both sides begin from warm modules in the state of fresh ones: state exists, caches are stale.
@@ -122,7 +122,7 @@ def run_native(
 
 
 def fuse_for(rule: Rule) -> bool | None:
-    """Copied gradients need a library that does not write into `main_grad`."""
+    """False for copied gradients, which must stay out of `main_grad`; None leaves the choice."""
     return False if rule == "copied" else None
 
 

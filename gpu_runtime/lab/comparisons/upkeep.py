@@ -1,8 +1,8 @@
 """
-What a guarded run must not do from one step to the next: move memory, keep work, grow.
+Counts of what a guarded run must not do between steps: move memory, retain work, grow.
 
-A library's own full backward has no slots, graphs or tapes to compare these with, so a run counts
-what must not be, and a comparison holds each count against zero.
+A library's own full backward has no slots, graphs or tapes to compare with, so a comparison
+requires each count to be zero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTLED = 1
 @attrs.define(eq=False)
 class Upkeep:
     """
-    A runtime's addresses, retained work and resources, looked at after every step.
+    A runtime's addresses, retained work and resources, counted after every step.
 
     Args:
         runtime: The runtime, before its first step.
@@ -43,11 +43,11 @@ class Upkeep:
 
     def after_step(self, number: int, recording: Recording | None) -> None:
         """
-        Look after a step has been committed.
+        Count after a committed step.
 
         Args:
-            number: Which step.
-            recording: Where the counts go, or None.
+            number: The step.
+            recording: Where to record the counts; None records nothing.
         """
         if recording is not None:
             where = f"step {number}"
@@ -59,11 +59,11 @@ class Upkeep:
                 recording.add("retained work", f"{where} {name}", count)
 
     def count(self) -> None:
-        """Count what the process holds now; `record_growth` compares with it."""
+        """Count the process's resources now; `record_growth` compares with the count."""
         self._resources = self._counted()
 
     def record_growth(self, recording: Recording) -> None:
-        """Record what there is more of than when it was counted."""
+        """Record the growth of each resource since `count`."""
         if self._resources is None:
             raise ValueError("growth was asked for before anything was counted; call `count` first")
         for name, count in self._counted().items():
@@ -86,7 +86,7 @@ class Upkeep:
                     yield f"graph:slot {slot} {kind} {n}", tensor.data_ptr()
 
     def _retained(self) -> dict[str, int]:
-        """Tapes, deferred products and whatever else keeps the kernel from a checkpoint."""
+        """Tapes, deferred products, and anything else for which the kernel refuses a checkpoint."""
         runtime = self.runtime
         tapes = [slot.tape for memory in runtime.memories.values() for slot in memory.table]
         runtime.drain()
@@ -104,7 +104,7 @@ class Upkeep:
 
     def _counted(self) -> dict[str, int]:
         """
-        What a process holds: tensors, or on a device the bytes that they asked for; graphs, slots.
+        Resources of a process: tensors, or on a device the bytes they requested; graphs; slots.
 
         Not the allocator's blocks: one that is not worth splitting counts whole, so that the same
         tensors can take more or less of them from step to step.

@@ -1,5 +1,5 @@
 """
-The data that comparisons and measurements run over: random, and the same in any process.
+The data of comparisons and measurements: random, and the same in any process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...backends.protocol import StageBackend, TensorSpec
 @attrs.frozen
 class Workload:
     """
-    Random inputs and output gradients that any process can make again.
+    Random inputs and output gradients that any process can draw again.
 
     Drawn on the CPU from the seed and the place in the run, so that a comparison across processes
     and devices sees the same bits.
 
     Args:
-        seed: What everything is drawn from.
+        seed: Seed of all data.
         gradient_scale: Standard deviation of output gradients.
     """
 
@@ -41,7 +41,7 @@ class Workload:
         return drawn.to(spec.dtype).to(spec.device)
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> tuple[Tensor, ...]:
-        """What a stage's F takes."""
+        """The inputs of a stage's F."""
         return tuple(
             self._draw(spec, (step, stage.index, microbatch, 0, n), 1.0)
             for n, spec in enumerate(stage.inputs)
@@ -50,7 +50,7 @@ class Workload:
     def output_gradients(
         self, stage: StageBackend, step: int, microbatch: int
     ) -> tuple[Tensor, ...]:
-        """What a stage's dI takes; the gradient of a scalar loss is a constant."""
+        """The output gradients of a stage's dI; the gradient of a scalar loss is a constant."""
         return tuple(
             torch.full(spec.shape, self.gradient_scale, dtype=spec.dtype, device=spec.device)
             if spec.shape == ()

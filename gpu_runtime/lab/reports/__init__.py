@@ -1,5 +1,5 @@
 """
-The checked-in measurements, their schema, and nothing written by hand.
+The checked-in measurements and their schema; no number is written by hand.
 
 `qeffect runtime compare` and each part of `qeffect runtime report` write a report with `--out`. Its
 derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`), and a test
@@ -35,7 +35,7 @@ def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str
     Reports of a folder, of one kind or of all.
 
     Raises:
-        UnusableError: A file cannot be read, or is no report.
+        UnusableError: A file cannot be read, or is not a report.
     """
     for path in paths(folder):
         report = read_json(path)
@@ -49,8 +49,8 @@ def cells(found: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], M
     """
     Derived and raw parts of each cell of some step-table reports, once.
 
-    A cell that several reports measured is taken from the one with most of its columns, whose
-    ratios are of one run; of equals from the first.
+    A cell in several reports is taken from the report with the most columns, so that its ratios are
+    of one run; among equals, from the first.
     """
     widest: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     for report in found:

@@ -1,5 +1,5 @@
 """
-Reports of the laboratory: their derived figures by kind, and parts that become one report.
+Reports of the laboratory: derived figures by kind, and merging of parts into one report.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 ALIKE = ("commit", "gpu", "driver", "gpu_memory_mib", "python", "packages")
-"""What reports that become one have to agree in, of the environment."""
+"""Fields of the environment in which parts of one report must agree."""
 
 
 class Report(report.Report):
-    """A report whose derived figures follow from its kind, one of those that `DERIVE` has."""
+    """A report of one of the kinds of `DERIVE`, which computes its derived figures."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Report(report.Report):
         super().__init__(kind, path, environment, configuration, raw, derive=DERIVE[kind])
 
     def lines(self) -> list[str]:
-        """What a command prints of it last."""
+        """The tables that a command prints last."""
         return list(LINES[self.kind](self.to_json()))
 
 
@@ -68,14 +68,14 @@ def add_report_options(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 def read_part(path: Path, kind: str) -> dict[str, Any]:
     """
-    Read a report that is to become a part of another one.
+    Read a report that will become a part of another.
 
     Args:
         path: The file.
-        kind: Its kind, as the command that makes it is called.
+        kind: The expected kind; `qeffect runtime report KIND` makes it.
 
     Raises:
-        UnusableError: It is no report of this kind, or nothing can be derived from it.
+        UnusableError: The file is not a report of this kind, or its figures cannot be derived.
     """
     try:
         part = read_json(path)
@@ -113,13 +113,13 @@ _PARTS: Mapping[str, type] = {
 
 def require_alike(parts: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
     """
-    Require that what reports say of themselves is the same.
+    Require that reports agree.
 
     Args:
-        parts: Files, and what has to agree, by name.
+        parts: Files, and the facts that must agree, by name.
 
     Raises:
-        UnusableError: Something differs from the first one's.
+        UnusableError: A fact differs from the first report's.
     """
     (whence, first), *others = parts
     for path, own in others:

@@ -1,5 +1,5 @@
 """
-Short tables of a report, ratios first, as a command prints them last.
+The tables of each kind of report that a command prints last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash where there is none."""
+    """A number, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -136,7 +136,7 @@ def sweep_lines(report: Report) -> list[str]:
 
 
 def target_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many goals were met, and each that was missed with what was measured."""
+    """How many goals were met, and each missed goal with its measurement."""
     if not targets:
         return []
     missed = [t for t in targets if not t["met"]]
@@ -172,7 +172,7 @@ def stream_lines(report: Report) -> list[str]:
 
 
 def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
-    """The host table: a row for each kind of call of each column, and one for all of them."""
+    """The host table: a row per kind of call and column, and a row for the mean action."""
     rows: list[tuple[str, ...]] = []
     for name, column in host.items():
         for kind, entry in column["kinds"].items():
@@ -253,7 +253,7 @@ def gigabytes(value: float | None) -> str:
 
 
 def peer_lines(derived: Raw) -> list[str]:
-    """Every side, what works, and goals."""
+    """Every side, which modes work, and goals."""
     rows = []
     for row in derived["rows"]:
         if row["error"] is not None:
@@ -284,7 +284,7 @@ def peer_lines(derived: Raw) -> list[str]:
 
 
 def curve_lines(derived: Raw) -> list[str]:
-    """What came of it, for a terminal."""
+    """Runs, orders, non-inferiority and times to a loss."""
     lines = []
     for run in derived["runs"]:
         said = "" if run["finite"] else ", NOT FINITE"
@@ -339,7 +339,7 @@ def scale_lines(derived: Raw) -> list[str]:
 
 
 def pool_lines(report: Mapping[str, Any]) -> Sequence[str]:
-    """A row for each order and discipline, then what must not be."""
+    """A row per order and discipline, then the problems."""
     rows = []
     for entry in report["derived"]["orders"]:
         for name, total in entry["disciplines"].items():

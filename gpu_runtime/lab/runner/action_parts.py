@@ -1,9 +1,9 @@
 """
 Host time of a guarded action, split into its parts.
 
-Whoever an action calls is timed inside it, one part at a time: a look at the clock costs as much as
-a small part does, and would show in the others. What a timed call adds to its own reading is
-measured on a call that does nothing, and taken off.
+The calls that an action makes are timed one part at a time, because reading the clock costs as much
+as a small part and would distort the others. The clock's own cost is measured on an empty call and
+subtracted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...step.memory.slots import Boundary
 from ...step.streams import GraphStream, HostHandoff
 
 Clock = Callable[[], int]
-"""Nanoseconds from anywhere; never goes back."""
+"""Nanoseconds from an arbitrary start; monotonic."""
 
 _CROSSING = ("cross", "cross_back", "record_tail")
 
@@ -39,7 +39,7 @@ PARTS: Final[Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]]] = {
     "addresses": ((GraphExecutor, ("check_addresses",)),),
     "executor": ((GraphExecutor, ("refresh", "forward", "dgrad", "wgrad")),),
 }
-"""Whose calls are timed, by part. The executor's contain the look at addresses and the launch."""
+"""The timed calls of each part. The executor's include the address check and the launch."""
 
 _CALIBRATIONS = 2000
 
@@ -52,8 +52,8 @@ class _Watch:
         clock: What is read before and after each call.
 
     Attributes:
-        reading: What the timed calls have read since it was last set to zero.
-        calls: How many there were, ever.
+        reading: Nanoseconds of the timed calls since it was set to zero.
+        calls: Number of timed calls so far.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -63,7 +63,7 @@ class _Watch:
         self._added = self._calibrated()
 
     def _calibrated(self) -> int:
-        """What a timed call adds to its own reading: that of a call that does nothing."""
+        """The clock's own cost: the median reading of an empty call."""
         timed, read = self.timed(_nothing), []
         for _ in range(_CALIBRATIONS):
             self.reading = 0
@@ -105,7 +105,7 @@ def _nothing() -> None:
 
 
 class _Split:
-    """Actions of which each call leaves what one part of it read."""
+    """Actions whose calls note the time of one of their parts."""
 
     def __init__(
         self, actions: Any, names: tuple[str, ...], watch: _Watch, ns: Mapping[str, list[int]]

@@ -1,6 +1,7 @@
 """
-The device as it is found: whether there is one, and its name, clocks and memory by nvidia-smi,
-which is only ever asked.
+The device: its presence, and its name, clocks and memory as nvidia-smi reports them.
+
+Nothing here changes a setting of the device.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ FIRST_READING_S = 4.0
 
 def require_device(instead: str, *, library: bool = True) -> None:
     """
-    Look whether a measurement can run here, without making a device context in this process.
+    Require what a measurement needs, without creating a device context in this process.
 
     Args:
-        instead: What can be done without a device, for the message.
+        instead: What works without a device, for the message.
         library: Whether Transformer Engine is needed too.
 
     Raises:
-        UnusableError: There is no CUDA device, or no Transformer Engine.
+        UnusableError: A CUDA device or Transformer Engine is missing.
     """
     import torch
 
@@ -51,7 +52,7 @@ def require_device(instead: str, *, library: bool = True) -> None:
 
 class MemoryPoll:
     """
-    The most memory that the driver reports while something runs, every 20 ms.
+    The peak of device memory that the driver reports, polled every 20 ms.
 
     nvidia-smi does the polling in a process of its own, so neither the interpreter nor the context
     under test is disturbed. On a machine without it every rise is None.
@@ -98,7 +99,7 @@ class MemoryPoll:
             self._sampled.notify_all()
 
     def mark(self) -> None:
-        """Count from the next reading on; without one in time, polling is given up."""
+        """Start from the next reading; give up polling if no reading arrives in time."""
         with self._sampled:
             if self._process is not None and not self._given_up:
                 seen = self._samples
@@ -108,7 +109,7 @@ class MemoryPoll:
             self._first = self._peak = self._latest
 
     def rise(self) -> int | None:
-        """How far the readings have been above the marked one; None without a reading."""
+        """The peak since `mark`, above the marked reading; None without a reading."""
         with self._sampled:
             return None if self._given_up or not self._samples else self._peak - self._first
 

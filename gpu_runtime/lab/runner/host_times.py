@@ -1,11 +1,11 @@
 """
-Host time of each guarded action, and of the bare replay of the very graphs that it replays.
+Host time of each guarded action, and of the bare replay of the same graphs.
 
-Every call of some steps is timed by itself, on a stream that the device has drained, so that no
-full queue makes the host wait. Then the calls are split into parts, one part at a time. Last, the
-same graphs are replayed in the same order with nothing around them: the difference is what asking,
-copying and crossing streams cost. The bare replays move numerical state as nobody allowed, so a
-column can only be closed after them.
+Each call of some steps is timed by itself, with the device drained before the step, so that the
+host never waits for a full queue. Then the calls are split into parts, one part at a time. Last,
+the same graphs are replayed bare, in the same order. The difference is the cost of guards, copies
+and stream crossings. Bare replays move numerical state without the contract, so a column must be
+closed after them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ...step.plan.order import Kind, Order
 from .action_parts import Clock, part_times
 
 REPLAYS = ("refresh", "forward", "dgrad", "wgrad")
-"""Actions that replay one graph each; the others only ask."""
+"""Actions that replay one graph each."""
 
 ASKED = ("bind", "outputs", "finish_outputs", "dgrads", "finish_dgrads")
-"""Calls between them."""
+"""Calls between them, which replay nothing."""
 
 _NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "dgrad", Kind.WGRAD: "wgrad"}
 
@@ -60,7 +60,7 @@ class Times:
 
 class TimedActions:
     """
-    Actions of which every call is timed.
+    Actions with every call timed.
 
     Args:
         actions: Guarded ones, or the same without guards.
@@ -132,7 +132,7 @@ def host_times(
 def replays(
     order: Order, executor: GraphExecutor, runtime: Runtime
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The graphs of one step in its order: each with the action that would replay it."""
+    """The graphs of one step in order, each with the action that replays it."""
     refreshed: set[int] = set()
     for kind, stage, microbatch in order.steps:
         memory = runtime.memories[stage]
@@ -149,7 +149,7 @@ def replays(
 
 
 def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
-    """What the F and dI of one step copy: static buffers, and values like them elsewhere."""
+    """What the F and dI of one step copy: static buffers, and values to copy into them."""
     for memory in runtime.memories.values():
         for slot in memory.table:
             values = tuple(buffer.clone() for buffer in slot.input_views)
@@ -162,7 +162,7 @@ def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def through(column: Any, actions: Any) -> Iterator[None]:
-    """Let a column's step call other actions than its own."""
+    """Replace the actions that a column's step calls."""
     own, column.actions = column.actions, actions
     try:
         yield

@@ -1,263 +1,80 @@
 """
-One column in a process of its own, and the same without a process for tests.
-
-The parent says what to do next and waits, so that at any time one column uses the device.
+Functions in fresh processes, which answer through a pipe and die with this process.
 """
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
-import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
-import attrs
-
-from ..sides.cells import BenchCell
-from ..sides.columns import Column, ColumnSpec, Settings
-
-HOST_STEPS = 5
-"""Steps at the end of a turn whose enqueueing is timed one by one."""
+__all__ = ["ChildError", "ChildProcess", "answer", "first_line"]
 
 
-class ColumnError(RuntimeError):
-    """A column could not do what it was told; the message is the last line of its error."""
+class ChildError(RuntimeError):
+    """A child process failed, ended, or gave no answer in time."""
 
 
-@attrs.define(eq=False)
-class Session:
+class ChildProcess:
     """
-    A column's life, seen from inside its process.
+    A function in a fresh process.
+
+    The function sends answers: `("done", value)`, or `("failed", message)`.
 
     Args:
-        spec: Which column.
-        cell: Over which workload.
-        settings: How.
+        serve: Called in the process with its end of the pipe and the arguments.
+        arguments: What can be pickled.
     """
 
-    spec: ColumnSpec
-    cell: BenchCell
-    settings: Settings
-    _column: Column | None = attrs.field(default=None, init=False)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the column runs on a CUDA device."""
-        return self.settings.device == "cuda"
-
-    def _synchronize(self) -> None:
-        if self.on_device:
-            import torch
-
-            torch.cuda.synchronize()
-
-    def _the_column(self) -> Column:
-        if self._column is None:
-            raise RuntimeError("the column is not built")
-        return self._column
-
-    def prepare(self) -> dict[str, Any]:
-        """Load what any column's first step would load, and count it for none."""
-        started = time.perf_counter()
-        if self.on_device:
-            import torch
-
-            from ...backends.te.baselines import load_libraries
-
-            load_libraries(self.cell.config)
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            import torch
-
-            # The sums of a product depend on how many threads share it.
-            torch.set_num_threads(1)
-        return {"prepare_s": time.perf_counter() - started}
-
-    def build(self) -> dict[str, Any]:
-        """Make the column, then everything that is special to it, then run its first steps."""
-        before = self._device_used()
-        started = time.perf_counter()
-        self._column = self.spec.make(self.cell, self.settings)
-        self._column.build()
-        self._synchronize()
-        built = time.perf_counter()
-        self._column.warm()
-        self._synchronize()
-        warm = time.perf_counter()
-        self._column.step()
-        self._synchronize()
-        first = time.perf_counter()
-        for _ in range(self.settings.warm_steps):
-            self._column.step()
-        self._synchronize()
-        return {
-            "build_s": built - started,
-            "warm_s": warm - built,
-            "first_step_s": first - warm,
-            "memory": {
-                "device_before": before,
-                "device_after": self._device_used(),
-                **self.memory(peaks=True),
-            },
-            "facts": dict(self._column.facts()),
-        }
-
-    def turn(self, steps: int, warm_steps: int) -> dict[str, Any]:
-        """Some untimed steps, some between two synchronisations, and the host's time alone."""
-        column = self._the_column()
-        for _ in range(warm_steps):
-            column.step()
-        self._synchronize()
-        started = time.perf_counter()
-        for _ in range(steps):
-            column.step()
-        self._synchronize()
-        ended = time.perf_counter()
-        return {
-            "steps": steps,
-            "warm_steps": warm_steps,
-            "wall_s": ended - started,
-            "host_s": [self._host_s() for _ in range(HOST_STEPS)],
-        }
-
-    def _host_s(self) -> float:
-        # From an idle device, so that a full launch queue never makes the host wait.
-        started = time.perf_counter()
-        self._the_column().step()
-        enqueued = time.perf_counter()
-        self._synchronize()
-        return enqueued - started
-
-    def trace(self, steps: int) -> dict[str, Any] | None:
-        """Device work of some steps; None where there is no device."""
-        if not self.on_device:
-            return None
-        from .profiler import profile_steps
-
-        found: dict[str, Any] = profile_steps(self._the_column().step, self._synchronize, steps)
-        return found
-
-    def host_actions(self, steps: int) -> dict[str, Any]:
-        """Host time of single actions; empty for a column that has none. Nothing runs after it."""
-        measure = getattr(self._the_column(), "host_actions", None)
-        return {} if measure is None else dict(measure(steps, self._synchronize))
-
-    def memory(self, *, peaks: bool = False) -> dict[str, int | None]:
-        """The allocator's figures; None where there is no device."""
-        if not self.on_device:
-            names = ("allocated", "reserved") + (
-                ("allocated_peak", "reserved_peak") if peaks else ()
-            )
-            return dict.fromkeys(names)
-        import torch
-
-        gc.collect()
-        found: dict[str, int | None] = {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-        }
-        if peaks:
-            found["allocated_peak"] = torch.cuda.max_memory_allocated()
-            found["reserved_peak"] = torch.cuda.max_memory_reserved()
-        return found
-
-    def _device_used(self) -> int | None:
-        if not self.on_device:
-            return None
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
-    def close(self) -> dict[str, Any]:
-        """Let go of the column."""
-        if self._column is not None:
-            self._column.close()
-            self._column = None
-        return {}
-
-
-class Worker(Protocol):
-    """A column that can be told what to do, and asked for the outcome."""
-
-    def post(self, method: str, **arguments: Any) -> None:
-        """Start one of the session's methods."""
-
-    def collect(self, timeout_s: float) -> dict[str, Any]:
-        """
-        The result of the method that was started.
-
-        Raises:
-            ColumnError: It raised, or its process is gone or out of time.
-        """
-
-    def end(self) -> None:
-        """End the worker, whatever it is doing."""
-
-
-class InlineWorker:
-    """A session in this process: for tests, where no library has process-wide state."""
-
-    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
-        self._session = Session(spec, cell, settings)
-        self._next: tuple[str, dict[str, Any]] | None = None
-
-    def post(self, method: str, **arguments: Any) -> None:
-        """Remember what to run."""
-        self._next = (method, arguments)
-
-    def collect(self, timeout_s: float) -> dict[str, Any]:
-        """Run it."""
-        assert self._next is not None
-        method, arguments = self._next
-        try:
-            result: dict[str, Any] = getattr(self._session, method)(**arguments)
-        except Exception as error:
-            raise ColumnError(_last_line(error)) from error
-        return result
-
-    def end(self) -> None:
-        """Close the column."""
-        self._session.close()
-
-
-class ProcessWorker:
-    """A session in a fresh process, which dies with this one."""
-
-    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, spec, cell, settings), daemon=True
-        )
+        self._process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
 
-    def post(self, method: str, **arguments: Any) -> None:
-        """Send the method's name and arguments."""
-        try:
-            self._pipe.send((method, arguments))
-        except OSError as error:
-            raise ColumnError(f"its process is gone: {error}") from error
+    def send(self, value: Any) -> None:
+        """
+        Send a value to the process.
 
-    def collect(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the answer."""
+        Raises:
+            ChildError: The process has ended.
+        """
+        try:
+            self._pipe.send(value)
+        except OSError as error:
+            raise ChildError(f"its process is gone: {error}") from error
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """
+        Wait for the next answer.
+
+        Args:
+            timeout_s: Seconds to wait, after which the process is ended; None waits.
+
+        Raises:
+            ChildError: The function failed, the process ended, or the time is over.
+        """
         try:
             if not self._pipe.poll(timeout_s):
                 self.end()
-                raise ColumnError(f"no answer within {timeout_s:g} s; its process was ended")
+                raise ChildError(f"no answer within {timeout_s:g} s; its process was ended")
             kind, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
-            raise ColumnError(
+            raise ChildError(
                 f"its process ended with exit code {self._process.exitcode}"
             ) from error
         if kind == "failed":
-            raise ColumnError(value)
-        result: dict[str, Any] = value
-        return result
+            raise ChildError(value)
+        return value
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.is_alive()
 
     def end(self) -> None:
         """End the process: first by closing its pipe, then by force."""
@@ -268,25 +85,18 @@ class ProcessWorker:
             self._process.join(timeout=10)
 
 
-def _serve(pipe: Connection, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
-    session = Session(spec, cell, settings)
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except (EOFError, OSError):
-            return
-        answer: tuple[str, Any]
-        try:
-            answer = ("done", getattr(session, method)(**arguments))
-        except Exception as error:
-            traceback.print_exc()
-            answer = ("failed", _last_line(error))
-        try:
-            pipe.send(answer)
-        except OSError:
-            return
+def answer(pipe: Connection, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Call a function and send its value, or the first line of its error; ends with the pipe."""
+    said: tuple[str, Any]
+    try:
+        said = ("done", function(*arguments, **options))
+    except Exception as error:
+        traceback.print_exc()
+        said = ("failed", first_line(error))
+    pipe.send(said)
 
 
-def _last_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message, at most 300 characters."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]

@@ -1,9 +1,9 @@
 """
-What the parts of a rank's step take by themselves, and the bound that follows from them.
+Device times of the parts of a rank's step, and the bound that follows from them.
 
-A stage's graphs again and again; a rank's row in its order, without messages; a message between two
-ranks. A dW that adds to a gradient reads what it adds to, and takes longer than the first of its
-stage, which only writes: every microbatch counts with its own.
+Measured are a stage's graphs one by one, a rank's row in order without messages, and a message
+between two ranks. A dW that adds to a gradient also reads it, and takes longer than the first dW of
+its stage, which only writes; so each microbatch's dW counts with its own time.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ Times = dict[str, dict[str, float]]
 
 def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
     """
-    What each stage's graphs, and the update, take when nothing else runs, in milliseconds.
+    Times of each stage's graphs, and of the update, when nothing else runs, in milliseconds.
 
-    The last thing that is done with a runtime: what these replays compute is of no use. A dW is the
-    mean over the stage's microbatches. Empty, and 0, where nothing was captured.
+    The runtime cannot be used afterwards, because these replays compute nothing useful. The time of
+    dW is the mean over the stage's microbatches. Empty and 0 without captured graphs.
     """
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
@@ -79,9 +79,10 @@ def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
 
 def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Times, float]:
     """
-    The same of a whole row, replayed without messages, again and again: each in its own place.
+    Times of the actions of a whole row, replayed in order without messages.
 
-    Alone, a graph finds in the cache what it left there itself; here it finds what came before it.
+    A graph that is replayed alone finds its own data in the cache; in a row it finds the data of
+    the graph before it.
     """
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
@@ -116,7 +117,7 @@ def row_as_one_graph(
     """
     A rank's row, its refreshes and its update, as one graph without messages.
 
-    What it computes is of no use, as in `times_alone`. The worker is one that can be `OneLaunch`'s.
+    The graph computes nothing useful, as in `times_alone`. The worker's mode is `one launch`.
     """
     executor = worker.runtime.executor
     assert isinstance(executor, GraphExecutor)
@@ -151,7 +152,7 @@ def _row(
 
 
 def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.cuda.CUDAGraph:
-    """The graph that an action replays: of its microbatch's slot, and of what its dW does."""
+    """The graph that an action replays: its microbatch's slot, and the variant of its dW."""
     graphs = executor.slots[memory.slot_of[step.microbatch]]
     if step.kind is Kind.WGRAD:
         return graphs.wgrad[memory.variants[step.microbatch]]
@@ -159,7 +160,7 @@ def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.
 
 
 def spent_ms(act: Callable[[], object]) -> float:
-    """The device's time for one of several in milliseconds, so that no launch is in it."""
+    """Device time of one of four calls in a row, in milliseconds, without the launch."""
     times = []
     for _ in range(REPLAYS):
         start, end = _mark(), _mark()
@@ -175,10 +176,10 @@ def spent_ms(act: Callable[[], object]) -> float:
 
 def message_ms(member: Member, job: Job, worker: Worker) -> float:
     """
-    What an activation takes from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
+    Time of an activation from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
 
-    Back and forth without the host: the device sleeps until all of them are queued. Zero on every
-    other rank, and where there are no GPUs. What is posted here is in no table.
+    The device sleeps until all messages are queued, so that the host does not matter. Zero on other
+    ranks and without GPUs. The messages posted here are in no schedule.
     """
     channels = worker.pipeline.channels
     if member.device.type == "cpu" or job.pp == 1:
@@ -206,10 +207,9 @@ def bound_ms(
     message: float,
 ) -> float | None:
     """
-    The critical path of a schedule over what each stage's graphs and a message take alone.
+    The critical path of a schedule, from the times of each stage's graphs and of a message.
 
-    A stage's refresh stands before its first F and waits for no message. None where nothing was
-    captured.
+    A stage's refresh precedes its first F and waits for no message. None without captured graphs.
     """
     if not alone:
         return None

@@ -1,9 +1,9 @@
 """
-All columns of a cell in turn, round after round, each in its own process.
+All columns of a cell in turn, round by round, each in its own process.
 
-Setting up is sequential, so that set-up times and memory belong to one column at a time; only the
-loading of libraries, which is booked on no column, runs for all at once. Each round starts with
-another column, so that none always follows the pause in which clocks are read.
+Columns are set up one after another, so that set-up times and memory belong to one column; only
+libraries, whose loading counts for no column, are loaded in all processes at once. Each round
+starts with another column, so that no column always follows the pause in which clocks are read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import attrs
 from ..sides.cells import BenchCell
 from ..sides.columns import ColumnSpec, Settings
 from . import device
-from .processes import ColumnError, ProcessWorker, Worker
+from .column_process import ColumnHandle, ColumnProcess
+from .processes import ChildError
 
 TIMEOUT_S = 180.0
 ACTION_STEPS = 20
 """Steps whose actions the host times one by one, and as many of bare replays."""
 
-MakeWorker = Callable[[ColumnSpec, BenchCell, Settings], Worker]
+MakeColumn = Callable[[ColumnSpec, BenchCell, Settings], ColumnHandle]
 Progress = Callable[[str], None]
 
 
@@ -35,10 +36,9 @@ class CellRun:
         cell: The workload.
         specs: The columns.
         settings: Rounds and steps.
-        save: Called with nothing whenever `record` has grown, so that a killed run leaves what it
-            had.
-        progress: Where to say what is being done.
-        make_worker: Makes a worker; a process unless a test says otherwise.
+        save: Called whenever `record` has grown, so that a killed run leaves its results.
+        progress: Shows a line.
+        make_column: Starts a column, in a process unless a test says otherwise.
         record: What was measured, as plain data.
     """
 
@@ -47,9 +47,9 @@ class CellRun:
     settings: Settings
     save: Callable[[], None] = lambda: None
     progress: Progress = lambda text: None
-    make_worker: MakeWorker = ProcessWorker
+    make_column: MakeColumn = ColumnProcess
     record: dict[str, Any] = attrs.field(factory=dict, init=False)
-    _workers: dict[str, Worker] = attrs.field(factory=dict, init=False)
+    _running: dict[str, ColumnHandle] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         order = self.cell.order()
@@ -72,9 +72,9 @@ class CellRun:
                 self._round(number)
             self._finish()
         finally:
-            for worker in self._workers.values():
-                worker.end()
-            self._workers.clear()
+            for running in self._running.values():
+                running.end()
+            self._running.clear()
         self.save()
         return self.record
 
@@ -82,21 +82,21 @@ class CellRun:
         found: dict[str, Any] = self.record["columns"][name]
         return found
 
-    def _fail(self, name: str, error: ColumnError) -> None:
+    def _fail(self, name: str, error: ChildError) -> None:
         self._column(name)["error"] = str(error)
         self.progress(f"{self.cell.name} {name}: failed, {error}")
-        worker = self._workers.pop(name, None)
-        if worker is not None:
-            worker.end()
+        handle = self._running.pop(name, None)
+        if handle is not None:
+            handle.end()
         self.save()
 
     def _ask(self, name: str, method: str, **arguments: Any) -> dict[str, Any] | None:
-        """One method of one column; None when it failed, and the column is then gone."""
+        """Call one method of one column; None when it failed, which ends the column."""
         try:
-            worker = self._workers[name]
-            worker.post(method, **arguments)
-            return worker.collect(TIMEOUT_S)
-        except ColumnError as error:
+            handle = self._running[name]
+            handle.post(method, **arguments)
+            return handle.collect(TIMEOUT_S)
+        except ChildError as error:
             self._fail(name, error)
             return None
 
@@ -104,20 +104,20 @@ class CellRun:
         self.progress(f"{self.cell.name}: loading libraries in {len(self.specs)} processes")
         before = self._device_used()
         for spec in self.specs:
-            self._workers[spec.name] = self.make_worker(spec, self.cell, self.settings)
-        for name in list(self._workers):
+            self._running[spec.name] = self.make_column(spec, self.cell, self.settings)
+        for name in list(self._running):
             try:
-                self._workers[name].post("prepare")
-            except ColumnError as error:
+                self._running[name].post("prepare")
+            except ChildError as error:
                 self._fail(name, error)
-        for name in list(self._workers):
+        for name in list(self._running):
             try:
-                self._column(name).update(self._workers[name].collect(TIMEOUT_S))
-            except ColumnError as error:
+                self._column(name).update(self._running[name].collect(TIMEOUT_S))
+            except ChildError as error:
                 self._fail(name, error)
         after = self._device_used()
-        if before is not None and after is not None and self._workers:
-            self.record["libraries_bytes"] = (after - before) // len(self._workers)
+        if before is not None and after is not None and self._running:
+            self.record["libraries_bytes"] = (after - before) // len(self._running)
 
     def _device_used(self) -> int | None:
         found = None if self.settings.device == "cpu" else device.query(("memory.used",))
@@ -133,7 +133,7 @@ class CellRun:
 
     def _build_each(self, poll: device.MemoryPoll | None) -> None:
         for spec in self.specs:
-            if spec.name not in self._workers:
+            if spec.name not in self._running:
                 continue
             self.progress(f"{self.cell.name} {spec.name}: set-up and first steps")
             if poll is not None:
@@ -145,7 +145,7 @@ class CellRun:
                 self.save()
 
     def _round(self, number: int) -> None:
-        names = [spec.name for spec in self.specs if spec.name in self._workers]
+        names = [spec.name for spec in self.specs if spec.name in self._running]
         shift = number % max(len(names), 1)
         self.progress(f"{self.cell.name}: round {number + 1} of {self.settings.rounds}")
         for name in names[shift:] + names[:shift]:
@@ -159,18 +159,18 @@ class CellRun:
         self.save()
 
     def _finish(self) -> None:
-        """Growth, then the profiler, whose own buffers would count as growth, then single calls."""
+        """Measure growth, then profile (its buffers would count as growth), then time calls."""
         for spec in self.specs:
-            if spec.name in self._workers:
+            if spec.name in self._running:
                 self.progress(f"{self.cell.name} {spec.name}: growth and kernels")
                 self._growth(spec)
-            if spec.name in self._workers and self.settings.profile_steps:
+            if spec.name in self._running and self.settings.profile_steps:
                 trace = self._ask(spec.name, "trace", steps=self.settings.profile_steps)
                 if trace is not None:
                     self._column(spec.name)["trace"] = trace
                 self.save()
-            # Last: it replays graphs out of any order that a contract allows.
-            if spec.name in self._workers and spec.family == "ours_captured":
+            # Last, because it replays graphs in an order that no contract allows.
+            if spec.name in self._running and spec.family == "ours_captured":
                 timed = self._ask(spec.name, "host_actions", steps=ACTION_STEPS)
                 if timed:
                     self._column(spec.name)["host_actions"] = timed

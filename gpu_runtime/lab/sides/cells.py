@@ -19,7 +19,7 @@ from ...step.plan.order import Order
 @attrs.frozen
 class BenchCell:
     """
-    One workload: a rank's stages of one transformer layer each, and the order of their actions.
+    One workload: a rank's stages, one transformer layer each, and the order of their actions.
 
     Args:
         name: What tables call it.
@@ -28,12 +28,12 @@ class BenchCell:
         sequence: Tokens in a microbatch.
         microbatches: Microbatches of a step.
         heads: Attention heads; None is hidden / 128.
-        schedule: The class of torch whose table gives the order.
+        schedule: torch's schedule class, whose table gives the order.
         pp: Ranks of that table.
         vpp: Stages of a rank.
         rank: Which rank's row runs.
-        chained: Whether each stage feeds the next. Rows of a longer pipeline do not chain: there,
-            every stage reads and returns tensors of its own.
+        chained: Whether each stage feeds the next. In a row of a longer pipeline every stage reads
+            and returns tensors of its own.
     """
 
     name: str
@@ -110,7 +110,7 @@ def cells_named(names: Iterable[str]) -> list[BenchCell]:
     ['h2048-s256-m4', 'tiny']
 
     Raises:
-        UnusableError: There is no such cell.
+        UnusableError: A name is unknown.
     """
     known = {cell.name: cell for cell in (*CELLS, TINY)}
     known.update({str(n): cell for n, cell in enumerate(CELLS)})

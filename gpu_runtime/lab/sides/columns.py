@@ -1,9 +1,9 @@
 """
 The columns of the tables: what each runs, and which columns may be compared with which.
 
-A column is a small object in a process of its own, because Transformer Engine's numerical state is
-the process: every update goes over every registered module, so two columns in one process would
-time, and might move, each other's state.
+A column runs in a process of its own, because Transformer Engine keeps its numerical state per
+process: every update visits every registered module, so two columns in one process would time, and
+might move, each other's state.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class Column(Side, Protocol):
     """A side of the step tables, which runs over a cell in a process of its own."""
 
     def build(self) -> None:
-        """Make what every column has: parameters, optimizer, data."""
+        """Build what every column has: parameters, optimizer, data."""
 
     def warm(self) -> None:
-        """Do what only this column needs before its first step: warm-up, capture, arenas."""
+        """Build what only this column needs before its first step: warm-up, capture, arenas."""
 
 
 @attrs.frozen
 class Settings:
     """
-    What is the same for every column of a report.
+    Settings of all columns of a report.
 
     Args:
-        rounds: How often each column has its turn.
-        steps: Steps of one turn, between two synchronisations.
-        warm_steps: Untimed steps before those, in the same turn.
-        profile_steps: Steps under the profiler, after all rounds; 0 leaves it out.
-        growth_steps: Steps after which memory must be what it was; 0 leaves it out.
+        rounds: Rounds per column.
+        steps: Steps per round, between two synchronizations.
+        warm_steps: Untimed steps before them, in the same round.
+        profile_steps: Steps under the profiler, after all rounds; 0 profiles nothing.
+        growth_steps: Steps after which memory must not have grown; 0 checks nothing.
         history: Entries of each amax history. 1024 is the library's own default.
         device: "cuda" or "cpu".
     """
@@ -72,13 +72,13 @@ class Settings:
 @attrs.frozen
 class ColumnSpec:
     """
-    A column by name, in a form that travels to a worker process.
+    A column by name, in a form that can be sent to its process.
 
     Args:
-        name: What reports call it.
-        title: What tables call it.
-        family: What kind of contender it is.
-        rule: How matrix gradients are summed over microbatches: columns of one rule do the same
+        name: Its name in reports.
+        title: Its name in tables.
+        family: The kind of column.
+        rule: How matrix gradients are summed over microbatches. Columns of one rule do the same
             arithmetic, so they share a floor.
         factory: `module:function`, called with the cell, the settings and the options.
         options: Further arguments of the factory.
@@ -211,7 +211,7 @@ UNGUARDED = _ours(
     "main_grad",
     guards=False,
 )
-"""The same step without asking the kernel; it exists in this benchmark alone."""
+"""The same step without guards; only this benchmark has it."""
 
 COUNTED = _ours(
     "ours_device_counts",
@@ -220,7 +220,7 @@ COUNTED = _ours(
     "main_grad",
     counts="commit",
 )
-"""The same step with counters in device memory, compared at the commit."""
+"""The same step with counters in device memory, which the host compares at the commit."""
 
 LATE = _ours(
     "ours_late_counts",
@@ -229,7 +229,7 @@ LATE = _ours(
     "main_grad",
     counts="next step",
 )
-"""The same step with counters that the device itself compares before the update."""
+"""The same step with counters in device memory, which the device compares before the update."""
 
 SWEEP_SPECS: tuple[ColumnSpec, ...] = (
     _ours("live", "live slots, accumulate", "accumulate", "main_grad"),
@@ -257,7 +257,7 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
         if spec.family.startswith("ours")
     ),
 )
-"""What a CPU runs: the reference backend, natively and through the runtime, nothing captured."""
+"""Columns of a CPU: the reference backend, natively and guarded, eager."""
 
 
 def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[ColumnSpec]:
@@ -265,7 +265,7 @@ def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[Colum
     Columns by name, or by a leading part of it.
 
     Raises:
-        UnusableError: A name matches nothing.
+        UnusableError: A name matches no column.
     """
     known = list(among)
     found: dict[str, ColumnSpec] = {}

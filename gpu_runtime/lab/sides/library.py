@@ -1,7 +1,7 @@
 """
-What users have today: native eager, the library's own graphs, and one graph of a whole step.
+Transformer Engine without this runtime: eager, its own graphs, and one graph of a whole step.
 
-The whole-step graph is a bound, not a product: it holds one fixed order with its data in place.
+The whole-step graph is a bound, not something to train with: its order and its data are fixed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARMUP_STEPS = 3
 
 @attrs.define(eq=False)
 class _Training:
-    """Layers, data and optimizer that every column of this module shares."""
+    """Layers, data and optimizer of every column of this module."""
 
     cell: BenchCell
     settings: Settings
@@ -77,7 +77,7 @@ class _Training:
         )
 
     def update(self) -> None:
-        """AdamW on `.grad`, or on `main_grad` standing in for it; gradients are then dropped."""
+        """AdamW on `.grad`, or on `main_grad` in its place; gradients are then dropped."""
         if self.fused:
             for parameter in self.matrices:
                 parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class _Training:
 
     def walk(self, forward: Any) -> None:
         """
-        Every F and full backward in the table's order, each stage a graph of autograd of its own.
+        Run every F and full backward in the table's order, with one autograd graph per stage.
 
         Args:
             forward: Called with position, microbatch, input and whether it is the stage's first F.
@@ -183,7 +183,7 @@ class Graphed(_Training):
     graphs: tuple[Any, ...] = attrs.field(default=(), init=False)
 
     def build(self) -> None:
-        """As every column, in the order that was asked for."""
+        """As every column, in the chosen order."""
         super().build()
         if self.by_microbatch:
             positions = range(len(self.layers))
@@ -260,5 +260,5 @@ def graphed(
     fused: bool,
     by_microbatch: bool = False,
 ) -> Graphed:
-    """The library's own graphs; `by_microbatch` finishes each before the next, as no table does."""
+    """The library's own graphs; `by_microbatch` finishes each microbatch before the next."""
     return Graphed(cell, settings, fused, chunking=chunking, by_microbatch=by_microbatch)

@@ -1,13 +1,13 @@
 """
-Megatron-core at the mathematics of the others, in each of its graph modes; imported by `peers`.
+Megatron-core with the same model, in each of its graph modes; only this module imports it.
 
-Read and written for megatron-core 0.19.2, which needs no package beside torch and Transformer
-Engine. Its model starts with the bits of ours: parameters are copied by name (`theirs`), and query,
-key and value lie in one matrix by head in both. What differs from ours is said here: its head is
-bf16, ours is FP8; its GELU, of the same approximation, is rounded to bf16 before it is quantized.
-Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient.
-Messages are not batched: with two ranks a batch has a send each way between the same two, which
-NCCL pairs by their order, so that Megatron-LM refuses that.
+Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Its model starts
+from the bits of ours: parameters are copied by name (`theirs`), and both keep query, key and value
+in one matrix by head. Two things differ. Its head is bf16, ours is FP8. Its GELU, of the same
+approximation, is rounded to bf16 before it is quantized. Every mode runs under Megatron's own
+DistributedDataParallel, whose main_grad is the gradient. Messages are not batched: with two ranks a
+batch has a send each way between the same two ranks, which NCCL pairs by order; Megatron-LM refuses
+that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .pipelines import build_side, drawn_batches, isolated
 __all__ = ["delayed", "library", "measure", "theirs"]
 
 CAPTURED_AT = 3
-"""Steps before Transformer Engine's graphs are made, as Megatron's own loop warms up."""
+"""Steps before Transformer Engine's graphs are made, as in Megatron's own loop."""
 MODULES = (
     "megatron.core.parallel_state",
     "megatron.core.num_microbatches_calculator",
@@ -65,7 +65,7 @@ _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "layernorm_mlp.fc1_": ("mlp.linear_fc1.", ("weight", "bias")),
     "layernorm_mlp.fc2_": ("mlp.linear_fc2.", ("weight", "bias")),
 }
-"""Ours and Megatron's beginning of a name, and what follows either."""
+"""Prefixes of a name, ours and Megatron's, and what follows them."""
 _OF_LAYER = {our + part: other + part for our, (other, parts) in _PAIRS.items() for part in parts}
 _OF_ENDS: Mapping[str, str] = {
     "embedding.weight": "embedding.word_embeddings.weight",
@@ -88,7 +88,7 @@ def theirs(name: str, first_layer: int) -> str:
     'decoder.layers.0.mlp.linear_fc1.weight'
 
     Raises:
-        KeyError: There is no such parameter.
+        KeyError: The parameter is unknown.
     """
     found = _LAYER.fullmatch(name)
     if found is None:
@@ -101,7 +101,7 @@ def library() -> SimpleNamespace:
     Megatron-core's modules, by the last part of their names.
 
     Raises:
-        UnusableError: It is not installed, or lacks one.
+        UnusableError: Megatron-core or one of its modules is missing.
     """
     import importlib
 
@@ -117,7 +117,7 @@ def library() -> SimpleNamespace:
 
 
 def delayed() -> dict[str, str]:
-    """What Megatron says to a dense model whose weight gradients are to be delayed."""
+    """Megatron's answer to a dense model with delayed weight gradients."""
     lib = library()
     try:
         lib.transformer_config.TransformerConfig(
@@ -206,7 +206,7 @@ class MegatronSide:
         self.losses: list[dict[str, Tensor]] = []
 
     def _ours(self, member: Member) -> dict[int, dict[str, Tensor]]:
-        """Parameters of ours of this rank by stage, by the model's names; the stages are gone."""
+        """This rank's parameters by stage, by the model's names; the stages are freed."""
         from ...backends.te.domain import reset_process
 
         stages = self.job.stages(self.indices, member.device, "transformer-engine", loss=False)
@@ -271,9 +271,9 @@ class MegatronSide:
         """
         Chunks under Megatron's DistributedDataParallel, made on a stream of its own.
 
-        It keeps autograd's node of each parameter, and a node keeps the stream that it was made on:
-        with the default one every backward in a capture ends in an error. Megatron's own loop does
-        the same.
+        It keeps autograd's node of each parameter, and a node keeps the stream on which it was
+        made. On the default stream every backward in a capture fails. Megatron's own loop uses
+        another stream too.
         """
         distributed = self.lib.distributed
         settings = distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
@@ -331,7 +331,7 @@ class MegatronSide:
             parameter.grad = None
 
     def capture(self) -> float:
-        """Make Transformer Engine's graphs, where the mode is that; seconds of the host."""
+        """Make Transformer Engine's graphs in that mode; return the host's seconds."""
         if self.mode != "transformer_engine":
             return 0.0
         began = time.perf_counter()
@@ -342,7 +342,7 @@ class MegatronSide:
         return time.perf_counter() - began
 
     def loss(self) -> float:
-        """The loss of the last step, where this rank has it."""
+        """The loss of the last step; 0 on ranks without the last stage."""
         if not isinstance(self.losses, list) or not self.losses:
             return 0.0
         return float(sum(float(one["loss"]) for one in self.losses)) / self.job.microbatches

@@ -1,8 +1,8 @@
 """
 This runtime as columns: eager, or captured with one of the gradient destinations.
 
-The only module of the benchmark that knows the runtime. On a CPU the same columns run over the
-reference backend, so that everything here except capture is exercised without a device.
+On a CPU the same columns run over the reference backend, so that everything but capture can be
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .unguarded import UnguardedActions, silence
 
 
 class Actions(Protocol):
-    """What the step loop calls; the runtime's guarded actions, or the same without guards."""
+    """The actions that the step loop calls: the runtime's, with or without guards."""
 
     def refresh(self, stage: int) -> None:
         """Refresh a stage's weight cache."""
@@ -72,10 +72,10 @@ class Ours:
         destination: Where dW writes.
         provisioning: How slots are counted.
         captured: Replay graphs.
-        guards: Ask the kernel; False exists for the benchmark alone.
+        guards: Run the guards; False exists for this benchmark only.
         counts: When what the device counts is compared; None counts nothing.
         two_streams: Call from a stream of the caller's own, so that every action crosses to the
-            graph stream and back by events, instead of from the graph stream itself.
+            graph stream and back by events.
     """
 
     cell: BenchCell
@@ -105,7 +105,7 @@ class Ours:
             self.before = {after: stage for stage, after in self.after.items()}
         spec = self.stages[0].inputs[0]
         torch.manual_seed(1)
-        # Stages of a longer pipeline receive into the same memory again and again.
+        # Stages of a longer pipeline receive into the same memory in every microbatch.
         for _ in range(self.cell.microbatches if self.cell.chained else 1):
             self.x.append(torch.randn(spec.shape, device=spec.device, dtype=spec.dtype))
             self.dy.append(torch.randn(spec.shape, device=spec.device, dtype=spec.dtype) * 0.01)
@@ -222,7 +222,7 @@ class Ours:
         return times_of(self, synchronize, steps)
 
     def facts(self) -> Mapping[str, Any]:
-        """Resources that are reserved, and what a step asks for."""
+        """Reserved resources, and the number of guarded actions."""
         memories = self.runtime.memories.values()
         report = getattr(self.runtime.executor, "report", None)
         return {
@@ -256,7 +256,7 @@ def captured(
     two_streams: bool = False,
     counts: Counts | None = None,
 ) -> Ours:
-    """Captured; eager where there is no device to capture on."""
+    """Captured on a GPU, eager on a CPU."""
     return Ours(
         cell,
         settings,

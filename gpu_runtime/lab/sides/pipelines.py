@@ -27,7 +27,7 @@ from ...runtime import Mode, RuntimeConfig
 from ...step.graphs import GraphExecutor
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
-from ..comparisons.ranks import held_by
+from ..comparisons.ranks import live_tensors
 from .columns import Side
 from .torch_pipeline import Batch, NativePipeline
 
@@ -153,7 +153,7 @@ class NativeSide:
     def state(self) -> dict[str, Tensor]:
         """Everything that training moves."""
         self.member.synchronize()
-        return held_by(self.stages, self.optimizer)
+        return live_tensors(self.stages, self.optimizer)
 
     def facts(self) -> dict[str, Any]:
         """Native has no graphs and no slots."""
@@ -211,7 +211,7 @@ class ReplaySide:
     def state(self) -> dict[str, Tensor]:
         """Everything that training moves."""
         self.worker.runtime.handoff.synchronize()
-        return held_by(self.stages, self.optimizer)
+        return live_tensors(self.stages, self.optimizer)
 
     def facts(self) -> dict[str, Any]:
         """Handoffs and replays of one more step; slots, arena, graphs and their set-up times."""

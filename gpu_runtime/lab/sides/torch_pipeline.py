@@ -1,9 +1,9 @@
 """
 The oracle: torch's own pipeline over native full backwards.
 
-`dw_builder` is torch's hook for deferred weight gradients. With one that defers nothing, dI is the
-full backward and W is empty, so that the order of F and dI on a rank is the schedule's, as it is
-in the guarded pipeline. This side knows nothing of slots, tapes, guards or our messages.
+`dw_builder` is torch's hook for deferred weight gradients. Here it defers nothing: dI is the full
+backward and W is empty, so that F and dI of a rank run in the schedule's order, as in the guarded
+pipeline. This side has no slots, tapes, guards or messages of ours.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Forward(torch.nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage; it writes down what flows, and where full backwards put their gradients."""
+    """torch's stage; it records what flows, and directs where full backwards put gradients."""
 
     def __init__(self, owner: NativePipeline, stage: StageBackend, **options: Any) -> None:
         super().__init__(_Forward(stage), stage.index, dw_builder=self._deferred, **options)
@@ -110,8 +110,8 @@ class NativePipeline:
         rule: Where the guarded side's dW writes.
         dtype: Type of accumulated gradients.
         recording: Where to record, or None.
-        reduce: What is done to the gradients of all stages before the update; it returns what the
-            update multiplies them by, or None.
+        reduce: Called with the gradients of all stages before the update; returns the factor of the
+            update, or None.
         optimizer: Makes the optimizer over the stages.
     """
 
@@ -173,7 +173,7 @@ class NativePipeline:
 
     @property
     def losses(self) -> list[list[float]]:
-        """Of every step that was taken, as `losses_of`."""
+        """The losses of every step so far, as `losses_of` gives them."""
         return [self.losses_of(step) for step in sorted(self._losses)]
 
     def losses_of(self, step: int) -> list[float]:
@@ -183,7 +183,7 @@ class NativePipeline:
     def note(
         self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor | None]
     ) -> None:
-        """Record what an action gave, and the state that it left."""
+        """Record an action's output and the state after it."""
         if self.recording is None:
             return
         where = f"step {self.number} {stage.stage_index}{action}"
@@ -203,7 +203,7 @@ class NativePipeline:
         if any(p.is_last for p in self.piped):
             options = {"target": target, "losses": losses}
         self.schedule.step(*inputs, **options, return_outputs=False)
-        # Read when somebody asks: a step does not wait for its losses.
+        # Read on demand: a step does not wait for its losses.
         self._losses[self.number] = [loss.detach() for loss in losses]
         gradients = {p.stage_index: self._gradients(p) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)

@@ -1,10 +1,9 @@
 """
-The runtime's actions with nobody asked: what guards cost is the difference.
+The runtime's actions without guards: the difference is the cost of the guards.
 
-Everything physical is what `qeffect.gpu_runtime.step.actions` does: the handoff to the graph
-stream and back, the copies into static buffers, the replay. Left out are the kernel, the comparison
-of destinations with their descriptors and the check of baked addresses. It exists for the benchmark
-alone.
+The physical work is that of `qeffect.gpu_runtime.step.actions`: the handoff to the graph stream and
+back, the copies into static buffers, the replay. The kernel, the comparison of destinations with
+their descriptors and the check of baked addresses are left out. Only the benchmark uses it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """
-What follows from trials of the complete step: the paper's tables, ours beside theirs, and goals.
+The paper's tables of the complete step from trials: ours beside the paper's, and goals.
 
-A trial is one start of all ranks; its time of a step is the median of its rounds. Ratios are taken
-within a trial, then their median over the trials is given; only two and four ranks, which no trial
-has both, are compared by medians over trials. The first three trials of a model on its ranks are
-the paper's initial set, the others its replication, and times, speedups and break-even of the two
-are never pooled where both are shown. Memory is the most of all trials.
+A trial is one start of all ranks; its step time is the median of its rounds. Ratios are taken
+within a trial, and their median over the trials is given. Two and four ranks are in no common
+trial, so they are compared by medians over trials. The first three trials of a model on its ranks
+are the paper's initial set, the others its replication; where both sets are shown, their times,
+speedups and break-even steps are never pooled. Memory is the maximum over all trials.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ INITIAL = 3
 """Trials of the first set."""
 
 KEY = ("cell", "microbatches", "model", "pp", "vpp", "schedule", "side")
-"""What makes two rows of two trials the same measurement."""
+"""Rows of two trials that agree in these fields are the same measurement."""
 
 
 class _Pair(NamedTuple):
     """
-    A row, and others of its trial: native, eager of the same schedule, copied; and which trial.
+    A row with the native, eager and copied rows of its trial, and the trial's number.
 
-    Trials are counted by model and ranks, so that a row that failed in one is not another's.
+    Trials are counted by model and ranks, so that a failed row does not shift the count.
     """
 
     own: Raw
@@ -45,8 +45,7 @@ def break_even_steps(own: Raw, native: Raw) -> float | None:
     """
     Steps after which a row has caught up with native, set-up and first step included.
 
-    The first step counts as one, so that a row that is never behind has 1; None where it never
-    catches up.
+    1 for a row that is never behind; None for a row that never catches up.
 
     Args:
         own: A row: `construction_s`, `first_step_s`, and `step_ms` of its rounds.
@@ -60,7 +59,7 @@ def break_even_steps(own: Raw, native: Raw) -> float | None:
 
 
 def setup_s(row: Raw) -> float:
-    """Seconds until the first step is done, capture included, on the slowest rank."""
+    """Seconds until the end of the first step, capture included, on the slowest rank."""
     return float(row["construction_s"] + row["first_step_s"])
 
 
@@ -117,22 +116,22 @@ def _name(row: Raw) -> dict[str, Any]:
 
 
 def _ranks(row: Raw) -> tuple[Any, ...]:
-    """What trials are counted by."""
+    """The fields by which trials are counted."""
     return row["model"], row["pp"], row["vpp"]
 
 
 def _model(row: Raw) -> tuple[Any, ...]:
-    """What rows of every schedule and side of one cell have in common."""
+    """The fields that rows of all schedules and sides of a cell share."""
     return row["cell"], row["microbatches"], *_ranks(row)
 
 
 def _paired(pairs: Sequence[_Pair]) -> list[tuple[Raw, Raw]]:
-    """Rows with the native one of their trial."""
+    """Rows with the native row of their trial."""
     return [(p.own, p.native) for p in pairs if p.native is not None and p.native is not p.own]
 
 
 def _set(pairs: Sequence[_Pair]) -> dict[str, float | None]:
-    """Time, speedup and break-even of some trials; None where one of them never breaks even."""
+    """Time, speedup and break-even step of a set; the last is None if a trial never breaks even."""
     paired = _paired(pairs)
     even = [break_even_steps(own, native) for own, native in paired]
     reached = [steps for steps in even if steps is not None]
@@ -180,7 +179,7 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
             if "capture_s" in p.own["facts"][0]
         ),
         "built_bytes": max(_most(p.own, "built") for p in pairs),
-        # What the allocator holds more of than for eager calls, when both are made.
+        # Reserved bytes beyond those of eager calls of the same schedule.
         "captured_bytes": largest(
             max(_differences(p.own, p.eager, "reserved"))
             for p in pairs
@@ -279,7 +278,7 @@ _FIVE = {
     "one launch": ("one launch", "il"),
     "one launch, zbv": ("one launch", "zbv"),
 }
-"""Side and schedule of each configuration: the paper's five, and ours that it does not have."""
+"""Side and schedule of each configuration: the paper's five, and three of ours."""
 
 
 def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
@@ -350,7 +349,7 @@ def _resources(rows: Sequence[Raw]) -> list[dict[str, Any]]:
 
 
 def _right(rows: Iterable[Raw]) -> list[Raw]:
-    """Those whose tensors do not differ from the reference's; what was not compared is one."""
+    """Rows without a differing tensor; a row that was not compared counts as right."""
     return [row for row in rows if not row.get("different")]
 
 
@@ -363,7 +362,7 @@ def _guarded(rows: Sequence[Raw], **wanted: Any) -> list[Raw]:
 
 
 def _weak(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """One layer a stage over two and over four ranks: what is left of a rank's rate."""
+    """Weak scaling: a rank's rate over four ranks, relative to two, one layer a stage."""
     found = []
     layers = _of(rows, model="layers", vpp=2)
     for cell in dict.fromkeys(row["cell"] for row in layers):
@@ -440,11 +439,11 @@ _GOALS: tuple[tuple[str, str, float, str], ...] = (
     ("rate of four ranks over two", "at least", 0.92, paper.LARGE),
     ("efficiency of four ranks", "at least", 0.85, paper.LARGE),
 )
-"""What is measured, the bound, the goal, the cell."""
+"""Quantity, bound, goal and cell."""
 
 
 def _targets(found: Raw) -> list[dict[str, Any]]:
-    """Every goal that was measured, met or missed, with what was measured."""
+    """Every goal with a measurement, met or missed."""
     best: dict[str, Callable[[str], Iterable[tuple[str, float | None]]]] = {
         "native / this": lambda cell: _language(found, cell, "native_over_this", max),
         "over the busiest rank's kernels": lambda cell: _language(found, cell, "over_busiest", min),
@@ -471,7 +470,7 @@ def _targets(found: Raw) -> list[dict[str, Any]]:
 def _language(
     found: Raw, cell: str, what: str, choose: Callable[..., Raw]
 ) -> list[tuple[str, float | None]]:
-    """The best of the guarded sides of the language model over two ranks; a wrong one is none."""
+    """The best guarded side of the language model over two ranks; wrong sides do not count."""
     own = [
         row
         for row in _right(_guarded(found["rows"], cell=cell, model="language", pp=2, vpp=2))

@@ -1,13 +1,12 @@
 """
-What follows from training runs side by side: the same bits, non-inferiority, time to a loss.
+Figures of training runs side by side: the same bits, non-inferiority, time to a loss.
 
-Two runs are of one order where schedule, seed and head are the same: native and guarded then have
-to have the same losses. Where the order is another, so are the scales of FP8, and runs are compared
-by held-out perplexity over seeds. The paper's criterion is a margin of 5 %: perplexity no more than
-1.05 times the other's, beside the variation from run to run. Both are given: the ratio of geometric
-means, and, where there are two seeds or more, the end of its one-sided 95 % interval, from the
-differences of the logarithms of runs of one seed (Student's t); and how far the seeds of one side
-lie apart.
+Two runs have one order if schedule, seed and head agree; native and guarded runs of one order must
+have the same losses. Another order means other FP8 scales, so such runs are compared by held-out
+perplexity over seeds. The paper's criterion is a margin of 5 %: perplexity at most 1.05 times the
+other's, beside the variation between runs. Reported are the ratio of geometric means; with two or
+more seeds, the upper end of its one-sided 95 % interval, from the differences of logarithms of runs
+of the same seed (Student's t); and the spread over the seeds of each side.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ __all__ = [
 ]
 
 MARGIN = 1.05
-"""How much higher a perplexity may be and count as no worse."""
+"""The largest ratio of perplexities that counts as no worse."""
 BASE = "il"
-"""The schedule that others are compared with."""
+"""The schedule with which others are compared."""
 _LEVEL = 0.95
 _ENDS = 10
-"""Steps of the mean at either end of a run, and of the one that tells when a loss is reached."""
+"""Steps per mean: at either end of a run, and for deciding when a loss is reached."""
 
 
 def derive_curves(raw: Raw) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def derive_curves(raw: Raw) -> dict[str, Any]:
 
 
 def name(run: Raw) -> str:
-    """A run in a word."""
+    """The name of a run."""
     return f"{run['side']}:{run['schedule']}:{run['seed']}:{run['head']}"
 
 
@@ -85,7 +84,7 @@ def _run(run: Raw) -> dict[str, Any]:
 
 
 def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
-    """Of each order that both sides ran: what differs, over the steps that both have."""
+    """For each order that both sides ran: what differs, over their common steps."""
     for ours, theirs in _beside_native(runs):
         if ours["schedule"] != theirs["schedule"]:
             continue
@@ -151,7 +150,7 @@ def _non_inferiority(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 
 def _judged(pairs: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Held-out losses of a schedule and of its base, a pair a seed; the logs of perplexities."""
+    """Judge pairs of held-out losses by seed: a schedule's, and its base's."""
     known = [(own, base) for own, base in pairs if own is not None and base is not None]
     if len(known) < len(pairs):
         nothing = dict.fromkeys(("perplexities", "ratio", "upper", "spread", "spread_against"))
@@ -220,7 +219,7 @@ def _below(t: float, freedom: int) -> float:
 
 
 def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
-    """Native and guarded runs of one seed and head: when each comes to the same losses."""
+    """Native and guarded runs of one seed and head: when each reaches the same losses."""
     for ours, theirs in _beside_native(runs):
         both = ours, theirs
         means = [smoothed(run["losses"]) for run in both]
@@ -248,7 +247,7 @@ def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 def smoothed(losses: Sequence[float | None]) -> dict[int, float]:
     """
-    By the number of steps done: the mean of the last ten losses; where one is not finite, none.
+    The mean of the last ten losses by steps done, where all ten are finite.
 
     >>> smoothed([3.0] * 10 + [2.0])
     {10: 3.0, 11: 2.9}
@@ -258,7 +257,7 @@ def smoothed(losses: Sequence[float | None]) -> dict[int, float]:
 
 
 def _levels(means: Sequence[Mapping[int, float]]) -> list[float]:
-    """Whole numbers from the higher start down, and the lowest tenth to which all come."""
+    """Whole numbers below the higher start, and the lowest tenth that all runs reach."""
     top = max(next(iter(mean.values())) for mean in means)
     least = math.ceil(max(min(mean.values()) for mean in means) * 10) / 10
     whole = [float(n) for n in range(math.floor(top), math.floor(least), -1)]
@@ -269,10 +268,10 @@ def reached(
     clock: Sequence[Sequence[float]], mean: Mapping[int, float], level: float
 ) -> float | None:
     """
-    Seconds of training until a smoothed loss is no higher than a level; None where it never is.
+    Seconds of training until the smoothed loss is at most a level; None if it never is.
 
     Args:
-        clock: The end of each block: steps done, and seconds; steps of a block are taken for even.
+        clock: The end of each block: steps done, and seconds; steps within a block count evenly.
         mean: As `smoothed` gives it.
         level: The loss.
 
@@ -285,7 +284,7 @@ def reached(
 
 def seconds_at(clock: Sequence[Sequence[float]], step: int) -> float:
     """
-    Seconds of training until so many steps were done, within the clock's.
+    Seconds of training until a number of steps is done, within the clock's range.
 
     >>> seconds_at([[10, 1.0], [20, 3.0]], 15)
     2.0

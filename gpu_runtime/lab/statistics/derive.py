@@ -1,14 +1,14 @@
 """
-What follows from a report's raw numbers: medians, ratios, floors, break-even, memory above native.
+Derived figures of the step tables: medians, ratios, floors, break-even, memory above native.
 
-Nothing here measures, so a reader can compute it again from the report, and a test does. Ratios are
-taken round by round between columns that ran in the same round, then their median is given: drift
+Nothing here measures: a reader can compute the figures again from a report, and a test does. Ratios
+are taken round by round between columns of the same round, and their median is given, so that drift
 of the clocks cancels.
 
-A ratio that speaks of a bound names its reference. A floor is the least kernel time of the
-library's own columns that form the same sum: no column of this runtime sets it, and columns that
-keep every microbatch's gradient apart (`copied`, `per_microbatch`) have none, because no library
-column forms that sum. They are held against their own kernels, which says what launching costs.
+A ratio to a bound names its reference. A floor is the least kernel time of the library's own
+columns that form the same sum; no column of this runtime sets it. Columns that keep each
+microbatch's gradient apart (`copied`, `per_microbatch`) have no floor, because no library column
+forms that sum. They are compared with their own kernels, which shows the cost of launching.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .summary import Raw, extremes, rounded, spread
 from .traces import device_copies, matrix_copies
 
 LIBRARY = ("native", "te_graphs", "whole_step")
-"""Families of columns that are the library's, not this runtime's."""
+"""Families of the library's columns."""
 
 APART = ("copied", "per_microbatch")
 """Destinations that keep every microbatch's gradient, and sum them at the end of the step."""
@@ -69,7 +69,7 @@ def kernel_ms(column: Raw) -> float | None:
 
 
 def summed_like(column: Raw) -> str | None:
-    """The library's rule that a column sums gradients by, kernel for kernel; None for no rule."""
+    """The library's rule by which a column sums gradients, kernel for kernel; None without one."""
     return None if column["options"].get("destination") in APART else str(column["rule"])
 
 
@@ -112,8 +112,9 @@ def memory_bytes(column: Raw) -> dict[str, int] | None:
     """
     Peaks as the allocator and the driver saw them.
 
-    The driver's is what the device held more than before this column was built. Between two looks
-    it can have been higher only by memory that the allocator has given back since, which is added.
+    The driver's peak is the rise of device memory since before the column was built. Between two
+    readings it can have been higher only by memory that the allocator has since returned, which is
+    added.
     """
     memory = column["memory"]
     if memory is None or memory["allocated_peak"] is None:
@@ -130,7 +131,7 @@ def memory_bytes(column: Raw) -> dict[str, int] | None:
 
 
 def above(column: Raw, native: Raw) -> dict[str, int] | None:
-    """Peak memory above native's, by who says so, and the largest of these."""
+    """Peak memory above native's in bytes, by source, and the largest of these."""
     own, base = memory_bytes(column), memory_bytes(native)
     if own is None or base is None:
         return None
@@ -139,7 +140,7 @@ def above(column: Raw, native: Raw) -> dict[str, int] | None:
 
 
 def growth_bytes(column: Raw) -> dict[str, int] | None:
-    """How much more is allocated and reserved after many steps than after a few."""
+    """The growth of allocated and reserved memory between a few steps and many."""
     growth = column["growth"]
     if growth is None or growth["allocated_after"] is None:
         return None
@@ -199,7 +200,7 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
         else None
     )
     found["guards"] = derive_guards(columns)
-    # Reports from before the device counted have no such column.
+    # Older reports have no column whose steps the device counts.
     for name in ("device_counts", "late_counts"):
         if {"ours_accumulate", f"ours_{name}"} <= columns.keys():
             counted, plain = columns[f"ours_{name}"], columns["ours_accumulate"]
@@ -208,7 +209,7 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
                 "host_ms_on": spread(host_ms(counted)),
                 "host_ms_off": spread(host_ms(plain)),
             }
-    # Reports from before actions were timed one by one have no such numbers.
+    # Older reports did not time single actions.
     if host := derive_host(columns):
         found["host"] = host
     return found
@@ -216,11 +217,11 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
 
 def construction(column: Raw) -> dict[str, float | None]:
     """
-    What making a column costs before its first step, and what of it is warm-up and capture.
+    Seconds of building a column before its first step, and of warm-up and capture within them.
 
-    Construction is everything that this column alone needs: for this runtime slots, destinations,
-    the contract, compiled sums, warm-up and capture. The other two are host times of its parts,
-    which only this runtime's captured columns know.
+    Construction is all that only this column needs: for this runtime slots, destinations, the
+    contract, compiled sums, warm-up and capture. Warm-up and capture are host times, which only
+    this runtime's captured columns report.
     """
     facts = column["facts"]
     return {
@@ -232,10 +233,10 @@ def construction(column: Raw) -> dict[str, float | None]:
 
 def behind(column: Raw, native: Raw) -> dict[str, float | None]:
     """
-    How far a column's step is behind native's, and what of that its copies between buffers are.
+    How far a column's step is behind native's, and the share of its copies between buffers.
 
-    Device-to-device copies are the profiler's, as is the time of kernels; both are taken at the
-    load of the profiled steps, not of the timed ones.
+    Copies are device-to-device copies of the profiled steps, whose load differs from that of the
+    timed steps.
     """
     gap = statistics.median(rounds_ms(column)) - statistics.median(rounds_ms(native))
     if column["trace"] is None or native["trace"] is None:
@@ -250,11 +251,11 @@ def behind(column: Raw, native: Raw) -> dict[str, float | None]:
 
 def beyond_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
     """
-    How far a column's step is beyond its floor, and what that is made of, in milliseconds.
+    How far a column's step exceeds its floor, by cause, in milliseconds.
 
-    Its own kernels beyond the floor's, of which some are copies between buffers, and what the step
-    takes beyond its own kernels. Kernels were profiled at another load than steps were timed at, so
-    the same kernels can differ; on two streams they overlap.
+    The causes are the column's own kernels beyond the floor's, some of them copies between buffers,
+    and the time of the step beyond its own kernels. Kernels were profiled under another load than
+    steps were timed, so the same kernels can differ; on two streams they overlap.
 
     Args:
         column: The column.
@@ -275,7 +276,7 @@ def beyond_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
 
 
 def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
-    """What asking the kernel costs: the same captured step with guards on and off."""
+    """The cost of the guards: the same captured step with guards on and off."""
     if not {"ours_accumulate", "ours_unguarded"} <= columns.keys():
         return None
     on, off = columns["ours_accumulate"], columns["ours_unguarded"]
@@ -350,9 +351,9 @@ def derive_sweep(raw: Raw) -> dict[str, Any]:
 
 def rank_peak(order: str) -> int:
     """
-    The most tapes that are live at once in a rank, all stages together, from F to dW.
+    The largest number of tapes live at once in a rank, over all stages, from F to dW.
 
-    Slots belong to a stage, so a rank needs the sum of its stages' peaks, which can be more.
+    Slots belong to stages, so a rank needs the sum of its stages' peaks, which can be larger.
 
     >>> rank_peak("0F0 0I0 0W0 1F0 1I0 1W0")
     1

@@ -38,12 +38,11 @@ def derive_streams(raw: Raw) -> dict[str, Any]:
 
 def derive_compare(raw: Raw) -> dict[str, Any]:
     """
-    Totals of bit comparisons, by category and by what was compared with what.
+    Totals of bit comparisons, by category and by reference.
 
-    `native_against_ours` is what the evidence rests on. `native_again` is the control: the library
-    against itself in another process. `eager_against_ours` is where the library cannot form the
-    sum, so that split eager is the reference. `requirements` are counts of a guarded run that must
-    be zero and have no counterpart on the native side.
+    `native_against_ours` is the evidence. `native_again` is the control: the library against itself
+    in another process. `eager_against_ours` has the orders whose sum the library cannot form, with
+    split eager as the reference. `requirements` are counts of a guarded run that must be zero.
     """
     categories: dict[str, dict[str, int]] = {}
     by_reference: dict[str, dict[str, int]] = {
@@ -79,7 +78,7 @@ def _compared_as(run: Raw) -> str:
 
 
 def derive_pools(raw: Raw) -> dict[str, Any]:
-    """What each discipline of capture memory did in each order, and what must not be."""
+    """Results of each discipline of capture memory in each order, and problems."""
     orders = []
     problems: list[str] = []
     for order in dict.fromkeys(run["order"] for run in raw["runs"]):
@@ -124,7 +123,7 @@ def _pool_problems(name: str, total: Raw) -> Iterable[str]:
 
 
 def derive_probes(raw: Raw) -> dict[str, Any]:
-    """What each probe found, in a sentence: nothing is judged."""
+    """What each probe found, in a sentence, without a verdict."""
     probes = []
     for run in raw["attention"]:
         attention = "fused attention" if run["fused_attention"] else "NVTE_FUSED_ATTN=0"
@@ -151,7 +150,7 @@ def derive_probes(raw: Raw) -> dict[str, Any]:
             f"{looked['median_us']:.1f} µs for {looked['addresses']} addresses of a stage"
         )
         probes.append({"what": "a look at every baked address", "found": found})
-    # Reports from before interleaved stages were looked at have none.
+    # Older reports have no probe of interleaved stages.
     for side in raw.get("interleaved", ()):
         found = side["error"] or f"{side['different']} of {side['compared']} values differ"
         if side["first"] is not None:

@@ -1,8 +1,7 @@
 """
 The goals of the speed and memory tables, and each measured number beside its goal.
 
-A goal that was missed is listed like one that was met: the reason belongs in `reports/README.md`,
-the number here.
+Missed goals are listed like met ones; `reports/README.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class Goal:
 
     Args:
         name: What is measured, in words.
-        bound: Whether the number must be at most or at least the goal's.
+        bound: `at most` or `at least`.
         value: The goal.
-        cells: Positions in `bench.cells.CELLS` that it speaks of.
-        columns: Columns that it speaks of; one entry each.
-        read: The number in a column's derived entry, or in the cell's.
+        cells: Names of the cells with this goal.
+        columns: Names of the columns with this goal.
+        read: Reads the number from a cell's derived figures, for a column.
     """
 
     name: str
@@ -44,9 +43,9 @@ class Goal:
 
     def judge(self, cell: Mapping[str, Any], column: str) -> dict[str, Any] | None:
         """
-        The measured number beside the goal; None where it was not measured.
+        The measured number beside the goal; None without a measurement.
 
-        A column that never breaks even has no number and has missed the goal.
+        A column that never breaks even has missed the goal; its number is None.
         """
         measured = self.read(cell, column)
         if measured is None:
@@ -63,7 +62,7 @@ def _entry(*path: str) -> Callable[[Mapping[str, Any], str], float | None]:
 
 
 def _number(value: Any, path: Sequence[str]) -> float | None:
-    """What stands at a path; None where the path ends before."""
+    """The number at a path; None if the path ends early."""
     for key in path:
         if value is None:
             return None
@@ -72,7 +71,7 @@ def _number(value: Any, path: Sequence[str]) -> float | None:
 
 
 def _host_us(cell: Mapping[str, Any], column: str) -> float | None:
-    # Reports from before actions were timed one by one have no such numbers.
+    # Older reports did not time single actions.
     host = cell.get("host", {}).get(column)
     over = None if host is None else host["of_an_action_us"]
     return None if over is None else float(over["median"])
@@ -203,11 +202,11 @@ GOALS: tuple[Goal, ...] = (
         _entry("matrix_copies", "per_step"),
     ),
 )
-"""Every goal that a step-table report can speak of."""
+"""The goals of a step-table report."""
 
 
 def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every goal that was measured, with its number."""
+    """Every goal with a measurement."""
     by_name = {cell["cell"]: cell for cell in cells}
     found = (
         goal.judge(by_name[name], column)
@@ -221,10 +220,10 @@ def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Live-slot provisioning must be flat where the live tapes are flat.
+    With live slots, resources must not grow with microbatches while the live tapes do not.
 
-    Graphs and arena bytes must be equal; peak memory may not rise with the number of microbatches
-    by more than a granule of the allocator.
+    Graphs and arena bytes must be equal; peak memory may rise by at most a granule of the
+    allocator (2 MiB).
     """
     granule = 2 * 1024 * 1024
     found: list[dict[str, Any]] = []

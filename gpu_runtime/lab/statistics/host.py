@@ -1,14 +1,13 @@
 """
-What follows from the host times of single actions: each over its bare replay, and a mean of all.
+Host times of single actions: each beyond its bare replay, and the mean over all.
 
-All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh together with
-the calls around it that only ask (bind, read and finish): their time is divided among the actions
-of the step, as a runtime that asks less would be charged less.
+All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh. The calls
+between actions (bind, read and finish) are divided among the actions of the step.
 
-The same time is split into parts: what each of those that an action calls took, in steps in which
-nothing else was timed inside. The launch is taken off the executor's part; what no part explains is
-the action's own code. Parts are medians of single calls, and medians do not add up to the median of
-whole steps: the difference is a part by name, the rest.
+The same time is split into parts, each timed in steps in which no other part was timed. The launch
+is subtracted from the executor's part; time that no part explains is the action's own code. Parts
+are medians of single calls, which do not add up to the median of whole steps: the difference is
+listed as the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ GOAL_US = 12.0
 
 
 def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
-    """Each column whose actions were timed one by one; empty where none was."""
+    """The columns whose actions were timed one by one; empty without any."""
     return {
         name: derive_column(column["host_actions"])
         for name, column in columns.items()
@@ -34,10 +33,10 @@ def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
 
 def derive_column(raw: Raw) -> dict[str, Any]:
     """
-    Medians of each kind of call, and what an action costs over its bare replay.
+    Medians of each kind of call, and the cost of an action beyond its bare replay.
 
     Args:
-        raw: What `bench.host.host_times` measured.
+        raw: The measurements of `runner.host_times`.
     """
     steps, actions = raw["steps"], raw["actions"]
     kinds = {}
@@ -67,14 +66,14 @@ def derive_column(raw: Raw) -> dict[str, Any]:
 
 
 OWN = "own code"
-"""What is left of an action's median when the median of every part is taken off."""
+"""An action's median minus the medians of all parts."""
 
 REST = "rest"
-"""What the median of whole steps is above the medians of single calls together."""
+"""The median of whole steps minus the summed medians of single calls."""
 
 
 def _parts(raw: Raw) -> dict[str, float]:
-    """Microseconds of each part of a mean action over its bare replay; together its medians."""
+    """Microseconds of each part of a mean action beyond its bare replay."""
     steps, actions = raw["steps"], raw["actions"]
 
     def of_an_action(times: Mapping[str, Sequence[int]]) -> float:
@@ -83,7 +82,7 @@ def _parts(raw: Raw) -> dict[str, float]:
 
     parts = {part: of_an_action(times) for part, times in raw["parts_ns"].items()}
     bare = of_an_action(raw["bare_ns"])
-    # The executor's time contains the look at addresses, and the launch.
+    # The executor's time includes the address check and the launch.
     parts["executor"] -= parts["addresses"] + bare
     parts[OWN] = of_an_action(raw["guarded_ns"]) - bare - sum(parts.values())
     return {part: round(us, 3) for part, us in parts.items()}

@@ -1,8 +1,8 @@
 """
-Numbers of the paper (Sections IV and V), as it prints them, for tables that show ours beside them.
+Numbers printed in the paper (Sections IV and V), for tables that show ours beside them.
 
-They were measured on H800 PCIe or RTX 5880 Ada GPUs; nothing is computed from them here but ratios
-within the paper, where it prints none itself. Times are milliseconds of the slowest rank.
+They were measured on H800 PCIe or RTX 5880 Ada GPUs. Only ratios within the paper that it does not
+print are computed from them. Times are milliseconds of the slowest rank.
 """
 
 from __future__ import annotations

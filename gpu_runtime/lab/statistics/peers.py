@@ -1,10 +1,10 @@
 """
-What follows from a run of the peers: speed beside native and Megatron, whose gradients are right.
+Figures of the peers: speed beside native and Megatron, and whose gradients are right.
 
-A finite gradient is not a right one. Each mode's gradients, after steps that leave the weights as
-they are, are compared with those of its own framework without graphs, bit for bit, and with those
-of native. Megatron's mathematics is not bit for bit native's (its head is bf16, its activation is
-rounded before it is quantized), so there the distance is said.
+A finite gradient can still be wrong. After steps that move no weight, each mode's gradients are
+compared bit for bit with those of its own framework without graphs, and with those of native.
+Megatron's arithmetic differs from native's (its head is bf16, its activation is rounded before it
+is quantized), so there the distance is reported.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["FAR", "combined", "derive_peers", "owed", "verdict"]
 
 FAR: Final = 0.25
 """
-Of the norm of native's gradients. Megatron's other rounding and its other head move them by a sixth
-or so (`from_native` in `reports/peers.json`); one microbatch of eight left out or taken twice moves
-them by a third.
+The distance, relative to the norm of native's gradients, above which gradients are wrong.
+Megatron's rounding and head move them by about a sixth (`from_native` in `reports/peers.json`);
+leaving out or repeating one microbatch of eight moves them by a third.
 """
 EAGER = "megatron none"
 GRAPHS = ("megatron transformer_engine", "megatron local", "megatron full_iteration")
 
 _WITHIN = {**dict.fromkeys(GRAPHS, EAGER), "replays": "native", "one launch": "replays"}
-"""Whose bits a mode has to have, under one schedule."""
+"""The side whose bits a mode must have, under the same schedule."""
 
 
 def combined(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def verdict(row: Raw) -> str:
 
 def owed(row: Raw) -> bool:
     """
-    Whether a row of ours has what it owes: the bits of its reference, or, where another schedule
-    may make other scales, gradients that are close.
+    Whether a row of ours is right: the bits of its reference, or, under a schedule with other
+    scales, gradients that are close.
 
     Args:
         row: A derived row of ours or torch's.
@@ -109,7 +109,7 @@ def owed(row: Raw) -> bool:
 
 def derive_peers(raw: Raw) -> dict[str, Any]:
     """
-    Each cell's sides beside native and Megatron, what works at all, and goals.
+    Each cell's sides beside native and Megatron, which modes work, and goals.
 
     Returns:
         `rows`, `capability` and `targets`.
@@ -172,11 +172,11 @@ _PATHS: tuple[tuple[str, str, str, str, str], ...] = (
      "zero mismatches (captured Interleaved and ZB-V)"),
     ("one launch", "a rank's whole step", "split, by the schedule", "ours, one launch", "-"),
 )  # fmt: skip
-"""Side, what a graph holds, how backward runs, the name, what the paper observed."""
+"""Side, content of a graph, how backward runs, name, and the paper's observation."""
 
 
 def _capability(rows: Sequence[Raw], raw: Raw) -> list[dict[str, Any]]:
-    """The paper's capability table, as these runs have it; what was not run has no row."""
+    """The paper's capability table from these runs; a mode that was not run has no row."""
     found = []
     for side, holds, backward, name, theirs in _PATHS:
         own = [row for row in rows if row["side"] == side]
@@ -216,11 +216,11 @@ _GOALS: tuple[tuple[str, str, str, float, str], ...] = (
     ("over the busiest rank's kernels", "over_busiest", "at most", 1.25, paper.SMALL),
     ("over the busiest rank's kernels", "over_busiest", "at most", 1.12, paper.LARGE),
 )
-"""What is measured, where it stands in a row, the bound, the goal, the cell."""
+"""Quantity, its key in a row, bound, goal and cell."""
 
 
 def _targets(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """Goals of the best of our sides; a side whose gradients are wrong is none."""
+    """Goals of the best of our sides; a side with wrong gradients does not count."""
     found = []
     for goal, key, bound, value, cell in _GOALS:
         own = [

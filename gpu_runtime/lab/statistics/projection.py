@@ -1,5 +1,5 @@
 """
-What more ranks than were measured would do: the simulator over what two ranks measured.
+Projections to more ranks than were measured: the simulator over two ranks' times.
 
 Nothing here is a measurement. Times of F, dI, dW, refreshes and updates are those of a report of
 ``qeffect runtime report scale``, one layer a stage; messages are assumptions, stated in `Links`.
@@ -31,15 +31,15 @@ MOST_SLOTS = 16
 @attrs.frozen
 class Links:
     """
-    What messages are taken to cost; assumed, not measured.
+    Assumed costs of messages.
 
     Args:
         ranks_a_host: Consecutive ranks that share a host.
         inside_ms: Latency of a message inside of a host.
-        inside_gb_s: What a link there carries, in GB/s.
+        inside_gb_s: Bandwidth of a link inside a host, in GB/s.
         between_ms: Latency of a message between hosts.
-        between_gb_s: What a link there carries, in GB/s: 25 is 200 Gb/s.
-        slower: What the time of messages between hosts is multiplied by.
+        between_gb_s: Bandwidth of a link between hosts, in GB/s; 25 is 200 Gb/s.
+        slower: Factor of the time of messages between hosts.
     """
 
     ranks_a_host: int = 8
@@ -50,7 +50,7 @@ class Links:
     slower: float = 1.0
 
     def of(self, pp: int, size: int) -> dict[tuple[int, int], float]:
-        """What a message of as many bytes takes between each two neighbours, in milliseconds."""
+        """Milliseconds of a message of `size` bytes between each two neighbours."""
         found = {}
         for a in range(pp):
             for b in {(a + 1) % pp, (a - 1) % pp} - {a}:
@@ -65,16 +65,17 @@ class Links:
 @attrs.frozen
 class Measured:
     """
-    What a report measured of one cell over two ranks.
+    One cell of a report over two ranks.
 
     Args:
         first: Times of F, I, W and the refresh of the first stage, in milliseconds.
-        inner: Medians of the stages that are neither.
-        last: Those of the last stage, which has the loss.
-        update: A rank's update.
-        replays_host: The host's time for each F, dI or dW of guarded replays, all of a step in it.
-        launch_host: The same of one launch, of a step by itself; back to back it is less.
-        message_bytes: What passes from stage to stage.
+        inner: Medians over the stages between them.
+        last: Times of the last stage, which has the loss.
+        update: Time of a rank's update.
+        replays_host: Host time of guarded replays per F, dI or dW.
+        launch_host: Host time of one launch per F, dI or dW, for a step by itself; back to back it
+            is less.
+        message_bytes: Bytes of an activation between stages.
     """
 
     first: Mapping[str, float]
@@ -87,7 +88,7 @@ class Measured:
 
     @classmethod
     def of(cls, report: Mapping[str, Any], cell: str, schedule: str) -> Measured:
-        """Read from a report of `scale`; its host times are of a step alone."""
+        """Read a report of `scale`; its host times are of single steps."""
         rows = {
             row["side"]: row
             for row in report["raw"]["timed"]
@@ -114,18 +115,19 @@ class Measured:
 @attrs.frozen
 class Projected:
     """
-    One row: a simulated step in milliseconds, and what it is made of.
+    One row: a simulated step and its parts, in milliseconds.
 
     Args:
         pp: Ranks.
         microbatches: Microbatches.
-        free: The step with messages for nothing.
-        step: With messages as they are assumed.
-        slow: With messages between hosts ten times slower.
+        free: The step with messages that take no time.
+        step: The step with the assumed messages.
+        slow: The step with messages between hosts ten times slower.
         bubble: Idle share of the step with messages, over all ranks.
-        replays: With the host of guarded replays as it was measured in front of each action.
-        launch_host: What the host of one launch takes for as many actions.
-        slots: Most slots of a rank; None above `MOST_SLOTS` ranks, where planning takes minutes.
+        replays: The step with the measured host time of guarded replays before each action.
+        launch_host: Host time of one launch with that many actions.
+        slots: Largest number of slots of a rank; None above `MOST_SLOTS` ranks, where planning
+            takes minutes.
     """
 
     pp: int
@@ -149,10 +151,10 @@ def projected(measured: Measured, schedule: str, pp: int, links: Links | None = 
     Simulate a step of more ranks, one layer a stage, `2 * pp` microbatches.
 
     Args:
-        measured: What two ranks measured.
+        measured: The times of two ranks.
         schedule: `il` or `zbv`.
         pp: Ranks.
-        links: What messages are taken to cost.
+        links: Assumed costs of messages.
     """
     links = links or Links()
     count = 2 * pp

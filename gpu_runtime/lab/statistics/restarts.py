@@ -1,5 +1,5 @@
 """
-What follows from runs that stopped and went on: what was compared, and what checkpoints weigh.
+Figures of runs that stopped and resumed: values compared, and bytes of checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["derive_restarts"]
 
 
 def derive_restarts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows of each kind, all values of them together, and the bytes of each checkpoint once."""
+    """Rows by kind, totals of compared values, and the bytes of each checkpoint, once."""
     rows = raw["rows"]
     weighed = {row["saved_under"]: row["bytes"] for row in rows}
     return {

@@ -1,5 +1,5 @@
 """
-What follows from the raw numbers of a pipeline over ranks: totals, medians, ratios and bounds.
+Figures of a pipeline over ranks: totals, medians, ratios and bounds.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from .summary import DIGITS, Raw, busiest_ms, extremes, judged, ratio, rounded, 
 __all__ = ["BOUND_GOALS", "derive_scale"]
 
 BOUND_GOALS: Mapping[str, float] = {SMALL: 1.08, LARGE: 1.04}
-"""By cell: how much longer than its bound a step may take, at most."""
+"""By cell: the largest ratio of a step to its bound."""
 NATIVE_GOALS: Mapping[int, Mapping[str, float]] = {
     2: {SMALL: 12.0, LARGE: 7.3},
     4: {SMALL: 16.0, LARGE: 9.8},
 }
-"""By ranks and cell: how many steps of one launch go into a native one, at least."""
+"""By ranks and cell: the least ratio of a native step to one launch."""
 REPLAYS_GOAL = 1.15
-"""How much longer than one launch replays may take, at most."""
+"""The largest ratio of replays to one launch."""
 HOST_GOAL_MS = 0.3
-"""Host time of one launch, guards included, at most; of a host that is ahead of its device."""
+"""The largest host time of one launch, guards included, while the host is ahead of its device."""
 MEMORY_GOALS_GB: Mapping[str, float] = {SMALL: 0.5, LARGE: 1.0}
-"""By cell: peak memory of replays above native's, at most."""
+"""By cell: the largest peak memory of replays above native's, in GB."""
 
 
 def derive_scale(raw: Raw) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def derive_scale(raw: Raw) -> dict[str, Any]:
 
 
 def _targets(timed: Sequence[Raw], ranks: int) -> list[dict[str, Any]]:
-    """Goals of every schedule; a goal of what was not measured is none."""
+    """Goals of every schedule that have a measurement."""
     found: list[dict[str, Any]] = []
 
     def judge(goal: str, row: Raw, bound: str, value: float | None, measured: float | None) -> None:
@@ -123,13 +123,12 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
 
 def _split(launch: Raw, row: Raw) -> dict[str, float]:
     """
-    What a rank's profiled step takes over its own row as one graph without messages.
+    A rank's profiled step compared with its own row as one graph without messages.
 
     Returns:
-        In milliseconds: `step`, and its four parts: the `row` as it was profiled; what its
-        kernels take more beside messages, with what is in no row (`kernels`); what lies more
-        `between` kernels; what is `awaited` of other ranks. `beside` is how long kernels and
-        messages ran at once.
+        In milliseconds: `step`, and its four parts: the profiled `row`; the extra time of `kernels`
+        beside messages, with kernels of no row; the extra time `between` kernels; the time
+        `awaited` for other ranks. `beside` is the time in which kernels and messages overlap.
     """
     found = {
         "step": launch["step"],

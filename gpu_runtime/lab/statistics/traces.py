@@ -4,7 +4,7 @@ The device's work in a Chrome trace: kernel times, and copies with their sizes.
 The profiler's Chrome trace is read, because it alone carries the bytes of a copy. A matrix-gradient
 copy is a device-to-device copy of exactly the bytes of one unit of deferred work; a graph's copy
 nodes show up like any other. Kernels whose name says that they copy are listed beside them, since a
-copy can also be a kernel, which carries no size.
+copy can also be a kernel, which has no size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _on_device(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
 
 
 def _is_message(event: Mapping[str, Any]) -> bool:
-    """Whether it is NCCL's, which also runs while it waits for the other rank."""
+    """Whether a kernel is NCCL's, which also runs while it waits for the other rank."""
     return "nccl" in str(event["name"]).lower()
 
 
@@ -82,15 +82,15 @@ def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]
 
 def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
     """
-    What a device's streams were busy with, in milliseconds a step.
+    Busy time of a device's streams by kind, in milliseconds per step.
 
     Args:
         events: The events of a Chrome trace.
         steps: How many steps it covers.
 
     Returns:
-        `kernels`, `copies` (fills too) and `messages`: those of NCCL, whose kernels run for as long
-        as they wait for the other rank.
+        `kernels`, `copies` (with fills) and `messages`: NCCL's kernels, which also run while they
+        wait for the other rank.
     """
     found = {"kernels": 0.0, "copies": 0.0, "messages": 0.0}
     for event in _on_device(events):
@@ -103,20 +103,20 @@ def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
 
 def shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
     """
-    How a device spends a step that is one launch: four shares, which are the whole of it.
+    Shares of a device's time in a step that is one launch.
 
     Args:
-        events: The events of a Chrome trace of such steps, one behind the other.
-        launches: How many steps it covers, two at least: the first only says where the second
+        events: The events of a Chrome trace of such steps, back to back.
+        launches: Number of steps in the trace, at least two: the first only marks where the second
             begins.
 
     Returns:
-        Milliseconds a step: `busy`, in which something other than a message runs; `awaited`, in
-        which only messages do; `between`, in which nothing runs; `step`, their sum. `beside` is
-        the part of `busy` in which a message runs too.
+        Milliseconds per step: `busy`, while anything but a message runs; `awaited`, while only
+        messages run; `between`, while nothing runs; `step`, their sum. `beside` is the part of
+        `busy` in which a message runs too.
 
     Raises:
-        RuntimeError: There are fewer launches in the trace.
+        RuntimeError: The trace has fewer launches.
     """
     spans: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
     for event in _on_device(events):
@@ -149,21 +149,21 @@ def shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, floa
 
 
 def device_copies(trace: Mapping[str, Any]) -> float:
-    """Milliseconds that a step of a trace spends in device-to-device copies, of any size."""
+    """Milliseconds per step of device-to-device copies of any size."""
     us = sum(float(c["us"]) for c in trace["copies"] if "DtoD" in c["name"])
     return us / float(trace["steps"]) / 1e3
 
 
 def matrix_copies(trace: Mapping[str, Any], unit_bytes: Iterable[int]) -> dict[str, Any]:
     """
-    The copies of a trace that are copies of matrix gradients.
+    Copies of matrix gradients in a trace.
 
     Args:
         trace: What `summarize` returned.
         unit_bytes: Bytes of the gradient of each unit of deferred work.
 
     Returns:
-        Copies, bytes and microseconds for each step, and copies whose trace has no size.
+        Copies, bytes and microseconds per step, and copies without a size in the trace.
     """
     sizes = set(unit_bytes)
     steps = trace["steps"]

@@ -1,0 +1,248 @@
+"""
+One column in a process of its own, and the same without a process for tests.
+
+The parent says what to do next and waits, so that only one column uses the device at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import attrs
+
+from ..sides.cells import BenchCell
+from ..sides.columns import Column, ColumnSpec, Settings
+from .processes import ChildError, ChildProcess, answer, first_line
+
+HOST_STEPS = 5
+"""Steps at the end of a round whose enqueueing is timed one by one."""
+
+
+@attrs.define(eq=False)
+class ColumnSession:
+    """
+    A column as its process runs it.
+
+    Args:
+        spec: Which column.
+        cell: Over which workload.
+        settings: How.
+    """
+
+    spec: ColumnSpec
+    cell: BenchCell
+    settings: Settings
+    _column: Column | None = attrs.field(default=None, init=False)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the column runs on a CUDA device."""
+        return self.settings.device == "cuda"
+
+    def _synchronize(self) -> None:
+        if self.on_device:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _the_column(self) -> Column:
+        if self._column is None:
+            raise RuntimeError("the column is not built")
+        return self._column
+
+    def prepare(self) -> dict[str, Any]:
+        """Load the libraries of every column's first step, so that they count for no column."""
+        started = time.perf_counter()
+        if self.on_device:
+            import torch
+
+            from ...backends.te.baselines import load_libraries
+
+            load_libraries(self.cell.config)
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            import torch
+
+            # Sums in a product depend on the number of threads.
+            torch.set_num_threads(1)
+        return {"prepare_s": time.perf_counter() - started}
+
+    def build(self) -> dict[str, Any]:
+        """Build the column, warm it up, and run its first steps."""
+        before = self._device_used()
+        started = time.perf_counter()
+        self._column = self.spec.make(self.cell, self.settings)
+        self._column.build()
+        self._synchronize()
+        built = time.perf_counter()
+        self._column.warm()
+        self._synchronize()
+        warm = time.perf_counter()
+        self._column.step()
+        self._synchronize()
+        first = time.perf_counter()
+        for _ in range(self.settings.warm_steps):
+            self._column.step()
+        self._synchronize()
+        return {
+            "build_s": built - started,
+            "warm_s": warm - built,
+            "first_step_s": first - warm,
+            "memory": {
+                "device_before": before,
+                "device_after": self._device_used(),
+                **self.memory(peaks=True),
+            },
+            "facts": dict(self._column.facts()),
+        }
+
+    def turn(self, steps: int, warm_steps: int) -> dict[str, Any]:
+        """Untimed steps, then steps between two synchronizations, then steps timed on the host."""
+        column = self._the_column()
+        for _ in range(warm_steps):
+            column.step()
+        self._synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            column.step()
+        self._synchronize()
+        ended = time.perf_counter()
+        return {
+            "steps": steps,
+            "warm_steps": warm_steps,
+            "wall_s": ended - started,
+            "host_s": [self._host_s() for _ in range(HOST_STEPS)],
+        }
+
+    def _host_s(self) -> float:
+        # With an idle device, so that the host never waits for a full launch queue.
+        started = time.perf_counter()
+        self._the_column().step()
+        enqueued = time.perf_counter()
+        self._synchronize()
+        return enqueued - started
+
+    def trace(self, steps: int) -> dict[str, Any] | None:
+        """Profile some steps; None without a device."""
+        if not self.on_device:
+            return None
+        from .profiler import profile_steps
+
+        found: dict[str, Any] = profile_steps(self._the_column().step, self._synchronize, steps)
+        return found
+
+    def host_actions(self, steps: int) -> dict[str, Any]:
+        """Host time of single actions; empty for other sides. No step may follow."""
+        measure = getattr(self._the_column(), "host_actions", None)
+        return {} if measure is None else dict(measure(steps, self._synchronize))
+
+    def memory(self, *, peaks: bool = False) -> dict[str, int | None]:
+        """The allocator's figures in bytes; None without a device."""
+        if not self.on_device:
+            names = ("allocated", "reserved") + (
+                ("allocated_peak", "reserved_peak") if peaks else ()
+            )
+            return dict.fromkeys(names)
+        import torch
+
+        gc.collect()
+        found: dict[str, int | None] = {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
+        if peaks:
+            found["allocated_peak"] = torch.cuda.max_memory_allocated()
+            found["reserved_peak"] = torch.cuda.max_memory_reserved()
+        return found
+
+    def _device_used(self) -> int | None:
+        if not self.on_device:
+            return None
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def close(self) -> dict[str, Any]:
+        """Close the column."""
+        if self._column is not None:
+            self._column.close()
+            self._column = None
+        return {}
+
+
+class ColumnHandle(Protocol):
+    """A column that is told what to do and asked for the result."""
+
+    def post(self, method: str, **arguments: Any) -> None:
+        """Start one of the session's methods."""
+
+    def collect(self, timeout_s: float) -> dict[str, Any]:
+        """
+        The result of the method that was started.
+
+        Raises:
+            ChildError: It raised, or its process has ended or is out of time.
+        """
+
+    def end(self) -> None:
+        """End the column, whatever it is doing."""
+
+
+class InlineColumn:
+    """A session in this process: for tests, where no library has process-wide state."""
+
+    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
+        self._session = ColumnSession(spec, cell, settings)
+        self._next: tuple[str, dict[str, Any]] | None = None
+
+    def post(self, method: str, **arguments: Any) -> None:
+        """Remember what to run."""
+        self._next = (method, arguments)
+
+    def collect(self, timeout_s: float) -> dict[str, Any]:
+        """Run it."""
+        assert self._next is not None
+        method, arguments = self._next
+        try:
+            result: dict[str, Any] = getattr(self._session, method)(**arguments)
+        except Exception as error:
+            raise ChildError(first_line(error)) from error
+        return result
+
+    def end(self) -> None:
+        """Close the column."""
+        self._session.close()
+
+
+class ColumnProcess:
+    """A session in a fresh process, which dies with this one."""
+
+    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
+        self._process = ChildProcess(_serve, spec, cell, settings)
+
+    def post(self, method: str, **arguments: Any) -> None:
+        """Send the method's name and arguments."""
+        self._process.send((method, arguments))
+
+    def collect(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for the answer."""
+        result: dict[str, Any] = self._process.receive(timeout_s)
+        return result
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.end()
+
+
+def _serve(pipe: Connection, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
+    session = ColumnSession(spec, cell, settings)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+            answer(pipe, getattr(session, method), **arguments)
+        except (EOFError, OSError):
+            return

@@ -1,0 +1,286 @@
+"""
+One training run of a report of loss curves, from its first step to its record.
+
+Steps are timed in blocks of `log_every`; the device is drained at the end of each block. Building
+and capturing, evaluations and the exchange of losses are outside the timed blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from qeffect.report import UnusableError, finite
+from qeffect.text import counted
+
+from ...backends.protocol import parameters
+from ...ranks.job import NAMES
+from ...ranks.world import Member, gathered
+from ...training.assembly import JobData
+from ...training.command import release
+from ...training.config import Checkpointing, Config
+from ...training.config_file import read
+from ...training.model import Language
+from ..comparisons.ranks import tensor_digests
+from ..sides.training import GuardedTraining, NativeTraining, TrainingSide
+
+__all__ = ["RunControl", "RunName", "train_run"]
+
+_SIDES = ("native", "guarded", "launched")
+
+
+@attrs.frozen
+class RunName:
+    """
+    The name of a run: SIDE:SCHEDULE:SEED, or SIDE:SCHEDULE:SEED:HEAD.
+
+    Args:
+        side: `native`, `guarded` or `launched`.
+        schedule: A short name of torch's classes.
+        seed: Added to the seeds of the parameters and of the order of the text.
+        head: `[model] head`; None takes the file's.
+    """
+
+    side: str
+    schedule: str
+    seed: int
+    head: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> RunName:
+        """
+        Read a name.
+
+        Raises:
+            UnusableError: The text is not such a name.
+
+        >>> RunName.of("guarded:zbv:0")
+        RunName(side='guarded', schedule='zbv', seed=0, head=None)
+        """
+        side, schedule, seed, *head = [*text.split(":"), "", ""][: max(3, text.count(":") + 1)]
+        known = side in _SIDES and schedule in NAMES and len(head) <= 1 and all(head)
+        if not known or not (seed.isascii() and seed.isdigit() and len(seed) < 10):
+            raise UnusableError(
+                f"--runs {text}: expected SIDE:SCHEDULE:SEED or SIDE:SCHEDULE:SEED:HEAD, with "
+                f"{', '.join(_SIDES)}, one of {', '.join(NAMES)}, and a whole number"
+            )
+        return cls(side, schedule, int(seed), *head)
+
+    def __str__(self) -> str:
+        parts = (self.side, self.schedule, str(self.seed), self.head)
+        return ":".join(part for part in parts if part is not None)
+
+    def of_file(self, path: Path, device: str | None, steps: int | None) -> Config:
+        """
+        The configuration of this run.
+
+        Raises:
+            UnusableError: The file cannot be used, or has no such head.
+        """
+        config = read(
+            path,
+            model={"head": self.head} if self.head is not None else {},
+            parallel={
+                "schedule": self.schedule,
+                "mode": "one launch" if self.side == "launched" else None,
+            },
+            run={"device": device, "steps": steps},
+        )
+        seed = config.model.seed + self.seed
+        read(path, model={"seed": seed})  # refuses a seed out of range
+        parallel = config.parallel
+        if parallel.mode == "one launch" and self.side != "launched":
+            parallel = attrs.evolve(parallel, mode="replays")
+        return attrs.evolve(
+            config,
+            parallel=parallel,
+            model=attrs.evolve(config.model, seed=seed),
+            data=attrs.evolve(config.data, seed=config.data.seed + self.seed),
+            checkpoint=Checkpointing(),
+        )
+
+
+@attrs.frozen(kw_only=True)
+class RunControl:
+    """
+    What a run obeys, and where it reports its progress.
+
+    Args:
+        windows: Held-out windows per evaluation.
+        over: Whether the command's time limit has passed.
+        note: Shows a line.
+    """
+
+    windows: int
+    over: Callable[[], bool] = lambda: False
+    note: Callable[[str], None] = lambda _: None
+
+
+def train_run(
+    member: Member, named: RunName, config: Config, data: JobData, control: RunControl
+) -> dict[str, Any]:
+    """
+    Train one run from its beginning; every rank calls it.
+
+    The processes may have trained other runs before.
+
+    Returns:
+        Its record, the same on every rank: losses of all its steps, the clock at the end of each
+        block, held-out losses, and its memory.
+
+    Raises:
+        StoppedError: A rank stopped; every rank raises it.
+        BackendError: A stage cannot be built, or a rank was lost during an evaluation.
+    """
+    release(member)
+    held = _memory(member, "memory_reserved")
+    if member.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(member.device)
+    began = time.perf_counter()
+    side: TrainingSide = (NativeTraining if named.side == "native" else GuardedTraining)(
+        member, config, data
+    )
+    member.synchronize()
+    gathered(member, None)
+    build_s = time.perf_counter() - began
+    course = _course(member, named, side, config, data.job, control)
+    own = {
+        "build_s": build_s,
+        "evaluate_s": course.evaluate_s,
+        "peak": _memory(member, "max_memory_reserved"),
+        "held": held,
+        "moved": course.moved,
+        "tensors": len(course.tensors),
+        "state": hashlib.sha256(json.dumps(sorted(course.tensors.items())).encode()).hexdigest(),
+        "parameters": sum(p.numel() for s in side.stages.values() for p in parameters(s).values()),
+    }
+    side.close()
+    del side
+    release(member)
+    ranks = gathered(member, own)
+
+    def most(name: str) -> Any:
+        found = [rank[name] for rank in ranks]
+        return None if None in found else max(found)
+
+    return {
+        "side": named.side,
+        "schedule": named.schedule,
+        "seed": named.seed,
+        "head": config.model.head,
+        "captured": course.captured,
+        "launches": course.launches,
+        "cut": list(data.job.cut),
+        "parameters": sum(rank["parameters"] for rank in ranks) // data.job.dp,
+        "tokens_a_step": data.job.windows_a_step * data.job.config.sequence,
+        "losses": course.losses,
+        "clock": course.clock,
+        "held_out": course.held_out,
+        "moved": sum(rank["moved"] for rank in ranks),
+        "tensors": sum(rank["tensors"] for rank in ranks),
+        "state": [rank["state"] for rank in ranks],
+        "build_s": most("build_s"),
+        "evaluate_s": most("evaluate_s"),
+        "peak_bytes": most("peak"),
+        "held_bytes": most("held"),
+    }
+
+
+@attrs.define
+class _Progress:
+    """What a run has recorded so far."""
+
+    captured: bool
+    launches: int = 0
+    losses: list[float | None] = attrs.field(factory=list)
+    clock: list[list[float]] = attrs.field(factory=list)
+    held_out: list[list[float | None]] = attrs.field(factory=list)
+    evaluate_s: float = 0.0
+    moved: int = 0
+    tensors: dict[str, str] = attrs.field(factory=dict)
+
+
+def _course(
+    member: Member,
+    named: RunName,
+    side: TrainingSide,
+    config: Config,
+    job: Language,
+    control: RunControl,
+) -> _Progress:
+    """Run all steps in blocks, with the evaluations between them."""
+    run, course, first, seconds = config.run, _Progress(side.captured), 0, 0.0
+    for last in _blocks(run.steps, run.log_every, run.evaluate_every):
+        started = time.perf_counter()
+        for step in range(first, last):
+            job.prepare(step, side.optimizer)
+            side.step()
+        side.drain()
+        member.synchronize()
+        own = {
+            "seconds": time.perf_counter() - started,
+            "losses": [side.losses_of(step) for step in range(first, last)],
+            "over": control.over(),
+        }
+        ranks = gathered(member, own)
+        seconds += max(rank["seconds"] for rank in ranks)
+        for n in range(last - first):
+            # The last stage's rank of each replica holds the losses of its microbatches.
+            loss = math.fsum(share for rank in ranks for share in rank["losses"][n])
+            course.losses.append(finite(loss))
+        course.clock.append([last, seconds])
+        course.launches = side.launches
+        over = any(rank["over"] for rank in ranks)
+        ends = over or last == run.steps
+        if ends or (run.evaluate_every and last % run.evaluate_every == 0):
+            _evaluate(side, course, last, control, ends=ends)
+            now, held = course.losses[-1], course.held_out[-1][1]
+            control.note(
+                f"{named}: {counted(last, 'step')} in {seconds:.1f} s, loss {_said(now)}, held out "
+                f"{_said(held)}" + ", ended by --limit-s" * (over and last < run.steps)
+            )
+        if ends:
+            break
+        first = last
+    return course
+
+
+def _blocks(steps: int, every: int, evaluate_every: int) -> list[int]:
+    """The steps at which blocks end: each line of the log, each evaluation, the last step."""
+    ends = {steps, *range(every, steps, every)}
+    if evaluate_every:
+        ends |= {*range(evaluate_every, steps, evaluate_every)}
+    return sorted(ends)
+
+
+def _evaluate(
+    side: TrainingSide, course: _Progress, step: int, control: RunControl, *, ends: bool
+) -> None:
+    """Evaluate; after the last step also digest every tensor, before and after evaluating."""
+    before = tensor_digests(side.stages, side.optimizer) if ends else {}
+    started = time.perf_counter()
+    loss = side.evaluate(control.windows)
+    course.evaluate_s += time.perf_counter() - started
+    course.held_out.append([step, finite(loss)])
+    if ends:
+        course.tensors = tensor_digests(side.stages, side.optimizer)
+        course.moved = sum(course.tensors.get(name) != one for name, one in before.items())
+
+
+def _said(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
+def _memory(member: Member, what: str) -> int | None:
+    """A figure of torch's allocator in bytes; None on a CPU."""
+    if member.device.type != "cuda":
+        return None
+    return int(getattr(torch.cuda, what)(member.device))

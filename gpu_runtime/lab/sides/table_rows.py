@@ -1,0 +1,131 @@
+"""
+The rows of the complete-step tables: which side of which model runs in which cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from ...ranks.job import Job
+from ...step.memory.arena import Rule
+from ..statistics.paper import LARGE, SMALL
+from .language import LAYERS, TINY_VOCABULARY, VOCABULARY, DrawnLanguage
+
+__all__ = ["BEFORE", "CELLS", "PARTS", "REFERENCES", "TableRow", "table_rows"]
+
+CELLS = (SMALL, LARGE, "tiny-m4")
+PARTS = ("steps", "attribution", "resources", "weak", "mapping")
+HISTORY = 16
+BEFORE = 6
+"""Steps, including the first, after which a side is compared with its reference."""
+RULES: Mapping[str, Rule] = {"copied": "copied", "per_microbatch": "per_microbatch"}
+"""Where dW writes, for sides that do not accumulate into one destination."""
+REFERENCES = {
+    "eager": "native",
+    "replays": "native",
+    "per_microbatch": "copied",
+    "one launch": "replays",
+}
+"""The side whose bits a side must have, under the same schedule: both form the same sums."""
+
+
+@attrs.frozen
+class TableRow:
+    """
+    One row to measure.
+
+    Args:
+        cell: Layers and microbatches of a step, as `h4096-s256-m8`.
+        model: `language` or `layers`.
+        vpp: Stages of each rank.
+        schedule: A short name of torch's schedule classes.
+        side: `native`, `eager`, `copied`, `per_microbatch`, `replays` (captured, accumulating), or
+            `one launch`.
+    """
+
+    cell: str
+    model: str
+    vpp: int
+    schedule: str
+    side: str
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return int(self.cell.rsplit("-m", 1)[1])
+
+    @property
+    def layers(self) -> str:
+        """A name of `LAYERS`."""
+        return self.cell.rsplit("-m", 1)[0]
+
+    def job(self, pp: int) -> Job:
+        """The pipeline of the row over as many ranks."""
+        common: dict[str, Any] = {
+            "schedule": self.schedule,
+            "pp": pp,
+            "vpp": self.vpp,
+            "microbatches": self.microbatches,
+            "config": LAYERS[self.layers],
+            "history": HISTORY,
+            "rule": RULES.get(self.side, "accumulate"),
+        }
+        if self.model == "layers":
+            return Job(**common)
+        tiny = self.layers == "tiny"
+        return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
+
+
+def table_rows(
+    parts: Iterable[str],
+    cells: Sequence[str],
+    pp: int,
+    *,
+    microbatches: Sequence[int] = (2, 4, 8, 16, 32),
+    captured: bool = True,
+) -> list[TableRow]:
+    """
+    The rows of some parts, each once, in the order of measuring.
+
+    Args:
+        parts: Names of `PARTS`: `steps` is native, replays and one launch of the language model in
+            every cell; `attribution` adds eager, copied and per-microbatch destinations in the last
+            one; `resources` is ZB-V by microbatches in the last one, over two ranks; `weak` is
+            layers alone, one a stage, in every cell; `mapping` is the model of four layers in the
+            last one.
+        cells: Names of `CELLS`.
+        pp: Ranks.
+        microbatches: Of `resources`.
+        captured: Whether graphs are captured; without graphs no row is one launch.
+    """
+    sides = ("replays", "one launch") if captured else ("replays",)
+    last = cells[-1]
+    wanted = tuple(parts)
+
+    def both(cell: str, model: str, vpp: int, schedules: Sequence[str]) -> list[TableRow]:
+        return [TableRow(cell, model, vpp, s, side) for s in schedules for side in sides]
+
+    rows: list[TableRow] = []
+    for cell in cells:
+        if "steps" in wanted or ("attribution" in wanted and cell == last):
+            rows.append(TableRow(cell, "language", 2, "il", "native"))
+        if "attribution" in wanted and cell == last:
+            rows += [
+                TableRow(cell, "language", 2, "il", side)
+                for side in ("eager", "copied", "per_microbatch")
+            ]
+        if "steps" in wanted:
+            rows += both(cell, "language", 2, ("il", "zbv"))
+        if "weak" in wanted:
+            rows += both(cell, "layers", 2, ("il", "zbv"))
+    if "mapping" in wanted:
+        vpp, schedules = (1, ("1f1b", "izb")) if pp == 4 else (2, ("il", "zbv"))
+        for model in ("language", "layers"):
+            rows += both(last, model, vpp, schedules)
+    if "resources" in wanted:
+        layers = last.rsplit("-m", 1)[0]
+        rows += [TableRow(f"{layers}-m{m}", "language", 2, "zbv", "replays") for m in microbatches]
+    return list(dict.fromkeys(rows))
