@@ -66,7 +66,7 @@ class EpochRuntime(RuntimeParts):
             )
         if bucket not in self._reductions.buckets:
             raise BackendError(
-                f"no bucket {bucket!r} is reduced; there are {[*self._reductions.buckets]}"
+                f"no bucket {bucket!r} is reduced; expected one of {[*self._reductions.buckets]}"
             )
         link = self.actions._enter(caller)
         with self.handoff.scope():

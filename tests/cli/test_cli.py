@@ -309,7 +309,7 @@ class TestCheck:
         (["prove", "--depth", "0"], "at least 1 and at most 8"),
         (["prove", "--depth", "9" * 4000], "at least 1 and at most 8"),
         (["prove", "--programs", "out"], "add --mutants"),
-        (["prove", "--mutants", "--programs", "pyproject.toml"], "directory"),
+        (["prove", "--mutants", "--programs", "pyproject.toml"], "expected a folder"),
         (["prove", "--only", "no such line"], "no mutated line"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["failures", "none"], "no failure is named 'none'"),

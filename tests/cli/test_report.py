@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -86,6 +87,7 @@ class TestEnvironment:
         with pytest.raises(UnusableError, match="40 hexadecimal digits, not 'main'"):
             commit("main")
 
+    @pytest.mark.skipif(shutil.which("git") is None, reason="makes a checkout, which takes git")
     def test_code_in_a_checkout_of_somebody_else_is_at_no_commit_of_theirs(
         self, tmp_path: Path
     ) -> None:

@@ -49,7 +49,7 @@ def test_generated_blocks_are_current(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """Who opens the project reads it to the end: what is long stands on a page of its own."""
+    """A reader of the README reads all of it; long parts have pages of their own."""
     assert text_of(README).count("\n") < 250
 
 
@@ -112,7 +112,7 @@ def test_a_goal_that_is_missed_by_rounding_is_missed() -> None:
 
 
 def test_a_report_that_was_cut_short_says_so() -> None:
-    """A remark stands for each that did not reach its end, and for no other."""
+    """Each incomplete report has a caveat, and no other report has one of these."""
     short = {
         (path.name, report["environment"]["commit"][:12])
         for path in RUNTIME_REPORTS.glob("*.json")
@@ -194,7 +194,7 @@ def test_other_conditions_of_the_bench_are_said(cpu: str, commit: str, said: lis
 
 
 def test_open_paths_are_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as a path is taken by none and not named, the proofs do not say that none is."""
+    """While a path is open, the page does not claim that nothing is vacuous."""
     report = load(KERNEL_REPORTS / "proofs.json")
     row = {"kind": "witness", "verdict": "unsat"}
     for unnamed, vacuous in (([], False), ([row] * 3, True)):
@@ -314,7 +314,7 @@ def test_a_goal_that_is_missed_has_its_reason(heading: str) -> None:
 
 
 def test_the_readme_counts_what_the_page_lists() -> None:
-    """As many goals are missed as tables of missed goals have rows."""
+    """The README's count of missed goals is the number of rows in the tables of missed goals."""
     (count,) = re.findall(r"are met and ([\d,]+) are missed", text_of(README))
     assert int(count.replace(",", "")) == len(missed_rows(text_of(RUNTIME_PAGE)))
 
@@ -342,7 +342,7 @@ def test_what_a_second_solver_was_told_is_said() -> None:
 
 
 def test_the_file_of_a_run_is_found_by_what_the_report_was_asked() -> None:
-    """Whatever it was called then; another configuration is none of the examples'."""
+    """By its fields, whatever its name was; another configuration matches no example."""
     for name, wanted in (
         ("curves.json", "h200_history.toml"),
         ("curves_short.json", "h200_short.toml"),
@@ -374,7 +374,7 @@ def test_a_goal_stands_beside_every_launch_over_its_bound() -> None:
 
 
 def test_a_remark_is_of_a_report_of_one_commit() -> None:
-    """A report that is made again says it no more."""
+    """A new run of a report has no caveat."""
     for (name, commit), said in REMARKS.items():
         for made_at, told in ((commit + "0" * 28, True), ("f" * 40, False)):
             report = {"environment": {"commit": made_at}}
@@ -398,7 +398,7 @@ def test_a_remark_is_of_a_report_of_one_commit() -> None:
 def test_the_command_line_of_a_report(
     program: tuple[str, ...], kind: str, argv: str, said: str
 ) -> None:
-    """As it was typed, but for the commit; reports of before say less."""
+    """As typed, without the commit; older reports record less."""
     environment = {"argv": argv.split(), **({"program": [*program]} if program else {})}
     assert said == _typed({"kind": kind, "environment": environment})
 
@@ -423,7 +423,7 @@ KINDS = sorted({load(path)["kind"] for path in paths()})
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reports_of_one_kind_are_told_without_the_others(folder: Path, kind: str) -> None:
-    """Whatever is not there is left out; the page has those that are, and the summary most."""
+    """Missing reports are left out; the page has the others, and the summary most of them."""
     names = [name for name, _ in files_of(kind)]
     for name in names:
         (folder / name).write_bytes((RUNTIME_REPORTS / name).read_bytes())
@@ -436,7 +436,7 @@ def test_reports_of_one_kind_are_told_without_the_others(folder: Path, kind: str
 
 
 def test_a_listed_command_line_can_be_typed_again() -> None:
-    """A shell takes it apart into the words that it was made of, blanks in them too."""
+    """A shell splits it into the original words, also words with blanks."""
     argv = ["runtime", "scale", "--compared", "hidden 512", "--commit", "abc", "--out", "a.json"]
     typed = _typed({"kind": "scale", "environment": {"argv": argv}})
     assert shlex.split(typed) == ["qeffect", *argv[:4], *argv[6:]]

@@ -338,7 +338,7 @@ class TestCommand:
         code = main(["check", "--torch", "ZBVZeroBubble", "--rendezvous", "queue"])
 
         assert 2 == code
-        assert "gives them with --comms" in capsys.readouterr().err
+        assert "has messages only with --comms" in capsys.readouterr().err
 
     def test_fixtures(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Over the shipped tables: 1F1B's two, of fifteen, in one queue for a pair."""

@@ -177,8 +177,11 @@ class TestLayers:
         [
             ({"hidden": 0, "ffn": 1}, "hidden must be at least 1, not 0"),
             ({"hidden": 1, "ffn": -1}, "ffn must be at least 1"),
-            ({"hidden": 1, "ffn": 1, "per_stage": 0}, "layers in a stage must be at least 1"),
-            ({"hidden": 1, "ffn": 1, "dtype": "int3"}, "'int3'; expected one of bf16"),
+            ({"hidden": 1, "ffn": 1, "per_stage": 0}, "layers must be at least 1"),
+            (
+                {"hidden": 1, "ffn": 1, "dtype": "int3"},
+                "expected one of bf16, fp16, fp32, found 'int3'",
+            ),
         ],
     )
     def test_dimensions_without_a_size_are_refused(

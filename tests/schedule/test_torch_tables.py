@@ -155,7 +155,11 @@ class TestRefused:
             ("GPipe", {"pp": 2, "microbatches": 0}, "must be at least 1"),
             ("GPipe", {"pp": 10**5, "microbatches": 10**5}, "entries, the limit"),
             ("ZBVZeroBubble", {"pp": 2, "microbatches": 4, "drawn": True}, "have a drawn table"),
-            ("GPipe", {"pp": 2, "microbatches": 4, "drawn": True, "comms": True}, "no comms"),
+            (
+                "GPipe",
+                {"pp": 2, "microbatches": 4, "drawn": True, "comms": True},
+                "has no messages",
+            ),
         ],
     )
     def test_an_impossible_combination_is_one_line(
