@@ -43,7 +43,7 @@ from qeffect.text import shown
 
 __all__ = ["UNUSED", "GuardedSchedule", "guard"]
 
-#: Relations that a plain module says nothing about.
+#: Relations that a guard of plain modules leaves out.
 UNUSED = ("version", "arena", "capture", "completion")
 
 _Event = tuple[str, int, int]
@@ -88,20 +88,20 @@ def guard(schedule: Any, transport: Transport | None = None) -> GuardedSchedule:
             f"ScheduleInterleaved1F1B(stages, 4, loss_fn=...); found {type(schedule).__name__}"
         )
     if hasattr(schedule, _MARK):
-        raise ValueError("this schedule is guarded already; its guard's remove() ends that")
+        raise ValueError("this schedule is guarded already; call remove() on its guard first")
     if transport is not None and not isinstance(transport, Transport):
         raise TypeError(f"transport must be a Transport or None, got {shown(transport)}")
     for stage in stages:
         if (other := getattr(stage, _MARK, None)) is not None:
             raise ValueError(
                 f"stage {stage.stage_index} is guarded already, in a "
-                f"{type(other.schedule).__name__}: what either schedule runs would count in both; "
-                "end that guard with remove(), or make stages of their own"
+                f"{type(other.schedule).__name__}: the actions of either schedule would count in "
+                "both; call remove() on the other guard, or build separate stages"
             )
     if not schedule._has_backward:
         raise ValueError(
-            f"{type(schedule).__name__} has no loss_fn and runs no backward: there is nothing to "
-            "guard; give loss_fn on every rank"
+            f"{type(schedule).__name__} has no loss_fn and therefore runs no backward, so a guard "
+            "has no effect; give loss_fn on every rank"
         )
     return GuardedSchedule(schedule, list(stages), transport)
 
@@ -134,7 +134,7 @@ class GuardedSchedule:
         self._declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = (
             None if table is None else _declared(table, stages)
         )
-        # A loop that reduces nothing may mean to, as torch 2.15's do where FSDP accumulates.
+        # A loop without reductions may be intended, as in torch 2.15 when FSDP accumulates.
         self._reduces = {stage.stage_index: False for stage in stages}
         self._awaits_sends = self._awaits_reductions = False
         if table is not None and self._walks:
@@ -268,13 +268,14 @@ class GuardedSchedule:
         if any(kind.value == "OVERLAP_F_B" for kind in registered):
             raise ValueError(
                 "a registered function runs OVERLAP_F_B: a forward and a backward of one rank at "
-                "the same time, which no order can be told of; register its parts, or leave it out"
+                "the same time, whose order the guard cannot see; register a function for each "
+                "part, or remove this one"
             )
 
     def _finish(self) -> None:
         self.at = "the end of the step"
         with self._noted():
-            if not self._awaits_sends:  # torch has waited for every send by now
+            if not self._awaits_sends:  # torch has already waited for every send
                 for event in sorted(self._reading):
                     self._sent(event)
             for stage in self.stages:
@@ -424,7 +425,7 @@ class GuardedSchedule:
 
     def _ref(self, work: tuple[int, int]) -> TapeRef:
         ref = self._refs.get(work)
-        if ref is None:  # work that nobody retained: a reference that was never issued
+        if ref is None:  # nothing was retained: use a reference that was never issued
             return TapeRef(0, GENERATION_MAX, self.contract.incarnation)
         return ref
 

@@ -58,6 +58,16 @@ class Runtime(EpochRuntime):
         """
         return self.actions.abort_outstanding()
 
+    def require_whole_update(self) -> None:
+        """
+        Require that no optimizer update failed half way since the last `restore`.
+
+        Raises:
+            BackendError: An update failed after its commit; weights may be half updated.
+        """
+        if self.actions.broken is not None:
+            raise BackendError(self.actions.broken)
+
     def rebuild(self) -> None:
         """
         Begin the epoch again after a failure: numerical state of the last commit, nothing live.
@@ -71,8 +81,7 @@ class Runtime(EpochRuntime):
         Raises:
             BackendError: An optimizer update failed half way; no snapshot covers weights.
         """
-        if self.actions.broken is not None:
-            raise BackendError(self.actions.broken)
+        self.require_whole_update()
         epoch = self.contract.epoch
         self._reductions.fail()
         self.drain()
@@ -97,8 +106,7 @@ class Runtime(EpochRuntime):
         Raises:
             BackendError: As `rebuild`.
         """
-        if self.actions.broken is not None:
-            raise BackendError(self.actions.broken)
+        self.require_whole_update()
         self._reductions.fail()
         self.drain()
         self.contract.purge(self.contract.epoch)
@@ -136,7 +144,9 @@ class Runtime(EpochRuntime):
 
         Raises:
             Refused: Something is live, in flight or unfinished.
+            BackendError: An optimizer update failed half way; the weights are not worth saving.
         """
+        self.require_whole_update()
         self.confirm()
         self.drain()
         state = NumericalState.of(self.domain)

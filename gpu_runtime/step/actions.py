@@ -1,15 +1,15 @@
 """
 F, dI, dW and the cache refresh as guarded actions: check, act, commit.
 
-Every action crosses to the graph stream and back, asks the kernel before it touches memory, and
-tells the kernel after. A refusal changes nothing. An exception while acting, or evidence that falls
-short, fails the step: its tape and every other outstanding tape of the state domain are aborted at
-once (paper, IV-E), the epoch is spoiled and, for F, dI and a refresh, the state domain is poisoned,
-because the library rolls its scales even when F raises. The same code runs eager and captured: only
-the executor differs.
+Every action crosses to the graph stream and back. It asks the kernel before it touches memory, and
+tells the kernel afterwards. A refusal changes nothing. An exception while acting, or incomplete
+evidence, fails the step: the action's tape and every other outstanding tape of the state domain are
+aborted at once (paper, IV-E), and the epoch is spoiled. A failed F, dI or refresh also poisons the
+state domain, because the library rolls its scales even when F raises. The same code runs eager and
+captured: only the executor differs.
 
-What an action of a configured key needs is looked up once, at construction (`_Place`): beside a
-graph's launch of two microseconds, looking it up again would show.
+The constructor looks up once what the actions of each configured key need (`_Place`): a graph
+launch takes two microseconds, so a lookup per action would be noticeable.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Place:
     Args:
         memory: The stage's memory.
         index: The slot that the plan gives the microbatch, in the process's pool; None for a
-            microbatch without one, which is left to the kernel to refuse.
-        variant: What its dW does.
-        opens: Whether its dW overwrites what its stage shares with another one; None where it
-            shares nothing.
+            microbatch without a slot, which the kernel refuses.
+        variant: What the microbatch's dW does.
+        opens: Whether its dW overwrites the destinations that its stage shares with another
+            stage; None if the stage shares none.
     """
 
     memory: StageMemory
@@ -62,7 +62,7 @@ class GuardedActions:
         memories: Physical memory by stage.
         performer: Performs the physical part of each action.
         links: The kernel's link of each caller.
-        broken: Why no action may run any more, where that is so.
+        broken: Why no action may run any more; None while actions may run.
     """
 
     contract: Contract
@@ -84,14 +84,14 @@ class GuardedActions:
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Refresh a stage's weight cache; once an epoch, directly before its first F.
+        Refresh a stage's weight cache: once per epoch, directly before the stage's first F.
 
-        A backend without a cache leaves the version relation out; this then only opens the stage's
-        epoch, and the kernel is not asked.
+        A backend without a cache leaves out the version relation. A refresh then only opens the
+        stage's epoch and does not ask the kernel.
 
         Raises:
-            Refused: A clause of version, order or completion; `version.fill-missing` when the
-                backend reports that not every cache was filled.
+            Refused: A clause of version, order or completion; `version.fill-missing` if the
+                backend reports that a cache was not filled.
         """
         memory = self._memory(stage)
         contract, performer = self.contract, self.performer
@@ -129,7 +129,7 @@ class GuardedActions:
         The buffers that F of a reserved key reads, to be filled in place.
 
         Raises:
-            BackendError: The key has reserved no slot, or its F has run.
+            BackendError: The key has not reserved a slot, or its F has already run.
         """
         return self._owned(key, reserved=True).input_views
 
@@ -138,7 +138,7 @@ class GuardedActions:
         The buffers that dI of a forwarded key reads, to be filled in place.
 
         Raises:
-            BackendError: The key has no tape, or its F has not run.
+            BackendError: The key has no tape, or its F has not run yet.
         """
         return self._owned(key, reserved=False).output_gradients
 
@@ -146,12 +146,12 @@ class GuardedActions:
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, caller: Hashable = "main"
     ) -> tuple[Tensor, ...]:
         """
-        Begin to receive a tape's input, or the gradient of its output, for a stage that does.
+        Begin to receive a tape's input or its output gradient, for a stage configured to receive.
 
         Args:
-            key: The execution's name; for an input it has reserved its slot.
+            key: The execution's name. To receive an input, reserve the key's slot first.
             ref: What `reserve` or `forward` returned.
-            gradient: Receive the gradient of the output.
+            gradient: Receive the output gradient instead of the input.
             caller: Name of the calling stream.
 
         Returns:
@@ -168,7 +168,7 @@ class GuardedActions:
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, caller: Hashable = "main"
     ) -> None:
         """
-        Say that a message has arrived whole, or that the caller's stream has waited for it.
+        Declare that a message has arrived completely, or that the caller's stream waits for it.
 
         Raises:
             Refused: A clause of ownership or completion.
@@ -188,7 +188,7 @@ class GuardedActions:
 
         Args:
             key: The execution's name.
-            inputs: What it takes; None when `input_buffers` were filled in place.
+            inputs: The stage's inputs; None if `input_buffers` were filled in place.
             token: The effect token that the caller threads; None takes the domain's own.
             caller: Name of the calling stream.
 
@@ -196,10 +196,10 @@ class GuardedActions:
             The reference that dI, dW and readers must present with the key.
 
         Raises:
-            Refused: A clause of ownership, version, order, capture or completion; at the end
-                `order.scaling-updates` or `version.fill-unasked` when the backend reports that F
-                updated scales not once, or filled caches.
-            BackendError: The inputs are not what the stage takes; nothing was touched.
+            Refused: A clause of ownership, version, order, capture or completion; after F has
+                run, `order.scaling-updates` if the backend reports that F did not update the
+                scales exactly once, `version.fill-unasked` if it reports that F filled caches.
+            BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
         if place is None or self.broken is not None:
@@ -246,16 +246,16 @@ class GuardedActions:
         Args:
             key: The execution's name.
             ref: What its F returned.
-            output_gradients: Gradients of its outputs; None when `gradient_buffers` were filled.
+            output_gradients: Gradients of its outputs; None if `gradient_buffers` were filled.
             token: The effect token that the caller threads; None takes the domain's own.
             caller: Name of the calling stream.
 
         Raises:
-            Refused: A clause of ownership, version, order, arena, capture or completion, or
-                `ownership.work-not-queued` when the library deferred less than every matrix;
-                `order.scaling-updates` or `order.wrong-scales` when the backend reports that dI
-                updated scales not once, or used those of another F.
-            BackendError: The gradients are not what the stage takes; nothing was touched.
+            Refused: A clause of ownership, version, order, arena, capture or completion;
+                `ownership.work-not-queued` if the library did not defer every matrix;
+                `order.scaling-updates` if the backend reports that dI did not update the
+                scales exactly once, `order.wrong-scales` if it reports another F's scales.
+            BackendError: The gradients do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
         if place is None or self.broken is not None:
@@ -290,8 +290,8 @@ class GuardedActions:
         Bind a key's gradient destinations; must precede its dI.
 
         Raises:
-            Refused: `arena.mismatch` when a destination is no longer the memory that was
-                configured, `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
+            Refused: `arena.mismatch` if a destination is no longer the configured memory,
+                `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
         """
         place = self._places.get(key.cell)
         if place is None or self.broken is not None:
@@ -304,13 +304,13 @@ class GuardedActions:
 
         Raises:
             Refused: A clause of ownership, version, arena, capture or completion, or
-                `ownership.matrix-coverage` when not every matrix was covered exactly once.
+                `ownership.matrix-coverage` if any matrix was not covered exactly once.
         """
         place = self._places.get(key.cell)
         if place is None or self.broken is not None:
             place = self._known(key)
         memory, variant = place.memory, place.variant
-        assert variant is not None  # a known key has a slot, and its dW something to do
+        assert variant is not None  # a known key has a slot and a variant
         arena, microbatch = memory.arena, key.microbatch
         contract, performer = self.contract, self.performer
         handoff, executor = performer.handoff, performer.executor
@@ -332,7 +332,7 @@ class GuardedActions:
                 if not arena.direct:
                     arena.keep_copies(microbatch, slot.wgrads)
                     handoff.record_tail()
-                elif not executor.marks_tail:  # a graph has marked its own
+                elif not executor.marks_tail:  # a graph has marked its own tail
                     handoff.record_tail()
             except BaseException:
                 self._abort(ticket, slot)
@@ -344,7 +344,7 @@ class GuardedActions:
 
     def outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """
-        What F left, for a stage that is configured to have a reader; call `finish_outputs` after.
+        Outputs of F, for a stage configured with an output reader; call `finish_outputs` after.
 
         Raises:
             Refused: A clause of ownership, or `completion.graph-to-caller`.
@@ -354,9 +354,9 @@ class GuardedActions:
 
     def finish_outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
         """
-        Say that the reader of the outputs is done.
+        Declare that the reader of the outputs is done.
 
-        Its work has been submitted to the caller's stream, or that stream has waited for it.
+        The reader's work has been submitted to the caller's stream, or that stream waits for it.
 
         Raises:
             Refused: A clause of ownership or completion.
@@ -364,12 +364,12 @@ class GuardedActions:
         self.contract.finish_read(key, ref, link=self.links[caller])
 
     def dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
-        """What dI left, for a stage with a gradient reader; call `finish_dgrads` after."""
+        """Input gradients of dI, for a stage with a gradient reader; call `finish_dgrads` after."""
         self.contract.read(key, ref, gradient=True, link=self.links[caller])
         return self._left(ref).dgrads
 
     def finish_dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
-        """Say that the reader of the input gradients is done; otherwise as `finish_outputs`."""
+        """Declare that the reader of the input gradients is done; otherwise as `finish_outputs`."""
         self.contract.finish_read(key, ref, gradient=True, link=self.links[caller])
 
     # Inside
@@ -385,7 +385,7 @@ class GuardedActions:
             ) from None
 
     def _place(self, key: TapeKey) -> _Place:
-        """What a key's actions touch; a microbatch without a slot is the kernel's to refuse."""
+        """What a key's actions touch; the kernel refuses a microbatch without a slot."""
         memory = self._memory(key.stage)
         return self._places.get(key.cell) or _Place(memory, None, None)
 
@@ -394,7 +394,7 @@ class GuardedActions:
         if place is not None and self.broken is None:
             return place
         memory = self._memory(key.stage)
-        # A block or an invocation that was never configured is the kernel's to refuse.
+        # The kernel refuses a block or an invocation that was never configured.
         place = self._places.get((key.stage, key.microbatch, 0, 0))
         if place is not None:
             return place
@@ -437,17 +437,17 @@ class GuardedActions:
         evidence: tuple[str, ...],
         effects: Effects = UNREPORTED,
     ) -> TapeRef | None:
-        """Tell the kernel what an action did; evidence that falls short fails the step."""
+        """Tell the kernel what an action did; incomplete evidence fails the step."""
         names, updates, scales = effects
         filled = None
-        if names:  # a cast reads the weights there and then: those of the current epoch
+        if names:  # a cast reads the weights immediately: those of the current epoch
             filled = [(name, self.contract.epoch) for name in names]
         try:
             return self.contract.commit(
                 ticket, evidence, filled=filled, updates=updates, scales=scales
             )
         except BaseException:
-            # The kernel aborts a ticket whose own evidence fails.
+            # The kernel has aborted the ticket whose evidence failed.
             if slot is not None:
                 self._discard(ticket.key, slot)
             self.abort_outstanding()
@@ -457,19 +457,18 @@ class GuardedActions:
         """
         Abort every outstanding tape of the process: the step has failed (paper, III-A and IV-E).
 
-        An action that fails does this itself. A loop calls it when something else of the step has
-        failed, a transfer for one. The epoch can then no longer commit; `Runtime.rebuild` begins it
-        again.
+        A failed action calls this itself. A loop calls it if another part of the step fails, for
+        example a transfer. The epoch can then no longer commit; `Runtime.rebuild` restarts it.
 
         Returns:
-            How many tapes there were.
+            Number of tapes aborted.
         """
         aborted = 0
         for key, ref in self.contract.live().items():
             try:
                 self.contract.drop(key, ref)
             except Refused:
-                # Another action holds it; that action's end, or the rebuild, is its end.
+                # Another action holds the tape; that action's end, or the rebuild, releases it.
                 continue
             self._discard(key, self._slots[ref.slot])
             aborted += 1
@@ -482,7 +481,7 @@ class GuardedActions:
         self.abort_outstanding()
 
     def _discard(self, key: TapeKey | None, slot: Slot) -> None:
-        """Drop what an aborted tape retains, and its half-written copy."""
+        """Drop what an aborted tape retains, and the half-written copy of its gradients."""
         slot.tape.clear()
         slot.forget()
         if key is not None:

@@ -1,15 +1,15 @@
 """
-The norm of all gradients of an epoch, and what follows of it for the update: the same bits on every
-rank, whichever rank holds which stage.
+The norm of an epoch's gradients and its effect on the update, with the same bits on every rank,
+whichever rank holds which stage.
 
-A stage's part is the sum of the squares of its finalized and reduced gradients, in float64: the
-norm of each parameter's, squared, added in the order of the stage's parameters. The parts of all
-stages are added in the order of the model. So the norm depends on where the model is cut into
-stages, in its last bits, and not on which rank has which stage, on the schedule, or on the number
-of replicas. (On a CPU the norm of one large tensor also depends on how many threads torch has.)
+A stage's part is the sum of squares of its finalized and reduced gradients, in float64: each
+parameter's norm, squared, added in the order of the stage's parameters. The parts of all stages are
+added in the order of the model. The last bits of the norm therefore depend on where the model is
+cut into stages, but not on which rank holds which stage, on the schedule, or on the number of
+replicas. (On a CPU the norm of one large tensor also depends on torch's number of threads.)
 
-A tied weight has one gradient, so it counts once; a replica's gradients are its peers', so the
-replicas count once together.
+A tied weight has one gradient and counts once. All replicas hold the same gradients, so together
+they count once.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ..backends.protocol import BackendError
 __all__ = ["Clipping", "DeviceNorm", "Norm", "square_sums"]
 
 EPSILON = 1e-6
-"""Added to the norm before the limit is divided by it, as `torch.nn.utils.clip_grad_norm_` does."""
+"""Added to the norm before the division, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
 @attrs.frozen(kw_only=True)
 class Clipping:
     """
-    What an update does with the norm of all gradients.
+    How an update uses the norm of all gradients.
 
     Args:
-        max_norm: Gradients are multiplied by `max_norm / (norm + 1e-6)` where that is below 1;
-            None leaves them as they are.
-        skip_nonfinite: Skip the update, on every rank, where the norm is not finite. The epoch
-            commits all the same: its data are used up and the scaling state has moved, so that the
-            caches are stale; weights, moments and step counts stay as they were. Without it a norm
-            that is not finite does what it does in torch: it spoils every weight.
-        elsewhere: Gradients, by stage and name, that count where another copy of the same weight
-            is, so not here.
+        max_norm: Gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1;
+            None leaves them unchanged.
+        skip_nonfinite: Skip the update, on every rank, if the norm is not finite. The epoch
+            still commits: its data are consumed and the scaling state has moved, so the caches
+            are stale; weights, moments and step counts stay unchanged. If False, a norm that is
+            not finite spoils every weight, as in torch.
+        elsewhere: Gradients, by stage and name, that do not count here, because another copy of
+            the same weight counts.
 
     Raises:
-        BackendError: The limit is no positive finite number.
+        BackendError: The limit is not a positive finite number.
     """
 
     max_norm: float | None = attrs.field(default=None)
@@ -66,11 +66,11 @@ class Clipping:
 @attrs.frozen
 class Norm:
     """
-    The norm of an epoch's gradients, and what followed.
+    The norm of an epoch's gradients, and its effect.
 
     Args:
         total: The norm of all stages' gradients, before clipping.
-        factor: What every gradient was multiplied by, a number of float32; 1 where none was.
+        factor: What every gradient was multiplied by, a float32 value; 1 if unchanged.
         skipped: Whether the update was skipped.
     """
 
@@ -98,7 +98,7 @@ class Norm:
         return cls(total, factor, skipped)
 
     def scale(self, device: torch.device) -> Tensor | None:
-        """The factor as a scalar of float32 there; None where it changes nothing."""
+        """The factor as a float32 scalar on the device; None if it is 1."""
         return None if self.factor == 1.0 else torch.full((), self.factor, device=device)
 
 
@@ -107,11 +107,11 @@ def square_sums(
     elsewhere: Collection[tuple[int, str]] = (),
 ) -> dict[int, Tensor]:
     """
-    Each stage's sum of squares, scalars of float64 where the gradients are; no host waits.
+    Each stage's sum of squares, as float64 scalars on the gradients' device; no host waits.
 
     Args:
-        gradients: Finalized and reduced, by stage and name, each parameter's once.
-        elsewhere: Those, by stage and name, that count where another copy of the weight is.
+        gradients: Finalized and reduced gradients, by stage and name, one per parameter.
+        elsewhere: Gradients to leave out, by stage and name: another copy of the weight counts.
     """
     found = {}
     for stage, named in gradients.items():
@@ -124,13 +124,13 @@ def square_sums(
 @attrs.define(eq=False)
 class DeviceNorm:
     """
-    What `Norm.of` says, computed where the gradients are and by the same steps: the same bits.
+    The result of `Norm.of`, computed on the gradients' device by the same steps: the same bits.
 
     Args:
-        clipping: What is asked for.
-        total: The norm, a scalar of float64.
-        factor: The factor, a scalar of float32.
-        skip: 1 where the update is to be skipped, else 0; a scalar of float32.
+        clipping: How the update uses the norm.
+        total: The norm, a float64 scalar.
+        factor: The factor, a float32 scalar.
+        skip: 1 if the update must be skipped, else 0; a float32 scalar.
     """
 
     clipping: Clipping
@@ -140,14 +140,14 @@ class DeviceNorm:
 
     @classmethod
     def on(cls, device: torch.device, clipping: Clipping) -> DeviceNorm:
-        """Places for all three, which stay where they are."""
+        """Allocate all three; their addresses stay the same."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         return cls(clipping, total, torch.ones((), device=device), torch.zeros((), device=device))
 
     def take(self, parts: Tensor) -> None:
         """Compute all three from the stages' parts, float64 in the model's order; no host waits."""
         squares = parts.new_zeros(())
-        for part in parts.unbind():  # one after another: a sum in one call has an order of its own
+        for part in parts.unbind():  # one by one: a single sum call chooses its own order
             squares = squares + part
         self.total.copy_(squares.sqrt())
         if self.clipping.skip_nonfinite:

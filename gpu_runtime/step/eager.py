@@ -1,9 +1,9 @@
 """
 What F, dI, dW and a cache refresh do to memory, once the kernel has allowed them.
 
-An executor performs; it asks nothing and remembers nothing of epochs or keys. The eager one calls
-the backend, the captured one (`qeffect.gpu_runtime.step.graphs`) replays graphs of the very same
-calls, so that both run under the same guards.
+An executor only performs: it does not ask the kernel and does not know epochs or keys. The eager
+executor calls the backend. The captured executor (`qeffect.gpu_runtime.step.graphs`) replays graphs
+of the same calls, so both run under the same guards.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StageMemory:
         arena: Its matrix-gradient destinations.
         slot_of: Index in the process's pool of the slot that each microbatch uses.
         variants: What the dW of each microbatch does.
-        reports: What its backend reports of its actions.
+        reports: What its backend reports about its actions.
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
         all_units: Names of its units, in the order in which dI queues them.
-        all_matrices: Names of its matrices, sorted; the kernel's own tuple once it has one.
-        shared: Units whose destination another stage writes too.
+        all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
+        shared: Units whose destination another stage also writes.
     """
 
     stage: StageBackend
@@ -61,7 +61,7 @@ class StageMemory:
         self.all_matrices = tuple(sorted(m.name for m in matrices(self.stage)))
 
     def addresses(self) -> dict[str, int]:
-        """Every address that graphs bake in and no bind compares: state, buffers, sums."""
+        """Every address that graphs bake in but no bind compares: state, buffers, sums."""
         found = dict(self.stage.addresses())
         for slot in self.table:
             for kind, held in (("input", slot.inputs), ("gradient", slot.output_gradients)):
@@ -72,7 +72,7 @@ class StageMemory:
         return found
 
     def address_probe(self) -> Callable[[], list[int]]:
-        """A cheap look at `addresses`, as `StageBackend.address_probe` is one of the stage's."""
+        """A cheap check of `addresses`, as `StageBackend.address_probe` is for the stage's own."""
         stage = self.stage.address_probe()
 
         def look() -> list[int]:
@@ -86,7 +86,7 @@ class StageMemory:
         return look
 
     def open_epoch(self) -> None:
-        """Empty the sums; part of the refresh, the first thing a stage does in an epoch."""
+        """Empty the sums; part of the refresh, the stage's first action in an epoch."""
         for total in self.sums:
             total.fill_(-0.0)
 
@@ -101,15 +101,15 @@ class StageMemory:
         shared: frozenset[str] = frozenset(),
     ) -> StageMemory:
         """
-        Make a stage's slots as a plan has them.
+        Make a stage's slots as the plan assigns them.
 
         Args:
             stage: The stage.
             plan: The slot plan.
             arena: The stage's destinations.
             first: Index of its first slot in the process's pool.
-            reports: What its backend reports; None for nothing.
-            shared: Units whose destination another stage writes too.
+            reports: What its backend reports; None if it reports nothing.
+            shared: Units whose destination another stage also writes.
         """
         microbatches = range(plan.order.num_microbatches)
         return cls(
@@ -123,12 +123,12 @@ class StageMemory:
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Matrix names as the kernel compares them; its very own tuple when all are there once."""
+        """Matrix names for the kernel to compare; its own tuple if each matrix occurs once."""
         found = tuple(sorted(names))
         return self.all_matrices if found == self.all_matrices else found
 
     def evidence_of(self, units: Sequence[str]) -> tuple[str, ...]:
-        """Names of the matrices of units, as the kernel compares them."""
+        """Names of the units' matrices, for the kernel to compare."""
         if tuple(units) == self.all_units:
             return self.all_matrices
         by_name: dict[str, WgradUnit] = {unit.name: unit for unit in self.stage.units}
@@ -139,7 +139,7 @@ class Executor(Protocol):
     """Physical actions on slots."""
 
     marks_tail: bool
-    """Whether what it performs ends with the handoff's tail mark, as a captured graph does."""
+    """Whether each action marks the handoff's tail itself, as a captured graph does."""
 
     def refresh(self, memory: StageMemory) -> Effects:
         """Quantize the stage's weights into their caches and open its epoch."""
@@ -161,7 +161,7 @@ class EagerExecutor:
     Calls the backend.
 
     Args:
-        counters: What the device counts beside every action; None counts nothing.
+        counters: Counters that the device increments with every action; None counts nothing.
     """
 
     marks_tail = False
@@ -212,7 +212,7 @@ class EagerExecutor:
     def wgrad_keeping(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool
     ) -> tuple[str, ...]:
-        """A dW, of which the deferred work may be kept for another variant's capture."""
+        """A dW that can keep the deferred work for the capture of another variant."""
         result = self.run_work(memory, slot, variant, keep=keep)
         self._count("dW", slot.index)
         return memory.evidence(result.covered)

@@ -1,8 +1,8 @@
 """
-What a stage's backend reports of its actions, in the terms of the kernel's commit.
+What a stage's backend reports about its actions, in the terms of the kernel's commit.
 
-The backend counts for as long as it lives; the kernel's token begins at zero in every incarnation.
-`StageReports` lies between: it remembers where an incarnation began.
+The backend counts for its whole life; the kernel's token starts at zero in every incarnation.
+`StageReports` translates: it remembers the backend's count at the start of an incarnation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..backends.protocol import Reports, StageBackend
 
 class Effects(NamedTuple):
     """
-    What an action did beside its gradients; None where the backend does not report it.
+    Effects of an action beside its gradients; None for those that the backend does not report.
 
     Args:
-        filled: Matrices whose cache was filled, each as often as it was.
+        filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
-        scales: For dI the kernel's token at which the F ran whose scales it used.
+        scales: For dI: the kernel's token at the F whose scales dI used.
     """
 
     filled: tuple[str, ...] | None = None
@@ -31,7 +31,7 @@ class Effects(NamedTuple):
 
 
 UNREPORTED = Effects()
-"""Of an action whose backend reports nothing."""
+"""The effects of an action whose backend reports nothing."""
 
 
 @attrs.define(eq=False)
@@ -39,12 +39,12 @@ class StageReports:
     """
     What one stage reports.
 
-    Every F and dI of the domain must pass the kernel for positions to agree: one that was run
-    behind it moves the backend's count and not the token, and the next dI that reports its
-    position is refused.
+    Every F and dI of the domain must go through the kernel, so that both counts agree. An F or dI
+    that bypasses the kernel moves the backend's count but not the token; the kernel then refuses
+    the next dI that reports its position.
 
     Args:
-        source: What the backend reports here.
+        source: The backend's reports.
     """
 
     source: Reports = attrs.field(factory=Reports)
@@ -53,11 +53,11 @@ class StageReports:
     @classmethod
     def of(cls, stage: StageBackend, relations: Collection[str], *, captured: bool) -> StageReports:
         """
-        What a stage reports that someone asks for.
+        The stage's reports that a relation in force uses.
 
         Args:
             stage: The stage.
-            relations: The relations in force; a report of one that is left out is not taken.
+            relations: The relations in force; reports for other relations are ignored.
             captured: Whether graphs are replayed.
         """
         told = stage.reports.captured() if captured else stage.reports
@@ -68,29 +68,29 @@ class StageReports:
         return cls(told)
 
     def restart(self) -> None:
-        """Count from here, as the kernel does after a restore; what was filled is forgotten."""
+        """Count from here, as the kernel does after a restore, and forget earlier fills."""
         self.take_filled()
         self._start = self.updates()
 
     def pass_over(self, before: int) -> None:
-        """Forget what was done since the count was `before`, which no action of the kernel was."""
+        """Ignore work since the count was `before`: it was outside the kernel's actions."""
         self.take_filled()
         self._start += self.updates() - before
 
     def take_filled(self) -> tuple[str, ...] | None:
-        """The matrices whose cache was filled since the last call; None without report."""
+        """The matrices whose cache was filled since the last call; None if not reported."""
         return None if self.source.filled is None else tuple(self.source.filled())
 
     def updates(self) -> int:
-        """The backend's count of scaling updates, for `since`; 0 without report."""
+        """The backend's count of scaling updates, for `since`; 0 if not reported."""
         return 0 if self.source.updates is None else self.source.updates()
 
     def since(self, before: int) -> int | None:
-        """Scaling updates since the count was `before`; None without report."""
+        """Scaling updates since the count was `before`; None if not reported."""
         return None if self.source.updates is None else self.source.updates() - before
 
     def token(self, scales: int | None) -> int | None:
-        """The kernel's token at the F whose scales were used; None without report."""
+        """The kernel's token at the F whose scales were used; None if not reported."""
         if self.source.tape_scales != "carried" or scales is None:
             return None
         return scales - self._start

@@ -2,12 +2,12 @@
 CUDA graphs of every slot's F, dI and dW, and of every stage's cache refresh.
 
 Graphs that share a memory pool are right only when replayed in the order of their capture: memory
-that an earlier graph frees while it is captured is scratch of a later one, and the library's
-backward frees what it saved. So each slot has a private pool. Within it F, dI, dW is the only order
-that there is, and ownership enforces it.
+that an earlier graph frees during its capture becomes scratch of a later graph, and the library's
+backward frees what it saved. So each slot has a private pool. Within a slot, F, dI, dW is the only
+order, and ownership enforces it.
 
 Warmup runs before capture on the same stream, because libraries allocate and choose kernels on
-first use; it moves numerical state and writes destinations, so both are put back.
+first use. Warmup moves numerical state and writes destinations; both are restored afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .streams import GraphStream, Handoff
 
 @attrs.define(eq=False)
 class SlotGraphs:
-    """One slot's graphs, with what the capture saw of their evidence and results."""
+    """One slot's graphs, with the evidence and results that the capture recorded."""
 
     forward: torch.cuda.CUDAGraph
     dgrad: torch.cuda.CUDAGraph
@@ -50,13 +50,13 @@ class SlotGraphs:
 @attrs.define
 class CaptureReport:
     """
-    What capture cost and made.
+    Cost and result of the capture.
 
     Args:
-        warmup_seconds: Host time of the warmup, device drained.
+        warmup_seconds: Host time of the warmup, until the device is idle.
         capture_seconds: Host time of the captures.
-        num_graphs: Graphs held.
-        phases: Host seconds of the parts of both, by name; the device is not drained between them.
+        num_graphs: Number of graphs held.
+        phases: Host seconds of each part, by name; the device is not drained between parts.
     """
 
     warmup_seconds: float = 0.0
@@ -77,9 +77,9 @@ class CaptureReport:
 
 class BakedAddresses:
     """
-    Where everything was that a stage's graphs bake in, and how to see cheaply that it still is.
+    The addresses that a stage's graphs bake in, and a cheap check that they are unchanged.
 
-    A probe looks in microseconds; only where it sees a difference are names walked.
+    A probe takes microseconds. Names are compared only if the probe sees a difference.
 
     Args:
         memory: The stage's memory, captured.
@@ -95,7 +95,7 @@ class BakedAddresses:
 
     def check(self, memory: StageMemory) -> None:
         """
-        Compare what was baked in with where things are now.
+        Compare the baked addresses with the current ones.
 
         Raises:
             BackendError: Something has moved.
@@ -116,9 +116,9 @@ class BakedAddresses:
 
 class GraphExecutor:
     """
-    Replays what was captured, and reports what each capture recorded.
+    Replays the captured graphs, and returns the evidence that each capture recorded.
 
-    That a graph was replayed, and once, is not in a report: the device's counters say that.
+    This evidence does not show that a graph was replayed, or only once: the device counters do.
     """
 
     marks_tail = True
@@ -134,10 +134,10 @@ class GraphExecutor:
 
     def refresh(self, memory: StageMemory) -> Effects:
         """
-        Look whether every captured address still holds, then refresh.
+        Check that every captured address is unchanged, then refresh.
 
         Raises:
-            BackendError: A parameter, a scale or a cache has moved, or a module has joined.
+            BackendError: A parameter, a scale or a cache has moved, or a module was added.
         """
         self.check_addresses(memory)
         self.num_replays += 1
@@ -156,7 +156,7 @@ class GraphExecutor:
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        """Replay dI; what it queues was seen at capture and is the same each time."""
+        """Replay dI; it queues the same matrices each time, as recorded at capture."""
         graphs = self.slots[slot.index]
         self.num_replays += 1
         graphs.dgrad.replay()
@@ -174,10 +174,10 @@ class GraphExecutor:
 
     def check_addresses(self, memory: StageMemory) -> None:
         """
-        Compare the addresses that graphs bake in with where things are now.
+        Compare the addresses that graphs bake in with the current ones.
 
         Raises:
-            BackendError: Something has moved, or a module joined the domain.
+            BackendError: A tensor has moved, or a module was added to the domain.
         """
         self.domain.check_membership()
         self.baked[memory.stage.index].check(memory)
@@ -201,13 +201,13 @@ def capture(
         memories: Physical memory by stage.
         plan: The slot plan.
         handoff: The graph stream.
-        shared_pool: Not None lets all slots share one memory pool, captured as all F, all dI, all
-            dW. Only the test that shows the corruption asks for it.
-        counters: What every graph counts beside its action; at zero afterwards.
-        nested: Make graphs that can become part of another one (`nested`).
+        shared_pool: If not None, all slots share one memory pool and are captured as all F, all
+            dI, all dW. Only the test that shows the corruption uses it.
+        counters: Counters that every graph increments with its action; zero afterwards.
+        nested: Make graphs that can become nodes of another graph (`nested_graphs`).
 
     Raises:
-        BackendError: Something cannot be captured; all reasons are listed.
+        BackendError: The domain or a stage cannot be captured; all reasons are listed.
     """
     stages = [memory.stage for memory in memories.values()]
     obstacles = [*domain.capture_obstacles()]
@@ -246,19 +246,19 @@ def capture(
             memory.table.rebuild()
             executor.baked[memory.stage.index] = BakedAddresses(memory)
         if counters is not None:
-            counters.zero()  # a stand-in for a graph runs what it captures
+            counters.zero()  # a stand-in graph runs the action while it captures
     handoff.synchronize()
     domain.check_membership()
     return executor
 
 
 def _refresh(eager: EagerExecutor, memory: StageMemory, seen: dict[int, Effects]) -> None:
-    seen.setdefault(memory.stage.index, eager.refresh(memory))  # the capture's, not a stand-in's
+    seen.setdefault(memory.stage.index, eager.refresh(memory))  # a stand-in graph acts again
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the collector from destroying device objects in the middle of a capture."""
+    """Keep the garbage collector from destroying device objects during a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -271,9 +271,9 @@ def no_collection() -> Iterator[None]:
 
 def warm_up(memory: StageMemory, report: CaptureReport) -> None:
     """
-    Run a stage's refresh, F, dI and every kind of dW once, on its first slot.
+    Run a stage's refresh, F, dI and every kind of dW once, on the stage's first slot.
 
-    Variants of dW that differ only in where they write are one kind: the same kernels, chosen once.
+    Variants of dW that differ only in their destination are one kind: they use the same kernels.
     """
     eager = EagerExecutor()
     slot = next(iter(memory.table))
@@ -290,7 +290,7 @@ def warm_up(memory: StageMemory, report: CaptureReport) -> None:
 
 
 class _Recorder:
-    """Captures one graph after another on the graph stream."""
+    """Captures graphs one after another on the graph stream."""
 
     def __init__(self, handoff: GraphStream, report: CaptureReport, *, kept: bool) -> None:
         self.handoff = handoff
@@ -315,7 +315,7 @@ class _Recorder:
 
 
 class _SlotCapture:
-    """The three steps of capturing one slot, in the pools given for them."""
+    """The three steps of capturing one slot, in the given memory pools."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class _SlotCapture:
         self.covered: dict[WgradVariant, tuple[str, ...]] = {}
         self.wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]] = {}
         self.wgrad: dict[WgradVariant, torch.cuda.CUDAGraph] = {}
-        # Held until the graphs die: freed, the pool would hand this memory to the next capture.
+        # Kept as long as the graphs: the pool gives freed memory to the next capture.
         self.outputs: tuple[torch.Tensor, ...] = ()
 
     def capture_forward(self, pool: Any) -> None:

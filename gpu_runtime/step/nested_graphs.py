@@ -1,8 +1,8 @@
 """
 Graphs that become a child node of another graph when they are replayed during a capture.
 
-torch's own graphs cannot: a launch while capturing is an error. These keep what was captured, and
-add it to the current capture as a child node, after the stream's earlier work.
+torch's own graphs cannot: a launch while capturing is an error. A nestable graph keeps the captured
+graph and adds it to the current capture as a child node, after the stream's earlier work.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ class TestActionsThatRaise:
         with pytest.raises(RuntimeError, match="injected"):
             injected.run.finish()
 
-        for act in (injected.run.runtime.rebuild, lambda: injected.actions.refresh(1)):
+        runtime = injected.run.runtime
+        for act in (runtime.rebuild, runtime.checkpoint, lambda: injected.actions.refresh(1)):
             with pytest.raises(BackendError, match="load a checkpoint into a fresh runtime"):
                 act()
 

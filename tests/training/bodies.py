@@ -602,6 +602,25 @@ def reducing(job: Job, folder: str) -> dict[str, Any]:
     return {**said, "started": len(started), "files": [p.name for p in Path(folder).glob("*")]}
 
 
+def half_updated(job: Job, folder: str) -> dict[str, Any]:
+    """A save after an update that failed half way on the last rank."""
+    run = Run(job, folder)
+    run.worker.step()
+    if run.rank == job.world - 1:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("an injected failure")
+
+        run.worker.optimizer.update = fail  # type: ignore[method-assign]
+    stepped = ""
+    try:
+        run.worker.step()
+    except (MemoryError, StoppedError) as error:
+        stepped = type(error).__name__
+    said = run.attempt(run.save)
+    return {**said, "stepped": stepped, "files": [p.name for p in Path(folder).glob("*")]}
+
+
 def half_loaded(job: Job, folder: str) -> dict[str, Any]:
     """A load that fails on one rank when all have found it right."""
     run = Run(job, folder)

@@ -21,6 +21,7 @@ from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
+from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
@@ -158,3 +159,19 @@ def stumbling(config: str) -> dict[str, Any]:
         "differ": [name for name in clean if clean[name] != disturbed[name]],
         "stopped twice": trainer.worker.attempt == 2,
     }
+
+
+def half_updated(config: str, at: int) -> tuple[int, str, str]:
+    """`qeffect runtime train`, in which the optimizer's update fails half way in one step."""
+    update = Optimizer.update
+    calls = itertools.count()
+
+    def failing(self: Optimizer, *given: Any) -> Any:
+        if next(calls) == at:
+            parameter = self._parameters[0]
+            parameter.data.zero_()
+            raise MemoryError("an injected failure")
+        return update(self, *given)
+
+    Optimizer.update = failing  # type: ignore[method-assign]
+    return trained(config)

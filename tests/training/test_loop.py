@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
+from qeffect.gpu_runtime.training.files import numbered
 from tests.ranks.ranks import launch
 
 from . import language_bodies as bodies
@@ -178,3 +179,16 @@ def test_clipped_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
         clipped, master, free = said.words[rank]
         assert [True] * 3 == [clipped["same"], master["same"], free["same"]]
         assert clipped["parameters"] != free["parameters"]  # it did clip
+
+
+def test_an_update_that_fails_half_way_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    """The last good checkpoint stays the newest; the run names the failure and exits with 2."""
+    made = files(tmp_path)
+    (tmp_path / "said").mkdir()
+    said = launch(1, tmp_path / "said", bodies.half_updated, str(made["alone"]), 3)
+
+    code, out, err = said.words[0]
+    assert code == 2
+    assert "an injected failure" in out + err
+    assert "Traceback" not in out + err
+    assert [2] == sorted(number for number, _ in numbered(tmp_path / "kept"))

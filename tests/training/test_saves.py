@@ -96,6 +96,18 @@ def test_a_save_while_gradients_are_summed_is_refused(tmp_path: Path) -> None:
         assert words["files"] == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_half_updated_weights_are_not_saved(tmp_path: Path, ranks: int) -> None:
+    """The update failed half way on one rank; it is whole on the other."""
+    job = Job(schedule="1f1b" if ranks > 1 else "gpipe", pp=ranks, microbatches=2)
+    said = run(tmp_path, job, bodies.half_updated)
+
+    assert said[ranks - 1]["stepped"]
+    for words in said.values():
+        assert "an injected failure" in words["cause"]["text"]  # the first cause, on every rank
+        assert words["files"] == []
+
+
 def test_without_the_question_half_a_step_is_saved(tmp_path: Path) -> None:
     """Scaling state of the middle of an epoch, under the name of the one before: it is needed."""
     said = run(tmp_path, JOB, bodies.unasked)

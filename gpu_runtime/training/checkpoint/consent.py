@@ -55,15 +55,22 @@ class RankGroup:
             end_group(handle, abort=False)
 
 
+class HalfUpdatedError(RuntimeError):
+    """An optimizer update failed half way on one rank; its weights must not be saved."""
+
+
 def consent(worker: Worker) -> None:
     """
     Require that this rank's contract permits a checkpoint, and that all ranks are at one epoch.
 
     Raises:
+        HalfUpdatedError: An optimizer update failed half way on this rank.
         Exception: This rank's contract refuses, or a rank is gone or at another epoch. The caller
-            stops all ranks with it (`stop`).
+            stops all ranks with each of these (`stop`).
     """
     runtime = worker.runtime
+    if runtime.actions.broken is not None:
+        raise HalfUpdatedError(runtime.actions.broken)
     runtime.confirm()
     runtime.drain()
     runtime.contract.check_checkpoint()
