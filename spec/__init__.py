@@ -1,8 +1,9 @@
 """
-The specification: what the contract promises, apart from any implementation.
+The specification: what the contract promises, independent of any implementation.
 
-``contract.md`` is all of it as one text, written from the data here: ``clauses/`` (what is refused,
-with cause and remedy), ``transitions`` and ``guards`` (what is called, and the order of what it
-checks), ``columns`` (the state), ``promises/`` (what may be relied on) in the words of ``world``,
-``constants``, and the prose of ``chapters/``. What the proofs need besides is in ``verification``.
+``contract.md`` is the whole specification as one text. It is generated from the data here:
+``clauses/`` (what is refused, with cause and remedy), ``transitions`` and ``guards`` (the calls,
+and the order of their checks), ``columns`` (the state), ``promises/`` (what may be relied on, in
+the words of ``world``), ``ranks``, ``constants``, and the prose of ``chapters/``. The lemmas of the
+proofs are in ``verification``.
 """

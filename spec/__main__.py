@@ -1,6 +1,6 @@
 """
 ``python -m qeffect.spec``: write the contract and the fault table from their data, or check that
-they are current.
+both are current.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name.
 
     Returns:
-        0 when the documents are current (or were written), 1 when ``--check`` finds a stale one.
+        0 if the documents are current or were written, 1 if ``--check`` finds a stale one.
     """
     parser = argparse.ArgumentParser(prog="python -m qeffect.spec", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="where they lie")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a document is stale"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(__file__).parent,
+        help="folder of the documents (default: this package)",
+    )
     args = parser.parse_args(argv)
     stale = []
     for name, render in DOCUMENTS.items():

@@ -1,10 +1,10 @@
 """
-The columns of the contract's memory: what each means, and which transitions write it.
+The columns of the contract's memory: their meanings, and the transitions that write them.
 
 The memory is a set of columns and nothing else. Each column belongs to one relation, and only that
-relation's half of a transition writes it; a configured column is written by none. Every transition
-may read every column. The relations declare the same columns for the kernel; a test holds the two
-together.
+relation's half of a transition writes it. No transition writes a configured column. Every
+transition may read every column. The relations declare the same columns for the kernel; a test
+compares the two declarations.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .constants import NEVER, NO_SLOT, NO_STAGE
 
 __all__ = ["COLUMNS", "CONFIGURED", "SORTS", "StateColumn"]
 
-#: What an index or a value is one of.
+#: Meaning of each sort of index and of value.
 SORTS: Final = {
     "one": "nothing: the column has one entry",
     "slot": "a physical place for one tape, with its graphs and buffers",
     "cell": "a key without its epoch: stage, microbatch, block, invocation",
     "stage": "a pipeline stage, or virtual chunk, of this process",
-    "domain": "a state domain: what shares scaling state and one graph stream",
+    "domain": "a state domain: stages that share scaling state and one graph stream",
     "link": "a pair of a caller's stream and a domain's graph stream",
     "caller": "a stream that calls into the graph streams",
     "pool": "a capture memory pool",
@@ -44,14 +44,14 @@ class StateColumn:
     One column.
 
     Args:
-        name: Its name in the memory.
-        relation: The relation that owns it; for a configured column empty.
-        index: Sort of its index, from ``SORTS``.
-        values: Sort of its values.
-        initial: What every entry starts with; None where a configuration, or the first write
-            before any read, gives it.
-        meaning: What an entry says.
-        writers: The transitions whose half in that relation writes it.
+        name: Name of the column in the memory.
+        relation: The relation that owns the column; empty for a configured column.
+        index: Sort of the index, from ``SORTS``.
+        values: Sort of the values, from ``SORTS``.
+        initial: Initial value of every entry; None if the configuration gives the value, or if
+            every read of an entry follows a write.
+        meaning: Meaning of an entry.
+        writers: The transitions whose half in that relation writes the column.
     """
 
     name: str
@@ -95,8 +95,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "slot -> mask",
         0,
         "transfers under way: 1 a receive of the input, 2 a receive of the output's gradient, 4 a "
-        "read of the output, 8 a read of the input gradient; those of an aborted tape keep its "
-        "slot",
+        "read of the output, 8 a read of the input gradient; a transfer of an aborted tape keeps "
+        "the slot",
         "post_receive finish_receive read finish_read restore",
     ),
     _state(
@@ -113,7 +113,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "generation",
         "slot -> generation",
         0,
-        "tenants that the slot has released in this incarnation",
+        "releases of the slot in this incarnation",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad finish_read drop restore",
     ),
     _state(
@@ -155,7 +155,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "forwarded",
         "cell -> int",
         NEVER,
-        "epoch of the cell's last forward, from its check on; -1 before the first",
+        "epoch of the cell's last forward, set by its check; -1 before the first",
         "check_forward restore",
     ),
     # version
@@ -197,7 +197,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "token",
         "domain -> int",
         0,
-        "the effect token: F and dI that committed in the domain since the last restore",
+        "the effect token: F and dI committed in the domain since the last restore",
         "commit_forward commit_dgrad restore",
     ),
     _state(
@@ -205,7 +205,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "position",
         "domain -> int",
         0,
-        "the same since the weights last changed: the place in the declared order",
+        "F and dI committed in the domain since the weights last changed: the place in the "
+        "declared order",
         "commit_forward commit_dgrad commit_epoch restore",
     ),
     _state(
@@ -222,7 +223,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "poisoned",
         "domain -> flag",
         0,
-        "1 from a failed F, dI or refresh to the next restore",
+        "1 from a failed F, dI or refresh until the next restore",
         "abort_refresh abort_forward abort_dgrad restore",
     ),
     _state(
@@ -230,7 +231,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "forwards",
         "stage -> int",
         0,
-        "F of the stage that committed in this epoch",
+        "F of the stage committed in this epoch",
         "commit_forward commit_epoch restore",
     ),
     _state(
@@ -238,7 +239,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "dgrads",
         "stage -> int",
         0,
-        "dI of the stage that committed in this epoch",
+        "dI of the stage committed in this epoch",
         "commit_dgrad commit_epoch restore",
     ),
     _state(
@@ -246,7 +247,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "scaled_at",
         "slot -> int",
         0,
-        "token at which the F of the latest tenant ran: whose scales its dI must use",
+        "token at which the latest tenant's F ran; its dI must use the scales of that F",
         "commit_forward",
     ),
     _state(
@@ -254,7 +255,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "rolled_at",
         "domain -> int",
         0,
-        "token at which the domain's latest F ran: whose scales are live now",
+        "token at which the domain's latest F ran; the scales of that F are live now",
         "commit_forward",
     ),
     # arena
@@ -296,7 +297,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "tenants",
         "pool -> int",
         0,
-        "live tapes that keep memory in the pool, from the check of their F on",
+        "tapes that keep memory in the pool: live tapes from the check of their F on, aborted "
+        "tapes while they are read",
         "check_forward abort_forward abort_dgrad commit_wgrad abort_wgrad finish_read drop restore",
     ),
     # completion
@@ -305,8 +307,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "submitted",
         "link -> int",
         0,
-        "pieces of work that the caller enqueued, or transfers that it was told the end of; "
-        "replays must see them",
+        "pieces of work that the caller enqueued, plus ends of transfers reported on the link; "
+        "a replay must come after all of them",
         "finish_receive finish_read submit restore",
     ),
     _state(
@@ -314,7 +316,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "joined",
         "link -> int",
         0,
-        "how many of them the graph stream has waited for",
+        "how many of these the graph stream has waited for",
         "join restore",
     ),
     _state(
@@ -330,8 +332,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "replays",
         "domain -> int",
         0,
-        "F, dI, dW and refreshes that were enqueued on the domain's graph stream; of refreshes "
-        "only those that succeeded",
+        "replays enqueued on the domain's graph stream: every F, dI and dW, and every refresh "
+        "that succeeded",
         "commit_refresh commit_forward abort_forward commit_dgrad abort_dgrad commit_wgrad "
         "abort_wgrad restore",
     ),
@@ -349,7 +351,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "produced",
         "slot -> int",
         0,
-        "the replay, counted in its domain, that last wrote the slot's output or input gradient",
+        "number, in its domain, of the replay that last wrote the slot's output or input gradient",
         "commit_forward commit_dgrad restore",
     ),
     _state(
@@ -357,7 +359,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "landed",
         "stage -> int",
         0,
-        "the replay, counted in its domain, of the stage's latest dW",
+        "number, in its domain, of the replay of the stage's latest dW",
         "commit_wgrad restore",
     ),
     _state(
@@ -365,7 +367,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "vacated",
         "slot -> int",
         0,
-        "the replay, counted in its domain, after which the slot's last tenant is done",
+        "number, in its domain, of the replay after which the slot's last tenant is done",
         "abort_forward abort_dgrad commit_wgrad abort_wgrad drop restore",
     ),
     _state(
@@ -373,7 +375,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_on",
         "slot -> link",
         None,
-        "link whose caller was told the end of the slot's latest transfer; before the first, any",
+        "link on which the end of the slot's latest transfer was reported; arbitrary before the "
+        "first",
         "finish_receive finish_read",
     ),
     _state(
@@ -381,7 +384,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_at",
         "slot -> int",
         0,
-        "which piece of that caller's work the end was",
+        "number of that end in the link's `submitted` count",
         "finish_receive finish_read restore",
     ),
     _state(
@@ -389,7 +392,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "named",
         "one -> int",
         NEVER,
-        "last epoch in which a stream was named that reads the gradients; -1 for none",
+        "last epoch in which a call named the stream that reads the gradients; -1 for none",
         "finalize finish_reduction restore",
     ),
     _state(
@@ -397,7 +400,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "consumer",
         "one -> caller",
         None,
-        "that stream",
+        "the stream that reads the gradients, as last named; arbitrary before the first",
         "finalize finish_reduction",
     ),
     _state(
@@ -405,7 +408,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "updater",
         "one -> caller",
         None,
-        "the stream that the optimizer's latest update ran on; before the first, any",
+        "the stream that the optimizer's latest update ran on; arbitrary before the first",
         "commit_epoch",
     ),
     _state(
@@ -413,8 +416,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unawaited",
         "domain -> flag",
         0,
-        "1 while the graph stream has yet to wait for that update, and the host has not seen it "
-        "finish",
+        "1 from the optimizer's latest update until the graph stream has waited for it, or the "
+        "host has seen it finish",
         "join drain commit_epoch",
     ),
     # reduction
@@ -456,7 +459,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "wgrads",
         "stage -> int",
         0,
-        "dW of the stage that committed in this epoch",
+        "dW of the stage committed in this epoch",
         "commit_wgrad commit_epoch restore",
     ),
     _state(
@@ -464,7 +467,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "spoiled",
         "stage -> int",
         NEVER,
-        "last epoch that a failure, or the loss of a cache in use, spoiled; -1 for none",
+        "last epoch that a failure, or the loss of a weight cache in use, spoiled; -1 for none",
         "abort_forward abort_dgrad abort_wgrad drop invalidate fail_reduction restore",
     ),
     _state(
@@ -481,7 +484,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "incarnation",
         "one -> int",
         0,
-        "the random number that this memory puts into the references that it issues",
+        "the random number in every reference that this memory issues",
         "restore",
     ),
     # tickets
@@ -490,30 +493,36 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "serial",
         "one -> int",
         0,
-        "the last ticket that was issued; it never falls, not even at a restore",
+        "the last ticket issued; it never falls, not even at a restore",
         "check_refresh check_forward check_dgrad check_wgrad",
     ),
 )
 
-#: The columns that a configuration gives, and no transition writes.
+#: The columns that a configuration gives. No transition writes them.
 CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "generation_max",
         "one -> generation",
-        "the last generation of a slot; one that has reached it takes no tenant",
+        "the last generation of a slot; a slot that has reached it takes no tenant",
     ),
     _configured("slot_stage", "slot -> stage", "stage that the slot belongs to"),
     _configured("domain_of", "stage -> domain", "state domain of the stage"),
     _configured(
-        "domain_at", "link -> domain", "state domain whose graph stream the link joins to a caller"
+        "domain_at",
+        "link -> domain",
+        "state domain whose graph stream the link connects to a caller",
     ),
-    _configured("caller_at", "link -> caller", "the link's caller"),
+    _configured("caller_at", "link -> caller", "caller's stream of the link"),
     _configured("owes", "stage -> mask", "consumers of a fresh tape"),
-    _configured("receives", "stage -> mask", "messages that F and dI of a tape wait for"),
-    _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each once"),
-    _configured("cells", "stage -> int", "cells of the stage: the tapes of one epoch"),
+    _configured("receives", "stage -> mask", "messages that F and dI of a tape need"),
+    _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each exactly once"),
     _configured(
-        "declared", "domain -> flag", "1 where the order of the domain's F and dI is declared"
+        "cells",
+        "stage -> int",
+        "number of the stage's cells, which is its number of tapes per epoch",
+    ),
+    _configured(
+        "declared", "domain -> flag", "1 if the order of the domain's F and dI is declared"
     ),
     _configured("forward_at", "cell -> int", "declared position of the cell's F"),
     _configured("dgrad_at", "cell -> int", "declared position of the cell's dI"),
@@ -522,52 +531,62 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "cell -> opaque",
         "gradient destination of the cell, compared for equality",
     ),
-    _configured("buffer_of", "cell -> buffer", "buffer that the destination lies in"),
+    _configured("buffer_of", "cell -> buffer", "buffer that contains the cell's destination"),
     _configured(
         "shared_of",
         "buffer -> buffer",
-        "buffer of the tied destinations that is written with a stage's own, by its sharer's dW "
-        "too; without a sharer the buffer itself",
+        "buffer of the tied destinations, which the dW of the stage and of its sharer both write; "
+        "the buffer itself if the stage has no sharer",
     ),
     _configured(
         "sharer_of",
         "stage -> stage",
-        "the other stage that writes the stage's tied destinations, or the same",
+        "the other stage that writes the stage's tied destinations; the stage itself if none does",
     ),
     _configured("pool_of", "slot -> pool", "capture pool of the slot's graphs"),
     _configured(
         "forward_rank", "slot -> int", "place of the slot's F graph in its pool's order of capture"
     ),
-    _configured("dgrad_rank", "slot -> int", "the same of its dI graph"),
-    _configured("wgrad_rank", "slot -> int", "the same of its dW graph"),
+    _configured(
+        "dgrad_rank", "slot -> int", "place of the slot's dI graph in its pool's order of capture"
+    ),
+    _configured(
+        "wgrad_rank", "slot -> int", "place of the slot's dW graph in its pool's order of capture"
+    ),
     _configured(
         "reports_fills",
         "stage -> flag",
-        "1 where the backend reports what a refresh filled, and from which weights",
+        "1 if the backend reports which matrices' caches a refresh filled, and from which weights",
     ),
     _configured(
         "reports_updates",
         "stage -> flag",
-        "1 where the backend reports how often an F or dI updated scales",
+        "1 if the backend reports how often an F or dI updated scales",
     ),
     _configured(
-        "live_scales", "stage -> flag", "1 where dI reads the scales that its domain has by then"
+        "live_scales",
+        "stage -> flag",
+        "1 if dI reads the scales that are live in its domain when it runs",
     ),
     _configured(
         "carried_scales",
         "stage -> flag",
-        "1 where a tape carries the scales of its F, and dI reports which it used",
+        "1 if a tape carries the scales of its F, and dI reports which scales it used",
     ),
     _configured(
         "stage_at",
         "bucket -> stage",
-        "stage whose gradients the bucket holds; only those that are reduced have one",
+        "stage whose gradients the bucket holds; only reduced buckets are indexed",
     ),
     _configured(
-        "tied_at", "bucket -> stage", "the other stage that writes the bucket, or the same"
+        "tied_at",
+        "bucket -> stage",
+        "the other stage that writes the bucket; the same stage if none does",
     ),
     _configured(
-        "reduce_at", "bucket -> int", "declared place of its reduction among those of the epoch"
+        "reduce_at",
+        "bucket -> int",
+        "declared place of the bucket's reduction among the reductions of an epoch",
     ),
-    _configured("ordered", "one -> flag", "1 where the order of reductions is declared"),
+    _configured("ordered", "one -> flag", "1 if the order of reductions is declared"),
 )

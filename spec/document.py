@@ -29,7 +29,7 @@ _NOTICE = (
 
 
 def contract() -> str:
-    """Return the normative text: parts with their clauses, transitions, state, promises."""
+    """Return the normative text: parts with their clauses, transitions, state and promises."""
     parts, keeping = (*PARTS, SCHEDULE), kept()
     chapters = "\n".join(
         [
@@ -75,7 +75,7 @@ def faults() -> str:
             "",
             "Seven injections in six families, after the paper's table (Section V). Each enters",
             "through the public API on a CPU, is refused at its first invalid operation, and",
-            "leaves the state as it was; `qeffect faults` runs them.",
+            "changes no state; `qeffect faults` runs them.",
             "",
             *_table(header, rows),
             "",
@@ -90,7 +90,7 @@ def kept() -> Mapping[str, Any]:
     Returns:
         ``guards``: each guard of each transition, with the ``promises`` that fail without it, else
         the ``lemmas``, else what happens ``otherwise``. ``clauses``: by id, the functions that
-        raise it, and the logs, faults, failures and tests of it.
+        raise the clause, and its logs, faults, failures and tests.
     """
     data: Any = json.loads((_HERE / "kept.json").read_text(encoding="utf-8"))
     found: Mapping[str, Any] = data
@@ -138,7 +138,7 @@ def _part(number: int, part: Part, keeping: Mapping[str, Any]) -> str:
 def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
     where = clause.section if clause.section == "design" else f"paper, {clause.section}"
     promise = _promise(clause.id)
-    apart = f" This is the clause; [a promise]({promise}) has its name too." if promise else ""
+    apart = f" This is the clause; [a promise]({promise}) has the same name." if promise else ""
     look = f"; look at `{clause.argument}`" if clause.argument else ""
     return "\n".join(
         [
@@ -158,7 +158,7 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
 
 
 def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
-    """Who raises a clause, and what fails without its guards."""
+    """The functions that raise a clause, and what fails without its guards."""
     raised: dict[str, list[str]] = {}
     for place in keeping["clauses"][clause]["raised_by"]:
         module, _, function = place.partition(": ")
@@ -166,7 +166,7 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
     functions = "; ".join(f"{', '.join(names)} in `{module}`" for module, names in raised.items())
     guards = [row for row in keeping["guards"] if row["clause"] == clause]
     if not guards:
-        return f"{functions}: around the proved transitions, by no promise."
+        return f"{functions}, outside the proved transitions, for no promise."
     own = clause.partition(".")[0] + "."
 
     def named(what: str) -> str:
@@ -181,7 +181,7 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
     if promises := named("promises"):
         said.append(f"for the promise{'s' * (', ' in promises)} {promises}")
     elif lemmas := named("lemmas"):
-        said.append(f"for what the proofs need: {lemmas}")
+        said.append(f"for lemmas of the proofs: {lemmas}")
     rest = [(row["transition"], row["otherwise"]) for row in guards if "otherwise" in row]
     renamed = [
         f"{transition} (else `{text.partition(' becomes ')[2]}`)"
@@ -198,7 +198,7 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
 
 
 def _shown_by(shown: Mapping[str, Sequence[str]]) -> str:
-    """The log that a clause rejects, and the faults, failures and tests that name it."""
+    """The log that a clause rejects, and the faults, failures and tests that name the clause."""
     logs = [f"[a rejected log]({path})" for path in shown["logs"]]
     faults = [f"the fault `{name}`" for name in shown["faults"]]
     failures = [f"the failure `{name}`" for name in shown["failures"]]
@@ -220,16 +220,17 @@ def _transitions() -> str:
         [
             "## Transitions",
             "",
-            "A check returns the ticket it issued; nothing else returns a value (a reference is a",
-            "slot and its generation). Of what moves between ranks, `bit` names what",
-            "leaves a slot and `message` what comes into it.",
+            "A check returns the ticket that it issued; no other transition returns a value.",
+            "`bit` names the transfer that leaves a slot (the output or the input gradient),",
+            "`message` the transfer that fills it (the input or the output's gradient).",
             "",
             *_table(("transition", "when, and what it changes"), calls),
             "",
-            "**The order of the guards** is normative: the first that fails gives the refusal",
-            "its name. A clause that stands twice is checked twice, of two columns. A stage that",
-            "leaves out a part leaves out its guards, and the others keep their order. A key or",
-            "slot that was never configured is refused apart, where it would be looked up.",
+            "**The order of the guards** is normative: the first guard that fails names the",
+            "refusal. A clause that is listed twice is checked twice, on different columns. If a",
+            "stage leaves out a part, its guards are left out and the others keep their order. A",
+            "key or slot that was never configured is refused when it is looked up; the table",
+            "omits these two clauses (`ownership.unknown-key`, `ownership.unknown-slot`).",
             "",
             *_table(("transition", "its guards, in order"), guards),
             "",
@@ -248,19 +249,19 @@ def _state() -> str:
         [
             "## State",
             "",
-            "The memory is a set of columns and nothing else. Each is indexed by one sort.",
+            "The memory is a set of columns and nothing else. Each column is indexed by one sort.",
             "",
-            *_table(("sort", "what it is"), list(SORTS.items())),
+            *_table(("sort", "meaning"), list(SORTS.items())),
             "",
             "Each column belongs to one part, and only that part's half of a transition writes it.",
             "*Tickets* is the series of serial numbers that the checks share.",
             "",
-            *_table(("column", "part", "what an entry says", "written by"), rows),
+            *_table(("column", "part", "meaning of an entry", "written by"), rows),
             "",
-            "Configured columns are written by nobody.",
+            "No transition writes a configured column.",
             "",
             *_table(
-                ("column", "what an entry says"), [(_column(c), c.meaning) for c in CONFIGURED]
+                ("column", "meaning of an entry"), [(_column(c), c.meaning) for c in CONFIGURED]
             ),
             "",
         ]
@@ -280,11 +281,11 @@ def _paper() -> str:
     lines = [
         "## The paper's invariants",
         "",
-        "Section III-F of the paper numbers four invariants. Its abstract counts completion where",
+        "Section III-F of the paper numbers four invariants. The abstract counts completion where",
         "III-F counts persistence, and III-D adds, without a number, that every configured",
-        "microbatch is written exactly once. Each has a name here, and is the conjunction of the",
-        "promises under it (`qeffect.spec.promises.PAPER`). `qeffect prove` proves every one of",
-        "them, for any number of slots, microbatches and epochs.",
+        "microbatch is written exactly once. Each of these six has a name here and is the",
+        "conjunction of the promises listed under it (`qeffect.spec.promises.PAPER`). `qeffect",
+        "prove` proves each promise for any number of slots, microbatches and epochs.",
         "",
     ]
     for invariant in PAPER.values():
@@ -295,7 +296,7 @@ def _paper() -> str:
             f"`{invariant.name}`. **{invariant.says}**{needs}",
             "",
             *(f"- `{name}`{_apart(name)}: {says[name]}" for name in invariant.promises),
-            *(f"- proved besides: {name}." for name in invariant.theorems),
+            *(f"- also proved: {name}." for name in invariant.theorems),
             "",
         ]
     return "\n".join(lines)
@@ -309,11 +310,12 @@ def _promises(keeping: Mapping[str, Any]) -> str:
     lines = [
         "## Promises",
         "",
-        "Beside the clauses, which say what is refused, the predicates in `promises/` say what may",
-        "be relied on. They are written in the columns above and in words for the world beside",
-        "the contract, never in the contract's guards. All but the assumptions are proved; the",
-        "history and the lemmas that the proofs need besides stand in `verification/induction/`.",
-        "*Needs* names each clause of which a guard, deleted, lets the promise fail.",
+        "Clauses say what is refused; the predicates in `promises/` say what may be relied on. The",
+        "promises use the columns above and words for the world outside the contract (the table",
+        "at the end of this chapter), never the contract's guards. All promises but the",
+        "assumptions are proved; the history and the further lemmas of the proofs are in",
+        "`verification/induction/`. A promise *needs* a clause if it can fail once one of the",
+        "clause's guards is deleted.",
         "",
     ]
     for title, register in _registers():
@@ -343,9 +345,9 @@ def _ranks() -> str:
             *(f"- `{p.name}`: {p.text}" for p in RANK_PROMISES),
             *(f"- `{p.name}`{_where(p.transitions)}: {p.text}" for p in RANK_STEPS),
             "",
-            "What the promises are written in:",
+            "The promises use these columns:",
             "",
-            *_table(("column", "what an entry says"), columns),
+            *_table(("column", "meaning of an entry"), columns),
             "",
         ]
     )
@@ -362,26 +364,26 @@ def link(heading: str) -> str:
 
 
 def _promise(name: str) -> str | None:
-    """The link to the list that has a promise of this name; None where there is none."""
+    """The link to the list with a promise of this name; None if no promise has the name."""
     lists = (link(title) for title, register in _registers() if name in {p.name for p in register})
     return next(lists, None)
 
 
 def _apart(name: str) -> str:
-    """Say of a promise that a clause has its name too."""
+    """Distinguish a promise from the clause of the same name; empty without such a clause."""
     if name not in CLAUSES:
         return ""
     clause = CLAUSES[name]
     heading = f"{clause.number} {clause.title}"
-    return f" (the promise; [the clause]({link(heading)}) of this name is another statement)"
+    return f" (the promise; [the clause]({link(heading)}) of the same name states something else)"
 
 
 def _registers() -> Iterator[tuple[str, Register]]:
     yield "Always, of the memory", MEMORY
     yield "Always, of the memory and the world", WORLD
     yield "Whenever an action is accepted", STEPS
-    yield "By an accepted transition", CHANGES
-    yield "A check is accepted where all of its own hold", LEGAL
+    yield "Before and after an accepted transition", CHANGES
+    yield "A check is accepted if all its predicates here hold", LEGAL
     yield "Assumed of a configuration", CONFIGURATION
     yield "Assumed of the caller's arguments", ASSUMED
 

@@ -1,11 +1,11 @@
 """
 The order of the guards: for each transition, the clauses that it checks, in the order of checking.
 
-The order is normative. The first guard that fails gives the refusal its name, so that a refusal has
-one name in every implementation. A clause that stands twice is checked twice, of two columns. Where
-a stage leaves out a part, the guards that protect it are left out and the others keep their order.
-A key or slot that was never configured is refused apart, where a transition would look it up
-(`ownership.unknown-key`, `ownership.unknown-slot`).
+The order is normative. The first guard that fails names the refusal, so a refusal has the same name
+in every implementation. A clause that is listed twice is checked twice, on different columns. If a
+stage leaves out a part, its guards are left out and the others keep their order. A key or slot that
+was never configured is refused when a transition looks it up (`ownership.unknown-key`,
+`ownership.unknown-slot`); the lists below omit these two clauses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 __all__ = ["GUARDS"]
 
-#: Clauses by transition, in the order of their guards.
+#: Clauses of each transition, in the order of its guards.
 GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
     "reserve": (
         "ownership.pool-exhausted",

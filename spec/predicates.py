@@ -1,10 +1,10 @@
 """
-What a predicate of the specification is, and the two words that Python has no operator for.
+Predicates of the specification, and the two operators that Python lacks.
 
-A predicate is a function of the contract's memory ``st``, for some predicates of the history
-``h`` too, and of variables: it holds for all their values. It uses only comparisons, ``+``, ``&``,
-``|``, ``implies`` and ``choose``, so that it runs over plain memory and over symbolic terms alike.
-It never branches on what it compares. An entry outside a column is an unspecified value, as in
+A predicate is a function of the contract's memory ``st``, in some cases of the history ``h``, and
+of variables. The predicate holds for all values of its variables. It uses only comparisons, ``+``,
+``&``, ``|``, ``implies`` and ``choose``, so it runs over plain memory and over symbolic terms. It
+never branches on a comparison. An entry outside a column is an unspecified value, as in
 ``implies(slot != NO_SLOT, st.consumers[slot] != 0)``.
 """
 
@@ -19,12 +19,12 @@ __all__ = ["Predicate", "Register", "choose", "implies"]
 
 
 def implies(premise: Any, conclusion: Any) -> Any:
-    """Whether the premise fails or the conclusion holds; ``<=`` is that order of truth values."""
+    """Whether the premise fails or the conclusion holds; ``<=`` on truth values means just that."""
     return premise <= conclusion
 
 
 def choose(condition: Any, yes: Any, no: Any) -> Any:
-    """Return ``yes`` where the condition holds, else ``no``."""
+    """Return ``yes`` if the condition holds, else ``no``."""
     chooser = getattr(condition, "choose", None)
     if chooser is None:
         return yes if condition else no
@@ -38,13 +38,14 @@ class Predicate:
 
     Args:
         name: ``relation.what-holds``.
-        function: Of the memory, perhaps the history, perhaps the arguments, then the variables.
+        function: Function of the memory, in some cases the history, in some cases the arguments,
+            then the variables.
         variables: Sort of each variable: an index sort of ``qeffect.relations.columns``, or
-            ``place``, a non-negative integer up to the count of some sort's members.
-        needs: Relations that it speaks of; it is claimed only where all of them take part.
-        transitions: For a step property, the transitions whose acceptance it must hold at.
-        without: For an assumption, the relation that would check it; it is assumed only where
-            that relation is left out.
+            ``place``, a non-negative integer up to the number of members of some sort.
+        needs: Relations that the predicate mentions; it is claimed only if all of them take part.
+        transitions: For a step property, the transitions at whose acceptance it must hold.
+        without: For an assumption, the relation that would check it; it is assumed only if that
+            relation is left out.
     """
 
     name: str
@@ -56,16 +57,16 @@ class Predicate:
 
     @property
     def text(self) -> str:
-        """What it says, in a sentence."""
+        """The predicate in a sentence: the docstring of its function."""
         return " ".join((self.function.__doc__ or "").split())
 
 
 class Register:
     """
-    A list of predicates that decorated functions join, in the order of their definition.
+    A list of predicates in the order of their definition; decorating a function adds one.
 
     Args:
-        parts: Registers whose predicates it begins with, one register after another.
+        parts: Registers whose predicates come first, in this order.
 
     >>> invariants = Register()
     >>> @invariants("ownership.no-phantom", slot="slot")
@@ -74,7 +75,7 @@ class Register:
     >>> [predicate.name for predicate in invariants]
     ['ownership.no-phantom']
 
-    Registers that were filled apart make up one:
+    Several registers join into one:
 
     >>> promises = Register()
     >>> @promises("epoch.current", "commit_epoch")
@@ -84,7 +85,7 @@ class Register:
     ['epoch.current', 'ownership.no-phantom']
 
     Raises:
-        ValueError: Two parts have a predicate of the same name.
+        ValueError: Two parts contain predicates of the same name.
     """
 
     def __init__(self, *parts: Register) -> None:
@@ -102,17 +103,17 @@ class Register:
         **variables: str,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """
-        Enter the decorated function under a name.
+        Add the decorated function under a name.
 
         Args:
-            name: Name of the predicate; the relation before its dot is one that it needs.
-            transitions: For a step property, where it must hold.
-            needs: Other relations that it needs, separated by spaces.
+            name: Name of the predicate; the relation before the dot is always needed.
+            transitions: For a step property, the transitions at whose acceptance it must hold.
+            needs: Other relations that the predicate needs, separated by spaces.
             without: For an assumption, the relation that would check it.
             variables: Sort of each variable.
 
         Raises:
-            ValueError: The name is taken.
+            ValueError: Another predicate has this name.
         """
 
         def enter(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
 """
-Ranks: what is promised of several processes together, each with a contract of its own.
+Ranks: promises about several processes together, each with a contract of its own.
 
-The promises are predicates over the columns below, which say what happened on every rank and on
-every channel between two of them. ``r`` and ``q`` are any two ranks, ``k`` any place in a channel,
-``s`` and ``t`` any slots, ``n`` any attempt. Nothing here restates what the protocol asks before it
-acts: that is the protocol (`qeffect.verification.ranks.protocol`), and the promises are proved of
-it for any number of ranks.
+The promises are predicates over the columns below, which record what happened on every rank and on
+every channel between two ranks. ``r``, ``q`` and ``p`` are any ranks, ``k`` and ``j`` any places in
+a channel, ``n`` any attempt. Nothing here restates the guards of the protocol
+(`qeffect.verification.ranks.protocol`). The promises are proved of the protocol for any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ __all__ = [
 BETWEEN: Final = 0
 STEP: Final = 1
 AGREED: Final = 2
-#: No epoch, no attempt: what a column of such holds before there is one.
+#: No epoch, rank or attempt yet: the value before the first one.
 NOBODY: Final = -1
 
-#: For each column, what it is indexed by and what an entry says.
+#: Sorts of the indices and meaning of an entry, by column.
 RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "attempt": (("one",), "attempts to run the job that have begun"),
     "base": (("one",), "the epoch of the checkpoint that the newest attempt began from"),
     "saved": (("one",), "the epoch that the newest whole checkpoint is named after"),
-    "saved_life": (("one",), "the attempt that wrote it; 0 before any did"),
+    "saved_life": (("one",), "the attempt that wrote that checkpoint; 0 before the first"),
     "life": (("rank",), "the attempt in which the rank last started"),
     "up": (("rank",), "1 while the rank's process runs"),
     "open": (("rank",), "1 while the rank's connections are open"),
-    "phase": (("rank",), "between steps, in a step, or agreed to its commit"),
+    "phase": (
+        ("rank",),
+        "0 between steps, 1 in a step, 2 after the rank agreed to the step's commit",
+    ),
     "step": (("rank",), "steps that the rank has begun in its attempt"),
     "epoch": (("rank",), "the weight epoch of the rank's contract"),
     "live": (("rank",), "work of the rank's contract that is live or in flight"),
@@ -52,36 +55,42 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "yes": (("rank",), "the epoch that the rank has consented to move to"),
     "refused": (("rank",), "the epoch whose commit the rank's contract refused"),
     "leaving": (("rank",), "1 once the rank cannot go on"),
-    "lost": (("rank",), "1 when that is because a connection closed"),
-    "said": (("rank",), "1 once the rank has published why"),
-    "ended": (("rank",), "1 when the rank stopped by itself in its attempt"),
-    "told": (("rank",), "the rank that it then named as the cause"),
+    "lost": (("rank",), "1 if the rank leaves because a connection closed"),
+    "said": (("rank",), "1 once the rank has published its reason"),
+    "ended": (("rank",), "1 if the rank stopped by itself in its attempt"),
+    "told": (("rank",), "the rank that the stopping rank named as the cause"),
     "halted": (("attempt",), "1 when the attempt has a cause to end"),
     "cause": (("attempt",), "the rank that is the cause"),
-    "cause_lost": (("attempt",), "1 when that rank only lost a connection"),
-    "gone": (("attempt",), "1 when a rank crashed in the attempt"),
+    "cause_lost": (("attempt",), "1 if that rank only lost a connection"),
+    "gone": (("attempt",), "1 if a rank crashed in the attempt"),
     "shard": (("rank",), "the epoch of the weights in the rank's newest part of a checkpoint"),
-    "shard_life": (("rank",), "the attempt in which it was written"),
+    "shard_life": (("rank",), "the attempt in which that newest part was written"),
     "kept": (("rank",), "the epoch of the weights in the rank's part of the whole checkpoint"),
-    "kept_life": (("rank",), "the attempt in which that part was written; 0 before any was"),
+    "kept_life": (("rank",), "the attempt in which that part was written; 0 before the first"),
     "generation": (("rank", "slot"), "releases of a slot"),
     "sent": (("rank", "rank"), "sends that the first rank posted to the second"),
-    "sent_before": (("rank", "rank"), "those before its current step"),
-    "sent_done": (("rank", "rank"), "those that the second rank has received"),
+    "sent_before": (("rank", "rank"), "sends posted before the first rank's current step"),
+    "sent_done": (("rank", "rank"), "sends that the second rank has received"),
     "out": (("rank", "rank", "place"), "the slot that a send leaves from"),
-    "out_generation": (("rank", "rank", "place"), "that slot's generation when it was posted"),
+    "out_generation": (
+        ("rank", "rank", "place"),
+        "that slot's generation when the send was posted",
+    ),
     "taken": (("rank", "rank"), "receives that the first rank posted from the second"),
-    "taken_before": (("rank", "rank"), "those before its current step"),
-    "taken_done": (("rank", "rank"), "those that have ended"),
+    "taken_before": (("rank", "rank"), "receives posted before the first rank's current step"),
+    "taken_done": (("rank", "rank"), "receives that have ended"),
     "into": (("rank", "rank", "place"), "the slot that a receive fills"),
-    "into_generation": (("rank", "rank", "place"), "that slot's generation when it was posted"),
-    "messages": (("rank", "rank"), "configured: messages of a step from the first to the second"),
-    "total": (("rank", "rank", "place"), "configured: those of so many steps"),
+    "into_generation": (
+        ("rank", "rank", "place"),
+        "that slot's generation when the receive was posted",
+    ),
+    "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
+    "total": (("rank", "rank", "place"), "configured: messages in that many steps"),
 }
 
-#: Hold in every state that the protocol reaches.
+#: Promises that hold in every state that the protocol reaches.
 RANK_PROMISES: Final = Register()
-#: Hold whenever the named thing happens.
+#: Promises that hold whenever the named transition of the protocol happens.
 RANK_STEPS: Final = Register()
 
 
@@ -115,12 +124,12 @@ def one_attempt(st: Any, r: Any, q: Any) -> Any:
     return implies((st.up[r] == 1) & (st.up[q] == 1), st.life[r] == st.life[q])
 
 
-# All go on or none
+# All ranks commit or none
 
 
 @RANK_PROMISES("ranks.refusal-holds-all", r="rank", q="rank")
 def refusal_holds_all(st: Any, r: Any, q: Any) -> Any:
-    """No rank moves the weights of an epoch whose commit another refused in the same attempt."""
+    """No rank commits an epoch whose commit another rank refused in the same attempt."""
     return implies(
         (st.life[r] == st.life[q]) & (st.refused[r] != NOBODY), st.epoch[q] <= st.refused[r]
     )
@@ -128,14 +137,14 @@ def refusal_holds_all(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.all-consented", r="rank", q="rank")
 def all_consented(st: Any, r: Any, q: Any) -> Any:
-    """A rank that moved its weights in an attempt had the consent of every other one to do so."""
+    """A rank that moved its weights in an attempt had the consent of every rank."""
     moved = (st.life[r] == st.attempt[0]) & (st.epoch[r] != st.base[0])
     return implies(moved, (st.life[q] == st.attempt[0]) & (st.epoch[r] <= st.yes[q]))
 
 
 @RANK_STEPS("ranks.commit-accepted", "commit")
 def commit_accepted(st: Any, r: Any) -> Any:
-    """When all have consented, the rank's own contract accepts the commit: nothing intervened."""
+    """When all ranks have consented, each rank's own contract accepts the commit."""
     return (st.live[r] == 0) & (st.whole[r] == 1) & (st.spoiled[r] == 0)
 
 
@@ -145,8 +154,8 @@ def commit_accepted(st: Any, r: Any) -> Any:
 @RANK_STEPS("ranks.message-meets-its-own", "transfer")
 def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
     """
-    A message is received in the step, the epoch and the attempt that it was sent in, at its place
-    in the order of its channel.
+    A message is received in the step, epoch and attempt in which it was sent, and in its channel's
+    order.
     """
     sent = st.sent_done[r, q] - st.sent_before[r, q]
     taken = st.taken_done[q, r] - st.taken_before[q, r]
@@ -193,7 +202,7 @@ def no_write_under_a_send(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> An
 
 @RANK_PROMISES("ranks.checkpoint-of-one-epoch", r="rank")
 def checkpoint_of_one_epoch(st: Any, r: Any) -> Any:
-    """Every rank's part of the whole checkpoint is of the epoch that it is named after."""
+    """Every rank's part of the whole checkpoint is of the epoch that names the checkpoint."""
     return st.kept[r] == st.saved[0]
 
 
@@ -221,7 +230,7 @@ def one_cause(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.tells-the-cause", r="rank")
 def tells_the_cause(st: Any, r: Any) -> Any:
-    """A rank that stops by itself names the cause of its attempt, which has one."""
+    """A rank that stops by itself names the cause of its attempt, and the attempt has a cause."""
     n = st.life[r]
     return implies(st.ended[r] == 1, (st.halted[n] == 1) & (st.told[r] == st.cause[n]))
 
@@ -234,5 +243,5 @@ def cause_before_loss(st: Any, n: Any) -> Any:
 
 @RANK_PROMISES("ranks.stop-wakes", r="rank")
 def stop_wakes(st: Any, r: Any) -> Any:
-    """A rank that stopped or crashed has no connection open: whoever waits on it is woken."""
+    """A rank that stopped or crashed has no open connection, so ranks that wait on it are woken."""
     return implies(st.up[r] == 0, st.open[r] == 0)

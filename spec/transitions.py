@@ -1,5 +1,5 @@
 """
-The transitions of the contract: their arguments, and when they are called.
+The transitions of the contract: their arguments, when to call them, and their effects.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Transition:
     One transition.
 
     Args:
-        name: Its name; ``check_*`` reserves, ``commit_*`` redeems after success, ``abort_*``
-            after failure.
-        arguments: Its arguments, in order.
-        when: When it is called, and what it changes.
+        name: Name; ``check_*`` reserves, ``commit_*`` redeems the ticket after success,
+            ``abort_*`` after failure.
+        arguments: Names of the arguments, in order.
+        when: When to call the transition, and what it changes.
         relation: The relation that the transition needs; empty if it needs none.
     """
 
@@ -35,92 +35,99 @@ def _transition(signature: str, when: str, relation: str = "") -> Transition:
 
 #: Every transition, in the order of an optimizer step.
 TRANSITIONS: tuple[Transition, ...] = (
-    _transition("reserve(key, slot, link)", "Before a receive: claim a slot for a key's forward."),
-    _transition("bind(key, destination)", "Before dI: bind the destinations of its gradients."),
-    _transition(
-        "check_refresh(stage, link)", "Before a stage's weights are quantized again.", "version"
-    ),
+    _transition("reserve(key, slot, link)", "Before a receive: claims a slot for a key's F."),
+    _transition("bind(key, destination)", "Before dI: binds the destination of its gradients."),
+    _transition("check_refresh(stage, link)", "Before a refresh: reserves the domain.", "version"),
     _transition(
         "commit_refresh(stage, ticket, filled, fill_epoch)",
-        "After: the cache has the weight epoch; `filled` is what was filled, of which weights.",
+        "After a refresh: the cache is current. `filled` names the caches that were filled, and "
+        "`fill_epoch` the weights they were filled from.",
         "version",
     ),
     _transition(
-        "abort_refresh(stage, ticket)", "After it failed: the domain is poisoned.", "version"
+        "abort_refresh(stage, ticket)", "After a refresh failed: poisons the domain.", "version"
     ),
-    _transition("check_forward(key, slot, token, link, refresh)", "Before F: claim slot, domain."),
+    _transition(
+        "check_forward(key, slot, token, link, refresh)", "Before F: reserves slot and domain."
+    ),
     _transition(
         "commit_forward(slot, ticket, filled, fill_epoch, updates)",
-        "After F: the tape is live, the token advances; a refreshing F makes the cache current; "
-        "`updates` is how often scales were updated.",
+        "After F: the tape is live and the token advances; an F that refreshes makes the cache "
+        "current. `updates` counts how often F updated the scales.",
     ),
     _transition(
         "abort_forward(slot, ticket)",
-        "After F failed: tape released, domain poisoned, epoch spoiled.",
+        "After F failed: releases the tape, poisons the domain and spoils the epoch.",
     ),
-    _transition("check_dgrad(key, ref, token, link)", "Before dI: reserve tape and domain."),
+    _transition("check_dgrad(key, ref, token, link)", "Before dI: reserves tape and domain."),
     _transition(
         "commit_dgrad(slot, ticket, queued, updates, scales)",
-        "After dI: the token advances, the tape waits for dW; `queued` is the deferred work, "
+        "After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, "
         "`scales` the token of the F whose scales dI used.",
     ),
     _transition(
         "abort_dgrad(slot, ticket)",
-        "After dI failed: tape released, domain poisoned, epoch spoiled.",
+        "After dI failed: releases the tape, poisons the domain and spoils the epoch.",
     ),
     _transition(
         "check_wgrad(key, ref, link, destination, first)",
-        "Before dW: reserve tape and destinations; `first` says that it overwrites.",
+        "Before dW: reserves tape and destination. `first` says which buffers dW overwrites.",
     ),
     _transition(
         "commit_wgrad(slot, ticket, covered)",
-        "After dW: the write counts; `covered` is what was written. The last consumer releases.",
+        "After dW: counts the write. `covered` names the matrices written. The tape's last "
+        "consumer releases the slot.",
     ),
     _transition(
         "abort_wgrad(slot, ticket)",
-        "After dW failed: tape released, the stage's epoch spoiled.",
+        "After dW failed: releases the tape and spoils the stage's epoch.",
     ),
     _transition(
         "post_receive(key, ref, message, link)",
-        "Before a stream receives into a tape's slot: its input, or its output's gradient.",
+        "Before a stream receives the tape's input, or its output's gradient, into the slot.",
     ),
     _transition(
         "finish_receive(key, ref, message, link)",
-        "After: it has arrived, and the link's caller has waited for it.",
+        "After the message has arrived and the link's caller has waited for the receive.",
     ),
-    _transition("read(key, ref, bit, link)", "Before a stream reads an output or input gradient."),
+    _transition(
+        "read(key, ref, bit, link)", "Before a stream reads the output or the input gradient."
+    ),
     _transition(
         "finish_read(key, ref, bit, link)",
-        "After: the reader is done, and the link's caller knows; the last one releases.",
+        "After the read has ended and the link's caller has waited for it. The tape's last "
+        "consumer releases the slot.",
     ),
-    _transition("drop(key, ref)", "Abort one tape; purge drops every tape of an epoch."),
+    _transition("drop(key, ref)", "Aborts one tape. A purge drops every tape of an epoch."),
     _transition(
         "invalidate(stage)",
-        "The weight cache was lost; it is stale. Where its F have begun and some dI is to come, "
-        "the epoch is spoiled.",
+        "After the weight cache was lost: marks the cache stale. If the stage's F have begun and "
+        "a dI is still to come, spoils the epoch.",
         "version",
     ),
-    _transition("submit(link)", "The caller enqueued work that later replays must see."),
-    _transition("join(link)", "The graph stream waits for all that the caller submitted."),
-    _transition("wait(link)", "The caller waits for all that was replayed."),
+    _transition(
+        "submit(link)", "After the caller enqueued work that a later replay must come after."
+    ),
+    _transition("join(link)", "The graph stream waits for all work that the caller submitted."),
+    _transition("wait(link)", "The caller waits for all replays of the graph stream."),
     _transition("drain(domain)", "The host has seen the domain's device work finish."),
-    _transition("finalize(stage, link)", "After a stage's last dW: its gradients are whole."),
+    _transition("finalize(stage, link)", "After a stage's last dW: declares its gradients whole."),
     _transition(
         "start_reduction(bucket, link)",
-        "After the last dW of its stages: a bucket's reduction is enqueued behind a caller's work.",
+        "After the last dW of the bucket's stages, when a caller's stream enqueues the reduction.",
     ),
     _transition(
         "finish_reduction(bucket, link)",
-        "The stream that will read the gradients, the caller's, waits for the reduction.",
+        "When the caller's stream, which will read the gradients, waits for the reduction.",
     ),
-    _transition("fail_reduction(bucket)", "It failed: the epoch of its stages is spoiled."),
+    _transition("fail_reduction(bucket)", "After a reduction failed: spoils its stages' epoch."),
     _transition(
         "commit_epoch(epoch, caller)",
-        "With the optimizer's update, which the caller's stream runs: every stage's next epoch.",
+        "With the optimizer's update, on the caller's stream: starts every stage's next epoch.",
     ),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(
         "restore(epoch, incarnation)",
-        "After the numerical state was loaded: a new incarnation with stale caches.",
+        "After the numerical state was loaded: starts a new incarnation with stale caches.",
     ),
 )

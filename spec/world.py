@@ -3,11 +3,11 @@ The words that the promises use for the world outside the contract, with their m
 
 A promise is a claim about what really happened: which work ran, what a buffer or a cache holds,
 which stream waited for which. The world follows the actions and their arguments, never the
-contract's own state or a guard, so that a promise does not merely repeat a guard. How an accepted
-transition changes the world is defined in ``qeffect.verification.induction.history``.
+contract's own state or a guard, so a promise does not merely repeat a guard.
+``qeffect.verification.induction.history`` defines how an accepted transition changes the world.
 
-Some words follow one arbitrary, fixed thing: a reference, a ticket, a slot, a link and a stage.
-What is proved of an arbitrary one holds for all.
+Some words describe one arbitrary, fixed reference, ticket, slot, link or stage. A proof about an
+arbitrary one holds for all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORWARD: Final = 1
 DGRAD: Final = 2
 WGRAD: Final = 3
 REFRESH: Final = 4
-#: Stations of a reduction, after ``NONE``.
+#: Progress of a reduction, after ``NONE``.
 RUNNING: Final = 1
 DONE: Final = 2
 
@@ -43,12 +43,12 @@ DONE: Final = 2
 @frozen
 class Word:
     """
-    One word for the world, as promises use it.
+    One word for the world.
 
     Args:
         name: Name of the word, as in ``h.NAME[index]``.
-        index: What it is indexed by; ``one`` for a single value.
-        meaning: Meaning of its value.
+        index: Sort of the index; ``one`` for a single value.
+        meaning: Meaning of the value.
     """
 
     name: str
@@ -70,50 +70,50 @@ WORDS: Final[Mapping[str, Word]] = {
         acting="how many actions are in flight on the slot",
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
-        scaled_by="the scaling updates that the tenant's F had seen",
-        rolls_seen="the forwards that had rolled the domain's scales when the tenant's F had",
+        scaled_by="the domain's `updates` just before the tenant's F",
+        rolls_seen="the domain's `rolls` just after the tenant's F",
         last_rank="the capture rank of the slot's graph that was replayed last",
         in_pool="1 while the slot keeps memory in its capture pool",
         moving="the transfers under way through the slot, as a mask",
         last_end_on="the link on which the slot's latest transfer ended,",
-        last_end="and as which of the ends that were told on it; 0 for none",
+        last_end="and the number of that end among the ends reported on it; 0 for none",
         arrived="the messages that the slot's work has received, as a mask",
     ),
     **_words(
         "cell",
         ran_forward="how often the cell's F succeeded since the weights last changed",
-        ran_dgrad="the same of its dI",
-        ran_wgrad="the same of its dW",
-        covered="the matrices that its latest dW wrote",
-        binds="how often its destination was bound since the weights last changed",
+        ran_dgrad="how often the cell's dI succeeded since the weights last changed",
+        ran_wgrad="how often the cell's dW succeeded since the weights last changed",
+        covered="the matrices that the cell's latest dW wrote",
+        binds="how often the cell's destination was bound since the weights last changed",
         bound_to="the destination that was bound last",
     ),
     **_words(
         "stage",
         num_forwards="how many F of the stage succeeded since the weights last changed",
-        num_dgrads="the same of dI",
-        num_wgrads="the same of dW",
+        num_dgrads="how many dI of the stage succeeded since the weights last changed",
+        num_wgrads="how many dW of the stage succeeded since the weights last changed",
         cached="the version of the weights in the stage's quantized cache; -1 for none",
         fills="how often that cache was filled",
         fill_of_epoch="the fill that the epoch's first F read; -1 before it",
         lost="1 when the cache was lost since its latest fill began",
-        lost_in_use="the last epoch in which it was lost while an F or dI needed it; -1 for none",
-        filled_after="the scaling updates that the latest refresh had seen",
+        lost_in_use="the last epoch whose cache was lost between first F and last dI; -1 for none",
+        filled_after="the domain's `updates` just before the latest refresh",
         spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
-        finals="how often it was finalized since the weights last changed",
-        finalized_by="the link of the stream that finalized it last",
+        finals="how often the stage was finalized since the weights last changed",
+        finalized_by="the link of the stream that finalized the stage last",
     ),
     **_words(
         "domain",
         updates="scaling updates (F and dI that succeeded) since the last restore",
         updates_of_epoch="scaling updates since the weights last changed",
-        rolls="the forwards that ever rolled the domain's scales",
+        rolls="the forwards that have rolled the domain's scales, ever",
         running="F, dI and refreshes in flight",
         broken="1 when an F, dI or refresh raised since the last restore",
         touched="1 when scaling state was touched since the weights last changed",
         device="1 while device work may be unfinished",
-        updating="1 while the optimizer's update may run beside what the graph stream is given",
+        updating="1 while the optimizer's update may overlap new work of the graph stream",
     ),
     **_words(
         "buffer",
@@ -122,8 +122,8 @@ WORDS: Final[Mapping[str, Word]] = {
     ),
     **_words(
         "bucket",
-        reduction="its reduction of this epoch: 0 none, 1 running, 2 done",
-        awaited_by="the link of the stream that waited for its latest reduction",
+        reduction="the bucket's reduction of this epoch: 0 none, 1 running, 2 done",
+        awaited_by="the link of the stream that waited for the bucket's latest reduction",
     ),
     **_words(
         "pool",
@@ -133,22 +133,22 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "link",
         behind="1 while the graph stream has yet to wait for work of the caller",
-        heard="how many of the ends of transfers told there the graph stream has waited for",
+        heard="how many of the ends of transfers reported there the graph stream has waited for",
     ),
     **_words(
         "one",
-        weights="the optimizer updates of the weights",
+        weights="the number of optimizer updates of the weights",
         begun="how many reductions were started since the weights last changed",
         ref_slot="an arbitrary reference: its slot,",
         ref_generation="its generation,",
         ref_incarnation="and its incarnation",
-        issued="1 when that reference was handed out",
-        ref_cell="the cell of the key that it was handed out for,",
+        issued="1 when that reference was issued",
+        ref_cell="the cell of the key that it was issued for,",
         ref_epoch="and that key's epoch",
         dead="1 when the work that it named is gone",
         ticket="an arbitrary ticket",
-        outstanding="what it is good for now: 0 nothing, 1 an F, 2 a dI, 3 a dW, 4 a refresh",
-        ticket_slot="the slot that it is good for,",
+        outstanding="the action that the ticket reserves: 0 none, 1 F, 2 dI, 3 dW, 4 refresh",
+        ticket_slot="the slot that the ticket reserves,",
         ticket_stage="or the stage",
         slot="an arbitrary slot",
         link="an arbitrary link",
@@ -156,7 +156,7 @@ WORDS: Final[Mapping[str, Word]] = {
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
         clear="1 when the arbitrary link waited for every replay of that slot's former work",
-        trailing="1 when a transfer of that slot ended on that link, unseen by the graph stream",
-        seen_gradients="1 when it waited for the replay that wrote the arbitrary stage's gradients",
+        trailing="1 when the graph stream has yet to wait for that slot's transfer on that link",
+        seen_gradients="1 when that link waited for the replay of the arbitrary stage's latest dW",
     ),
 }

@@ -1,11 +1,11 @@
 """
-Messages of one rank, straight out of and into slot memory, over one communicator a direction.
+Messages of one rank, directly from and into slot memory, over one communicator per direction.
 
-A channel goes one way between two ranks and has a process group, so a communicator and a stream, of
-its own: a receive that waits long holds up no send. Where the transport knows tags (gloo) a tag
-names kind, stage and microbatch; NCCL ignores tags, and there order is all that pairs a send with
-its receive. So both ends write down what they posted and roll it into a digest; two ends that
-differ are found when all ranks consent to the step, before a weight moves.
+A channel goes one way between two ranks. It has its own process group, and therefore its own
+communicator and stream: a receive that waits never delays a send. Under gloo, a tag names kind,
+stage and microbatch. NCCL ignores tags and pairs sends with receives by order alone. So both ends
+record the messages that they posted, and fold them into a digest. The ranks compare the digests
+when they consent to the step, before any weight changes.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ __all__ = [
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 _STAGES = 1 << 20
-#: Thread blocks of NCCL's kernels at most. Alone it would take twice as many for a message, and
-#: while they wait for the other rank no kernel of a stage runs where they are.
+#: Most thread blocks of an NCCL kernel. NCCL's own choice for a message is twice as many. While
+#: the blocks wait for the other rank, no kernel of a stage can run in their place.
 _MOST_BLOCKS = 8
-#: Seconds that an abort may take; where a graph still holds a communicator it takes for ever.
+#: Timeout of an abort in seconds; an abort never ends while a graph holds the communicator.
 _ABORT_S = 10.0
 
 
 class Ends(NamedTuple):
-    """A channel: the global rank that sends, and the one that receives."""
+    """A channel: the global ranks of its sender and its receiver."""
 
     source: int
     to: int
@@ -57,12 +57,12 @@ class Ends(NamedTuple):
 
 class Message(NamedTuple):
     """
-    What both ends call a message.
+    The identity of a message, the same at both ends.
 
     Args:
-        stage: The stage that it leaves.
-        microbatch: Whose it is.
-        gradient: Whether it is the gradient of the stage's input, not the stage's output.
+        stage: The stage that sends it.
+        microbatch: Its microbatch.
+        gradient: Whether it is the gradient of the stage's input; otherwise the stage's output.
     """
 
     stage: int
@@ -71,23 +71,23 @@ class Message(NamedTuple):
 
     @property
     def sent(self) -> str:
-        """The action that sends it, as it stands in a table."""
+        """The action that sends it, in a table's notation."""
         return f"{self.stage}{'SEND_B' if self.gradient else 'SEND_F'}{self.microbatch}"
 
     @property
     def received(self) -> str:
-        """The action that receives it."""
+        """The action that receives it, in a table's notation."""
         to = self.stage - 1 if self.gradient else self.stage + 1
         return f"{to}{'RECV_B' if self.gradient else 'RECV_F'}{self.microbatch}"
 
     @property
     def number(self) -> int:
-        """A positive number of its own, which is also its tag."""
+        """A unique positive number, which is also its tag."""
         return 1 + 2 * (self.microbatch * _STAGES + self.stage) + self.gradient
 
     @classmethod
     def of(cls, number: int) -> Message:
-        """The message of a number."""
+        """Return the message with a number."""
         place, gradient = divmod(number - 1, 2)
         microbatch, stage = divmod(place, _STAGES)
         return cls(stage, microbatch, bool(gradient))
@@ -95,13 +95,13 @@ class Message(NamedTuple):
 
 class LostError(RuntimeError):
     """
-    A transfer did not end: a connection broke, or the deadline passed.
+    A transfer did not complete: a connection broke, or the deadline passed.
 
     Args:
-        action: Which action's transfer.
-        peer: The rank at the other end; -1 where there are many.
+        action: The action whose transfer it was.
+        peer: The rank at the other end; -1 for a collective.
         late: Whether the deadline passed.
-        library: What the library said.
+        library: The library's error message.
     """
 
     def __init__(self, action: str, peer: int, late: bool, library: str) -> None:
@@ -116,7 +116,7 @@ class LostError(RuntimeError):
 
 @attrs.define(eq=False)
 class Transfer:
-    """One posted transfer; its tensor lives until it was waited for."""
+    """One posted transfer; it keeps its tensor alive until the wait."""
 
     work: Any
     tensor: Tensor
@@ -126,7 +126,7 @@ class Transfer:
 
 @attrs.define(eq=False)
 class _Channel:
-    """One end of a channel: its group, what was posted in this step, the digest of all steps."""
+    """One end of a channel: its group, this step's posted messages, the digest of past steps."""
 
     ends: Ends
     group: Any
@@ -134,7 +134,7 @@ class _Channel:
     digest: int = 0
 
     def roll(self) -> int:
-        """The digest with what was posted since the last commit."""
+        """Return the digest including the messages since the last commit."""
         digest = self.digest
         for number in self.posted:
             digest = (digest * _BASE + number) % _PRIME
@@ -143,7 +143,7 @@ class _Channel:
 
 def channels_of(table: Schedule, ranks: Sequence[int]) -> list[Ends]:
     """
-    Every directed pair of ranks between which a table has messages, in one order for all ranks.
+    Return every directed pair of ranks with messages in a table, in the same order on all ranks.
 
     Args:
         table: The table.
@@ -162,7 +162,7 @@ def first_difference(
     sent: Iterable[int], received: Iterable[int]
 ) -> tuple[int, Message | None, Message | None] | None:
     """
-    The first place at which the two ends of a channel differ.
+    Return the first place at which the two ends of a channel differ.
 
     >>> place, sent, received = first_difference([3, 5], [3, 7])
     >>> place, sent.sent, received.received
@@ -171,7 +171,8 @@ def first_difference(
     True
 
     Returns:
-        Its number, what was sent there and what was received; None where nothing was.
+        The place, the message sent there and the message received there, either of which may be
+        None; or None if the ends are equal.
     """
     for place, (a, b) in enumerate(zip_longest(sent, received)):
         if a != b:
@@ -187,11 +188,11 @@ class Channels:
     Args:
         rank: The global rank.
         groups: The process group of each channel that ends here.
-        host: Whether the host waits for a transfer (gloo), and tags are known; else the current
+        host: Whether the host waits for a transfer, and tags work (gloo); otherwise the current
             stream waits (NCCL).
-        deadline: Seconds that a wait of the host may take.
-        tagged: Whether to use tags where they are known; without, order alone pairs messages, as
-            on NCCL.
+        deadline: Timeout of a host's wait, in seconds.
+        tagged: Whether to use tags where they work; without tags, order alone pairs messages, as
+            with NCCL.
     """
 
     def __init__(
@@ -223,18 +224,18 @@ class Channels:
         """
         Make a group for each channel, and send one number through each.
 
-        Every rank of the world calls this, with the same channels. On a GPU a communicator comes
-        into being at its first transfer, which blocks the host until both ends are there: so all
-        of them come into being here, in one order.
+        Every rank of the world calls this, with the same channels. On a GPU, a communicator's first
+        transfer creates it and blocks the host until both ends are there. So this method creates
+        all of them, in one order.
 
         Args:
-            every: Every channel of the world, in one order for all ranks.
-            device: Where the tensors are; it decides the transport.
-            deadline: Seconds that a wait of the host may take.
+            every: Every channel of the world, in the same order on all ranks.
+            device: Device of the tensors; it decides the transport.
+            deadline: Timeout of a host's wait, in seconds.
             tagged: As for the class.
 
         Raises:
-            RuntimeError: What the library says where a group cannot be made.
+            RuntimeError: The library could not make a group.
         """
         host, rank = device.type == "cpu", dist.get_rank()
         limit = datetime.timedelta(seconds=deadline)
@@ -267,7 +268,7 @@ class Channels:
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
         """
-        Begin to send a tensor, which must not change until `wait`.
+        Begin to send a tensor; do not change it before `wait`.
 
         Raises:
             LostError: The connection is broken.
@@ -290,7 +291,7 @@ class Channels:
         return transfer
 
     def _post(self, begin: Any, transfer: Transfer, channel: _Channel, number: int) -> None:
-        if channel.group is None:  # which would mean the group of all ranks
+        if channel.group is None:  # torch would take None for the group of all ranks
             raise LostError(transfer.action, transfer.peer, False, "its connection is closed")
         self._under_way.add(transfer)
         tag = number if self.tagged else 0
@@ -303,15 +304,15 @@ class Channels:
     @staticmethod
     def _lost(transfer: Transfer, error: RuntimeError) -> LostError:
         library = str(error)
-        error.__traceback__ = None  # its frames hold the transfer, and that a connection
+        error.__traceback__ = None  # its frames hold the transfer, and the transfer a connection
         return LostError(transfer.action, transfer.peer, "imed out" in library, library)
 
     def wait(self, transfer: Transfer) -> None:
         """
-        Completion: the host waits, or the current stream does.
+        Wait for a transfer's completion, on the host (gloo) or on the current stream (NCCL).
 
         Raises:
-            LostError: It did not come.
+            LostError: The connection broke, or the deadline passed.
         """
         if self.host:
             try:
@@ -325,28 +326,28 @@ class Channels:
     # What was posted
 
     def digests(self) -> dict[Ends, int]:
-        """The digest of each channel's end here, over everything that was posted."""
+        """The digest of each channel's end on this rank, over all posted messages."""
         return {ends: channel.roll() for ends, channel in self._channels.items()}
 
     def posted(self) -> dict[Ends, tuple[int, ...]]:
-        """The numbers of what was posted since the last commit."""
+        """The numbers of the messages posted since the last commit, by channel."""
         return {ends: tuple(channel.posted) for ends, channel in self._channels.items()}
 
     def commit(self) -> None:
-        """Both ends agree: what was posted is of the past."""
+        """Fold the step's messages into the digests, once both ends agree."""
         for channel in self._channels.values():
             channel.digest = channel.roll()
             channel.posted.clear()
 
     def close(self, *, abort: bool = True) -> None:
         """
-        End every transfer and connection here: each peer that waits on one wakes up at once.
+        End every transfer and connection of this rank; peers that wait on one wake up at once.
 
-        Gloo closes a connection when the last reference to its group and its transfers goes; no
-        call does it. An NCCL communicator is aborted, which frees a stream that waits in it.
+        Gloo has no call for this: it closes a connection with the last reference to its group and
+        its transfers. An NCCL communicator is aborted, which frees a stream that waits in it.
 
         Args:
-            abort: Whether transfers may be under way; False where all have ended.
+            abort: Whether transfers may be under way; False if all have completed.
         """
         groups = self._forget()
         endings, self._endings = self._endings, []
@@ -356,8 +357,9 @@ class Channels:
 
     def let_go(self) -> None:
         """
-        Begin to abort every connection, and do not wait: a graph may hold kernels of several, and
-        of other groups; it ends when those of all have been let go. `close` waits.
+        Begin to abort every connection, without waiting; `close` waits.
+
+        A graph may hold kernels of several groups. It ends only once all these groups are aborted.
         """
         if not self.host:
             groups = self._forget()
@@ -365,7 +367,7 @@ class Channels:
                 self._endings.append(Abort(groups.pop()))
 
     def _forget(self) -> list[Any]:
-        """Let go of all transfers, which hold connections, and return the groups."""
+        """Drop all transfers, since they hold connections, and return the groups."""
         for transfer in list(self._under_way):
             transfer.work = None
         self._under_way.clear()
@@ -376,24 +378,24 @@ class Channels:
 
 
 def _small_kernels() -> Any:
-    """Options of an NCCL group whose kernels leave most of the device to others."""
+    """Return options of an NCCL group whose kernels use a small part of the device."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MOST_BLOCKS
     return options
 
 
 def transport_of(device: torch.device) -> str:
-    """Name what carries messages between tensors of a device: gloo on a CPU, else NCCL."""
+    """Return the transport between tensors of a device: gloo on a CPU, otherwise NCCL."""
     return "gloo" if device.type == "cpu" else "nccl"
 
 
 class Abort:
     """
-    The end of an NCCL group that other ranks may have left, in a thread of its own.
+    The abort of an NCCL group that other ranks may have left, in a thread of its own.
 
-    A communicator first lets its kernels go, and then waits for every graph that holds one of them
-    (NCCL's `commDestroySync`). A graph runs until the kernels of *all* its communicators have been
-    let go, so that all are aborted at once, and the graph is dropped meanwhile.
+    NCCL first releases the communicator's kernels, then waits for every graph that holds one of
+    them (`commDestroySync`). A graph runs until the kernels of *all* its communicators are
+    released. So all groups are aborted at the same time, and meanwhile the graph is dropped.
 
     Args:
         group: The group; the caller keeps no other reference.
@@ -405,12 +407,12 @@ class Abort:
         self._thread.start()
 
     def _run(self) -> None:
-        # One that was never used has nothing to abort.
+        # A group that was never used has nothing to abort.
         with suppress(AttributeError, RuntimeError):
             self._group.abort()
 
     def join(self) -> None:
-        """Wait until it has ended, and destroy the group; what a graph still holds is left."""
+        """Wait for the abort and destroy the group, unless a graph still holds it."""
         self._thread.join(_ABORT_S)
         group, self._group = self._group, None
         if group is not None and not self._thread.is_alive():
@@ -419,11 +421,11 @@ class Abort:
 
 def end_groups(groups: list[Any], *, abort: bool) -> None:
     """
-    Destroy process groups; ones that other ranks may have left are aborted first, all at once.
+    Destroy process groups; abort groups that other ranks may have left first, all at once.
 
     Args:
-        groups: The groups; the list is emptied, as a group ends with its last reference.
-        abort: Whether they may have been left.
+        groups: The groups. The list is emptied, because a group ends with its last reference.
+        abort: Whether other ranks may have left the groups.
     """
     aborts = []
     while groups:
@@ -436,7 +438,7 @@ def end_groups(groups: list[Any], *, abort: bool) -> None:
 
 
 def end_group(group: Any, *, abort: bool) -> None:
-    """As `end_groups`, of one."""
+    """Destroy one group, as `end_groups` does."""
     held = [group]
     del group
     end_groups(held, abort=abort)

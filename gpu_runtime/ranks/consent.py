@@ -1,11 +1,11 @@
 """
-All ranks go on or none does, and where none does all say why in the same words.
+Consent of all ranks to a step: all update their weights, or all stop with the same cause.
 
-Consent is one small all-reduce over a group of all ranks on the CPU, which waits for no device.
-Each rank says its epoch and the digest of each end of its channels; the update runs on no rank
-unless all agree. A rank that cannot go on publishes why in the store first, and only then closes
-its connections: its peers wake up at once, publish what they saw, and all read one cause, which the
-first of them to have heard everybody writes.
+Consent is one small all-reduce on the CPU over a group of all ranks; it waits for no device. Each
+rank contributes its epoch and the digest of its end of each channel. Weights are updated only if
+all ranks agree. A rank that cannot continue first publishes the reason in the store, then closes
+its connections. Its peers wake up at once and publish what they saw. The first rank that has heard
+all the others, or has waited for its grace, writes the one cause that all ranks read.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _UNSAID = -1
 _POLL_S = 1e-3
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
-"""Looks at the device between two looks at the store."""
+"""Queries of the device per query of the store."""
 
 
 class DisagreementError(RuntimeError):
-    """Every rank said yes, to different things."""
+    """All ranks came to the commit, with different epochs, messages or gradients."""
 
 
 class TerminatedError(RuntimeError):
-    """The launcher ends this rank, as it does when another one has died."""
+    """The launcher ends this rank, as it does when another rank has died."""
 
     unrecoverable = True
 
@@ -65,15 +65,15 @@ class Cause:
     Why a step ended on every rank.
 
     Args:
-        kind: `refused` by the contract, `raised`, `dropped` (a message was skipped), `disagreed`
-            (epochs or messages), `gone` (a process ended), `late` (one did not come in time),
-            `ended` (by the launcher) or `lost` (a connection broke).
-        rank: The rank where it began.
-        stage: The stage whose action it was, or None.
-        action: The action, as it stands in the table, or `commit`.
-        clause: The clause that refused it, or None.
-        text: All of it in one line.
-        recoverable: Whether every rank is there to rebuild the epoch from the last commit.
+        kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
+            (epochs, messages or gradients differ), `gone` (a process ended), `late` (a rank missed
+            the deadline), `ended` (by the launcher) or `lost` (a connection broke).
+        rank: The rank where the cause began.
+        stage: The action's stage, or None.
+        action: The action in the table's notation, or `commit`.
+        clause: The clause that refused the action, or None.
+        text: The whole cause in one line.
+        recoverable: Whether every rank is still there to rebuild the epoch from the last commit.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Cause:
 
 
 class StoppedError(RuntimeError):
-    """The step ended on every rank, for one cause; no rank has updated its weights."""
+    """The step stopped on every rank for one cause; no rank has updated its weights."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.text)
@@ -95,17 +95,17 @@ class StoppedError(RuntimeError):
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
     """
-    Wait for work of this rank's device, but not for what another rank has given up.
+    Wait for this rank's device, but give up soon after another rank has stopped.
 
     Args:
-        done: An event behind the work.
-        consent: Hears whether another rank has stopped; None where there is none.
-        deadline: Seconds within which the work has to end.
-        grace: Of these a quarter is left to the work once a rank has stopped: it may have all that
-            it needs to end by itself.
+        done: An event after the work.
+        consent: Reports whether another rank has stopped; None does not ask.
+        deadline: Timeout of the work, in seconds.
+        grace: Once another rank has stopped, the work gets a quarter of this, in seconds: it may
+            already have all that it needs to finish.
 
     Raises:
-        LostError: It did not end.
+        LostError: The work did not finish in time.
     """
     until = time.monotonic() + deadline
     given_up = None
@@ -117,29 +117,31 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
             if time.monotonic() > given_up:
                 raise LostError("commit", -1, False, "another rank has stopped")
         if time.monotonic() > until:
-            raise LostError("commit", -1, True, "what the device was given did not end")
+            raise LostError("commit", -1, True, "device work did not finish before the deadline")
         time.sleep(_DEVICE_POLL_S)
 
 
 @attrs.define(eq=False)
 class Consent:
     """
-    The verdict of all ranks.
+    The agreement of all ranks to commit or to stop.
 
     Args:
-        store: A store that outlives every rank, under a name of this attempt alone; torchrun's
+        store: A store that outlives every rank, with a prefix for this attempt only; torchrun's
             agent keeps one.
-        group: A gloo group of all ranks, for consent alone; None where there is one rank.
+        group: A gloo group of all ranks, used for consent only; None with one rank.
         rank: The global rank.
         world: Number of ranks.
-        every: Every channel of the world, in one order for all ranks.
-        channels: Those that end here.
-        table: The table that is walked.
+        every: Every channel of the world, in the same order on all ranks.
+        channels: The channels that end on this rank.
+        table: The table that the ranks walk.
         ranks: Global rank of each of the table's ranks, in this replica.
-        deadline: Seconds within which all ranks must have come to the commit.
-        grace: Seconds within which the others must have said why they stopped.
-        replicas: What else holds connections.
-        release: Drops what connections wait for when they end: a graph that holds their kernels.
+        deadline: Timeout in seconds for all ranks to reach the commit.
+        grace: Timeout in seconds for the other ranks to publish why they stopped.
+        replicas: The reducer, which also holds connections.
+        release: Drops a graph that holds kernels of the connections; without this, ending the
+            connections would wait for the graph.
+        ending: Whether this rank has begun to stop.
     """
 
     store: Any
@@ -158,21 +160,21 @@ class Consent:
 
     def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
         """
-        Say yes to the update, and wait until all have, to the same.
+        Consent to the update, and wait until all ranks have consented to the same step.
 
         Args:
             epoch: The epoch that ends.
-            parts: What each stage of this rank adds to the sum of all gradients' squares, where
-                every rank says that; it travels in the same all-reduce.
+            parts: Sum of squared gradients of each stage of this rank; either all ranks give parts
+                or none does. They travel in the same all-reduce.
 
         Returns:
-            The parts of all stages in the model's order, the same bits on every rank; nothing where
-            none were given.
+            The parts of all stages in the model's order, the same bits on every rank; empty without
+            parts.
 
         Raises:
-            LostError: Somebody is gone or late.
-            DisagreementError: Epochs differ, or the two ends of a channel, or what two replicas
-                have for the gradients of one stage, where both are finite.
+            LostError: A rank is gone or late.
+            DisagreementError: Epochs differ, the two ends of a channel differ, or two replicas
+                have different finite parts of one stage.
         """
         if self.world == 1:
             self.channels.commit()
@@ -198,7 +200,10 @@ class Consent:
         for place, ends in enumerate(self.every):
             sent, received = heard[self.world + 2 * place : self.world + 2 * place + 2]
             if sent != received:
-                raise DisagreementError(f"the two ends of the channel from rank {ends} differ")
+                raise DisagreementError(
+                    f"sender and receiver of the channel from rank {ends} recorded different "
+                    "messages"
+                )
         told = [_of_bits(word) for word in heard[words:]]
         agreed = _one_of_replicas([told[r : r + stages] for r in range(0, len(told), stages)])
         self.channels.commit()
@@ -206,16 +211,16 @@ class Consent:
 
     def gathered(self, own: Tensor) -> Tensor:
         """
-        What every rank brings, on the connection of consent: a rank that stops ends the wait.
+        Gather a tensor from every rank over consent's connection: a rank that stops ends the wait.
 
         Args:
-            own: On the CPU, of one form on all ranks.
+            own: This rank's tensor, on the CPU, with the same shape and type on all ranks.
 
         Returns:
-            Those of all ranks, by rank.
+            The tensors of all ranks, stacked in a new first dimension by rank.
 
         Raises:
-            LostError: Somebody is gone or late.
+            LostError: A rank is gone or late.
         """
         if self.world == 1:
             return own[None]
@@ -234,18 +239,18 @@ class Consent:
         return heard
 
     def _ended(self, begin: Callable[[], Any]) -> None:
-        """Begin what all ranks do together, and wait for it."""
+        """Begin a collective, and wait for its end."""
         work = None
         try:
             work = begin()
             work.wait(datetime.timedelta(seconds=self.deadline))
         except RuntimeError as error:
             library = str(error)
-            error.__traceback__ = None  # its frames hold the group, and that its connections
+            error.__traceback__ = None  # its frames hold the group, and the group its connections
             work = None
             raise LostError("commit", -1, "imed out" in library, library) from None
 
-    # Where there is none
+    # Stopping
 
     def stop(
         self,
@@ -257,14 +262,14 @@ class Consent:
         at: str = "commit",
     ) -> StoppedError:
         """
-        Publish why this rank cannot go on, wake its peers, and agree on one cause.
+        Publish why this rank cannot continue, wake its peers, and agree on one cause.
 
         Args:
-            error: Why.
-            epoch: The epoch that it happened in.
-            atom: The action that it happened at; None at the commit.
-            passed: How many steps of its row this rank has behind it.
-            at: What it was at, where that is no action.
+            error: The reason.
+            epoch: The epoch of the error.
+            atom: The action of the error; None outside the row.
+            passed: Steps of its row that this rank has completed.
+            at: Name of the place of the error if `atom` is None.
         """
         if isinstance(error, StoppedError):
             return error
@@ -284,17 +289,17 @@ class Consent:
             lost = " ".join(str(broken).split())[:80]
             return StoppedError(
                 Cause("lost", self.rank, None, verdict["action"], None,
-                      f"{text}; the store that the ranks meet in is gone ({lost})", False)
+                      f"{text}; the ranks' common store is gone ({lost})", False)
             )  # fmt: skip
 
     def stopped(self) -> bool:
-        """Whether a rank has said why it cannot go on."""
+        """Whether any rank has published why it cannot continue."""
         return any(self.store.check([f"verdict/{rank}"]) for rank in range(self.world))
 
     def close(self) -> None:
         """Close every connection; peers that wait on one wake up."""
-        # All at once: to drop a graph may wait for its end, and it ends when every group whose
-        # kernels it holds has been let go.
+        # All at once: dropping a graph may wait for its end, and it ends only once every group
+        # whose kernels it holds is aborted.
         self.channels.let_go()
         if self.replicas is not None:
             self.replicas.let_go()
@@ -309,7 +314,7 @@ class Consent:
             end_group(group, abort=False)
 
     def _collect(self) -> dict[int, dict[str, Any]]:
-        """What every rank says, as far as it says it within the grace."""
+        """Collect the verdicts that ranks publish within the grace."""
         found: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + self.grace
         while True:
@@ -322,8 +327,8 @@ class Consent:
 
     def _root(self, said: Mapping[int, dict[str, Any]], epoch: int) -> Cause:
         """
-        The one cause: a refusal or an error before a message that was skipped, that before ranks
-        that disagree, that before a rank that is gone or late.
+        Choose the one cause, by precedence: a refusal or an error, then a skipped message, then a
+        disagreement, then a rank that is gone or late.
         """
         alive = len(said) == self.world and len({v["epoch"] for v in said.values()}) == 1
         alive = alive and all(v["recoverable"] for v in said.values())
@@ -332,7 +337,7 @@ class Consent:
                 return _cause(v["kind"], rank, v, v["text"], alive)
         for rank, v in sorted(said.items()):
             if (skipped := self._skipped(v)) is not None:
-                text = "was passed and never sent"
+                text = "the rank passed this action without sending the message"
                 return _cause("dropped", rank, {**v, **skipped}, text, alive)
         unlike = [r for r, v in sorted(said.items()) if v["kind"] == "disagreed"]
         if (found := self._different(said, whole=bool(unlike))) is not None:
@@ -346,9 +351,9 @@ class Consent:
             )
             late = all(v["kind"] == "late" for v in (seen or said.values()))
             awaited = self._awaited_of(seen[0]) if seen else {"stage": None, "action": None}
-            text = (
-                "the process did not come to it in time" if late else "the process has ended"
-            ) + (f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})" if seen else "")
+            text = ("the process did not reach it in time" if late else "the process has ended") + (
+                f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})" if seen else ""
+            )
             known = {"epoch": epoch, "clause": None, **awaited}
             return _cause("late" if late else "gone", rank, known, text, False)
         order = ("late", "ended", "lost")
@@ -356,7 +361,7 @@ class Consent:
         return _cause(v["kind"], rank, v, v["text"], alive)
 
     def _skipped(self, v: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The first send that a rank has behind it and has not posted."""
+        """The first send that a rank has passed but not posted."""
         if v["row"] is None:
             return None
         posted = {number for numbers in v["posted"].values() for number in numbers}
@@ -369,11 +374,12 @@ class Consent:
 
     def _different(self, said: Mapping[int, dict[str, Any]], *, whole: bool) -> Cause | None:
         """
-        What the ends of a channel differ in, where they do.
+        Return the first difference between the ends of a channel as a cause, or None.
 
         Args:
-            said: What the ranks say.
-            whole: Whether both ends came to the end of their row, so that one may not hold more.
+            said: The verdicts of the ranks.
+            whole: Whether both ends reached the end of their row; if not, one end may have more
+                messages than the other.
         """
         for ends in self.every:
             if ends.source not in said or ends.to not in said:
@@ -392,16 +398,16 @@ class Consent:
                 "action": sent.sent if sent else received.sent if received else None,
             }  # fmt: skip
             text = (
-                f"message {place} of the channel from rank {ends.source} to rank {ends.to} is "
-                f"{sent.sent if sent else 'nothing'} where it leaves and "
-                f"{received.received if received else 'nothing'} where it arrives"
+                f"message {place} of the channel from rank {ends.source} to rank {ends.to}: the "
+                f"sender posted {sent.sent if sent else 'nothing'}, the receiver posted "
+                f"{received.received if received else 'nothing'}"
             )
             recoverable = len(said) == self.world and all(x["recoverable"] for x in said.values())
             return _cause("disagreed", ends.source, where, text, recoverable)
         return None
 
     def _place_of_awaited(self, v: Mapping[str, Any]) -> int:
-        """Where what a rank waited for stands in the row of the peer that owed it."""
+        """Place, in the peer's row, of the action that a rank waited for."""
         owed = self._awaited_of(v)["action"]
         for atoms in self.table.atoms:
             for place, atom in enumerate(atoms):
@@ -410,7 +416,7 @@ class Consent:
         return sys.maxsize
 
     def _awaited_of(self, v: Mapping[str, Any]) -> dict[str, Any]:
-        """The other end of the transfer that a rank waited for, which the peer owed."""
+        """The peer's action at the other end of the transfer that a rank waited for."""
         for atoms in self.table.atoms:
             for atom in atoms:
                 if atom.kind in SENDS:
@@ -424,7 +430,7 @@ class Consent:
 
 
 def _bits_of(part: float) -> int:
-    """A sum of squares as a word that is not negative, whatever NaN it is."""
+    """Return the bits of a sum of squares as a non-negative integer, for any NaN too."""
     held = math.nan if math.isnan(part) else abs(part)
     return int.from_bytes(struct.pack(">d", held), "big")
 
@@ -436,10 +442,10 @@ def _of_bits(word: int) -> float:
 
 def _one_of_replicas(told: Sequence[Sequence[float]]) -> list[float]:
     """
-    What all replicas say of each stage; what one alone has that is not finite is said by all.
+    Return the common part of each stage; a part that is not finite in any replica wins.
 
     Raises:
-        DisagreementError: Two have different finite sums: what was reduced is not the same.
+        DisagreementError: Two replicas have different finite parts: their reduced gradients differ.
     """
     if not told:
         return []
@@ -450,8 +456,8 @@ def _one_of_replicas(told: Sequence[Sequence[float]]) -> list[float]:
                 agreed[stage] = part
             elif math.isfinite(agreed[stage]) and part != agreed[stage]:
                 raise DisagreementError(
-                    f"the reduced gradients of stage {stage} have squares that add up to {part!r} "
-                    f"in replica {replica}, and to {agreed[stage]!r} in the others"
+                    f"the reduced gradients of stage {stage} differ between replicas: the sum of "
+                    f"squares is {agreed[stage]!r} in replica 0 and {part!r} in replica {replica}"
                 )
     return agreed
 
@@ -461,7 +467,7 @@ def _first(said: Mapping[int, dict[str, Any]], v: Mapping[str, Any]) -> int:
 
 
 def _odd_epochs(epochs: Sequence[int]) -> str:
-    """Which ranks are at another epoch than most."""
+    """Name the ranks whose epoch differs from the most common epoch."""
     most = max(Counter(epochs).items(), key=lambda item: (item[1], item[0]))[0]
     odd = ", ".join(f"rank {r} is at epoch {e}" for r, e in enumerate(epochs) if e != most)
     return f"{odd}; the others are at epoch {most}"
@@ -475,7 +481,7 @@ def _verdict(
     posted: Mapping[Ends, Sequence[int]],
     at: str,
 ) -> dict[str, Any]:
-    """What a rank says of its own end, as plain data."""
+    """Describe why a rank stopped, as plain data for the store."""
     kind = "refused" if isinstance(error, Refused) else "raised"
     if isinstance(error, LostError):
         kind = "late" if error.late else "lost"
@@ -500,12 +506,12 @@ def _verdict(
 
 
 def name_of(atom: Atom) -> str:
-    """An indivisible step as it stands in a table."""
+    """Return an indivisible step in a table's notation, such as ``1W2``."""
     return f"{atom.stage}{atom.kind.value}{atom.microbatch if atom.microbatch >= 0 else ''}"
 
 
 def _cause(kind: str, rank: int, where: Mapping[str, Any], what: str, recoverable: bool) -> Cause:
-    at = where["action"] or "an action that nobody saw"
+    at = where["action"] or "an unknown action"
     text = f"rank {rank}, step {where['epoch']}, {at}: {what}"
     stage, action, clause = where["stage"], where["action"], where["clause"]
     return Cause(kind, rank, stage, action, clause, text, recoverable)

@@ -1,6 +1,4 @@
-"""
-A small model cut into stages, and its data: what the pipeline's command and its tests train.
-"""
+"""A small model in stages with generated data, which the pipeline's command and its tests train."""
 
 from __future__ import annotations
 
@@ -42,18 +40,18 @@ class Job:
     One pipeline: the schedule, the mapping onto ranks, the model.
 
     Args:
-        schedule: A short name of `NAMES`, a class of torch by its own, or a table as a CSV file.
+        schedule: A short name from `NAMES`, the name of a torch class, or the path of a CSV table.
         pp: Ranks of the pipeline.
-        vpp: Stages of each rank; None takes 1 for 1F1B and GPipe, 2 for the others.
+        vpp: Stages per rank; None takes 1 for 1F1B and GPipe, 2 for the others.
         dp: Replicas.
-        microbatches: Microbatches of a step and replica.
-        layers: Layers of a stage.
+        microbatches: Microbatches per step and replica.
+        layers: Layers per stage.
         history: Entries of an amax history.
         rule: Where dW writes.
         provisioning: How slots are counted.
         config: Dimensions of a layer.
-        seed: What parameters and data are drawn from.
-        amax: Whose amax scales are made of: a `replica`'s own, or that of all `replicas`.
+        seed: Seed of parameters and data.
+        amax: Source of the amax behind the scales: each `replica`, or all `replicas`.
     """
 
     schedule: str = "zbv"
@@ -75,7 +73,7 @@ class Job:
         torch's name of the schedule class; empty for a table from a file.
 
         Raises:
-            ScheduleError: There is no such class.
+            ScheduleError: torch has no such class.
         """
         if self.schedule.endswith(".csv"):
             return ""
@@ -83,7 +81,7 @@ class Job:
 
     @property
     def stages_a_rank(self) -> int:
-        """Stages of each rank."""
+        """Stages per rank."""
         return self.vpp if self.vpp is not None else 1 if self.cls_name in SINGLE else 2
 
     @property
@@ -98,10 +96,11 @@ class Job:
 
     def table(self) -> Schedule:
         """
-        The table with messages: torch's own, or the file's.
+        Return the table with messages: torch's own, or the file's.
 
         Raises:
-            ScheduleError: torch is missing or refuses the combination, or the file has no table.
+            ScheduleError: torch is missing or refuses the combination, or the file is no valid
+                table.
         """
         if not self.cls_name:
             return read_table(self.schedule)
@@ -114,11 +113,11 @@ class Job:
         )
 
     def ranks(self, replica: int) -> list[int]:
-        """Global rank of each pipeline rank of a replica; replicas follow each other."""
+        """Return the global rank of each pipeline rank of a replica; replica 0 has the first."""
         return [replica * self.pp + rank for rank in range(self.pp)]
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
-        """What a stage of either backend is made with, beside its dimensions."""
+        """Return the arguments of a stage, for either backend, except its dimensions."""
         target = attrs.evolve(self.config.activation(device), differentiable=False)
         ends = loss and index == self.num_stages - 1
         return {
@@ -139,14 +138,15 @@ class Job:
         fuse: bool | None = None,
     ) -> list[StageBackend]:
         """
-        Stages in a state domain of their own; the same bits for a stage in any process.
+        Return stages in a new state domain; a stage has the same bits in any process.
 
         Args:
-            indices: Which stages.
-            device: Where they live.
+            indices: Indices of the stages.
+            device: Their device.
             backend: `reference` or `transformer-engine`.
             loss: Whether the last stage ends in the loss.
-            fuse: Whether the library accumulates into `main_grad` itself; None lets it choose.
+            fuse: Whether the library accumulates into `main_grad` itself; None lets the library
+                choose.
         """
         made = {n: self.options(n, device, loss=loss) for n in indices}
         if backend == "reference":
@@ -175,29 +175,29 @@ class Job:
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Tied weights: none here."""
+        """Tied weights; this model has none."""
         return ()
 
     @property
     def clipping(self) -> Clipping:
-        """What an update does with the norm of all gradients: nothing here."""
+        """How an update uses the norm of all gradients; here it does not."""
         return Clipping()
 
     def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
-        """The optimizer over a rank's stages; a graph can hold a capturable one's update."""
+        """Return the optimizer over a rank's stages; a graph can hold a capturable update."""
         return Optimizer(stages, capturable=capturable)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
-        """What a step changes of the optimizer before it runs: nothing here."""
+        """Change the optimizer before a step runs; here it stays as it is."""
 
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """A microbatch's share of the loss; shares of microbatches and replicas add up to it."""
+        """A microbatch's share of the loss; the loss is the sum over microbatches and replicas."""
         return loss_of(hidden, target, self.microbatches * self.dp)
 
     def batch(
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """Input and target of a step's microbatch, the same on every rank that asks."""
+        """Return a function of step and microbatch: its input and target, equal on all ranks."""
         c = self.config
 
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -219,13 +219,14 @@ def require_meeting(
     ends: Sequence[tuple[int, Sequence[TensorSpec], Sequence[TensorSpec]]],
 ) -> None:
     """
-    Require that each stage gives what the next takes.
+    Require that each stage's output has the shape and type of the next stage's input.
 
     Args:
         ends: Index, inputs and outputs of every stage of the pipeline, in any order.
 
     Raises:
-        BackendError: Two neighbours do not meet; the message names both.
+        BackendError: The output of a stage and the next stage's input differ; the message names
+            both.
     """
     by_index = {index: (inputs, outputs) for index, inputs, outputs in ends}
     for index in sorted(by_index):
@@ -235,19 +236,20 @@ def require_meeting(
         a, b = (f"{tuple(s.shape)} of {s.dtype}" for s in (gives, takes))
         if a != b:
             raise BackendError(
-                f"stage {index} gives {a}, stage {index + 1} takes {b}; build both with the same "
-                "dimensions"
+                f"stage {index} outputs {a}, but stage {index + 1} expects {b}; build both with "
+                "the same dimensions"
             )
 
 
 class Batches:
     """
-    A job's data as a pipeline's feed; it keeps the losses of the step.
+    A job's data as a pipeline's feed, which also keeps each step's losses.
 
     Args:
-        draw: Input and target of a step's microbatch.
-        device: Where the gradient of the loss lives.
-        repeat: Give every step the first one's data, drawn once: drawing takes longer than a step.
+        draw: Function of step and microbatch that returns input and target.
+        device: Device of the loss gradient.
+        repeat: Give every step the first step's data, drawn once, since drawing takes longer than
+            a step.
     """
 
     def __init__(
@@ -263,21 +265,21 @@ class Batches:
         self.losses: dict[int, dict[int, Tensor]] = {}
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The input for the first stage, the target for the last."""
+        """Return the input for the first stage, the target for the last one."""
         x, target = self.draw(step, microbatch)
         return (x, target)[: len(stage.inputs)] if stage.index == 0 else (target,)
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The gradient of the loss by itself."""
+        """Return the gradient of the loss with respect to the loss: 1."""
         return (self.one,)
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Keep the loss."""
+        """Keep a copy of the loss."""
         self.losses.setdefault(step, {})[microbatch] = outputs[0].detach().clone()
 
     def losses_of(self, step: int) -> list[float]:
-        """The losses of a step by microbatch; waits for the device."""
+        """Return the losses of a step by microbatch; the host waits for the device."""
         held = self.losses.get(step, {})
         return [float(held[m]) for m in sorted(held)]

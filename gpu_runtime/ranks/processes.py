@@ -34,7 +34,7 @@ _VIOLATIONS = ("refused", "dropped", "disagreed")
 
 def join_ranks(device: str, limits: Limits, *, deterministic: bool) -> Member:
     """
-    Meet the other ranks, before Transformer Engine is imported.
+    Join the other ranks; call it before Transformer Engine is imported.
 
     Args:
         device: ``cpu``, where each rank runs one thread, or ``cuda``.

@@ -1,10 +1,10 @@
 """
-Gradients of a stage summed over its replicas, started when the stage is whole.
+Sums of a stage's gradients over its replicas, started once the stage's gradients are complete.
 
-Several gradients of a bucket can leave in one call of the library. With two replicas that moves no
-bit: there is one addition, and it commutes. With more, where a value lies in what is sent decides
-the order in which the replicas' values are added, so that the last bits are others than one by one;
-they are the same on every replica all the same.
+Several gradients of a bucket can share one call of the library. With two replicas, sharing changes
+no bit: each sum is one addition, which commutes. With more replicas, a value's place in the call
+decides the order of the additions, so the last bits can differ from those of separate calls. All
+replicas still get the same bits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from .channels import Abort, LostError, end_group
 __all__ = ["Replicas", "calls_of"]
 
 ALONE_BYTES = 1 << 20
-"""gloo copies what leaves together into one buffer and back, which costs more than the calls that
-it saves where a gradient is larger than this; NCCL copies nothing."""
+"""Size above which a gradient gets its own call under gloo. gloo copies the gradients of a shared
+call into one buffer and back, and for larger ones the copies cost more than the calls they save.
+NCCL copies nothing."""
 
 
 class _Started:
-    """A bucket's collectives."""
+    """The collectives of one bucket that are under way."""
 
     def __init__(self, owner: Replicas, bucket: int | str, gradients: Iterable[Tensor]) -> None:
         self.owner, self.bucket = owner, bucket
@@ -36,7 +37,7 @@ class _Started:
         self.gradients = list(gradients)
 
     def wait(self) -> None:
-        """The host waits (gloo), or the current stream does (NCCL)."""
+        """Wait for the sums, on the host (gloo) or on the current stream (NCCL)."""
         try:
             while self.works:
                 work = self.works.pop()
@@ -52,26 +53,26 @@ class _Started:
             torch._foreach_div_(gradients, float(self.owner.size))
 
     def lost(self, error: RuntimeError) -> LostError:
-        """What the library's error means."""
+        """Return the library's error as a `LostError`."""
         library = str(error)
-        error.__traceback__ = None  # its frames hold the group, and that its connections
+        error.__traceback__ = None  # its frames hold the group, and the group its connections
         name = f"{self.bucket}REDUCE_GRAD"
         return LostError(name, -1, "imed out" in library, library)
 
 
 class Replicas:
     """
-    The replicas of this rank's stages: a `Runtime`'s reducer.
+    A `Runtime`'s reducer: sums gradients over the replicas of this rank's stages.
 
-    Every replica walks the same row, so that all start their reductions in the same order.
+    Every replica walks the same row, so all start their reductions in the same order.
 
     Args:
         group: A process group of the ranks that hold the same stages.
         host: Whether the host waits for a collective (gloo).
-        deadline: Seconds that a wait of the host may take.
-        mean: Divide the sum by the number of replicas, when it is there.
-        together: Whether gradients of a bucket leave in one call for each type; None where that
-            moves no bit, which is with two replicas.
+        deadline: Timeout of a host's wait, in seconds.
+        mean: Whether to divide each sum by the number of replicas.
+        together: Whether gradients of one type in a bucket share a call; None shares only with two
+            replicas, where sharing changes no bit.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Replicas:
         return started
 
     def largest(self, words: Tensor) -> _Started:
-        """Begin to replace int32 words in place by the largest of all replicas."""
+        """Begin to replace int32 words in place by their maximum over all replicas."""
         started = self._begun("amax ", ())
         try:
             work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -122,15 +123,16 @@ class Replicas:
 
     def _begun(self, bucket: int | str, gradients: Iterable[Tensor]) -> _Started:
         started = _Started(self, bucket, gradients)
-        if self.group is None:  # which would mean the group of all ranks
+        if self.group is None:  # torch would take None for the group of all ranks
             raise started.lost(RuntimeError("its connection is closed"))
         self._started = [s for s in self._started if s.works] + [started]
         return started
 
     def let_go(self) -> None:
         """
-        Begin to abort the group, and do not wait: a graph may hold kernels of other groups too,
-        and ends when those of all have been let go.
+        Begin to abort the group, without waiting; `close` waits.
+
+        A graph may hold kernels of several groups. It ends only once all these groups are aborted.
         """
         self._forget()
         group, self.group = self.group, None
@@ -140,7 +142,7 @@ class Replicas:
             self.group = group
 
     def _forget(self) -> None:
-        for started in self._started:  # they hold connections open
+        for started in self._started:  # works hold connections open
             started.works.clear()
 
     def close(self, *, abort: bool = True) -> None:
@@ -158,12 +160,15 @@ def calls_of(
     gradients: Iterable[Tensor], *, together: bool, alone: int | None
 ) -> list[list[Tensor]]:
     """
-    Which gradients leave in one call: a function of types and sizes, the same on every replica.
+    Group gradients into calls by type and size alone, so every replica groups them the same way.
 
     Args:
-        gradients: Those of a bucket, in its order.
-        together: Whether several may leave in one call, of one type.
-        alone: Size in bytes above which a gradient leaves alone; None where none does.
+        gradients: The gradients of a bucket, in its order.
+        together: Whether gradients of one type may share a call.
+        alone: Size in bytes above which a gradient gets its own call; None sets no limit.
+
+    Returns:
+        The gradients of each call.
     """
     found: list[list[Tensor]] = []
     of_type: dict[torch.dtype, list[Tensor]] = {}

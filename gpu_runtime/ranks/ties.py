@@ -1,10 +1,10 @@
 """
 Tied weights of a pipeline: two copies of one weight, and the sum of their gradients.
 
-Each copy has a gradient of its own, summed over the microbatches of its stage, then over the
-replicas. When all of a rank's other gradients are reduced, those of the copies are added, the first
-copy's and the second's, in one addition, and every copy gets the result. One addition commutes, so
-that both ranks of a pair have the same bits. AdamW then does the same to each: they stay alike.
+Each copy has its own gradient, summed over the microbatches of its stage, then over the replicas.
+Once a rank has reduced all its other gradients, the two copies' gradients are added in one
+addition, and both copies get the result. One addition commutes, so both ranks of a pair get the
+same bits. AdamW then makes the same update to each copy, and the copies stay equal.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ __all__ = ["Reducers", "Tie", "require_declared"]
 @attrs.frozen
 class Tie:
     """
-    One weight, and its two copies.
+    One weight and its two copies.
 
     Args:
-        name: The weight's name in the model: of its bucket, and in a checkpoint.
-        copies: Stage, and name there, of both. The gradients are added in this order; in the norm
-            of all gradients the first one counts.
+        name: The weight's name in the model, which is also the name of its bucket and in a
+            checkpoint.
+        copies: Stage, and name in the stage, of each copy. Gradients are added in this order; the
+            norm of all gradients counts the first copy only.
 
     Raises:
-        BackendError: There are not two copies.
+        BackendError: The number of different copies is not two.
     """
 
     name: str
@@ -44,10 +45,12 @@ class Tie:
 
     def __attrs_post_init__(self) -> None:
         if len(set(self.copies)) != 2 or len(self.copies) != 2:
-            raise BackendError(f"{self.name!r} is tied with the copies {self.copies}; expected two")
+            raise BackendError(
+                f"{self.name!r} is tied: expected two different copies, found {self.copies}"
+            )
 
     def of(self, stages: Sequence[int]) -> tuple[Place, ...]:
-        """The copies in some stages."""
+        """Return the copies in the given stages."""
         return tuple(place for place in self.copies if place[0] in stages)
 
 
@@ -58,14 +61,14 @@ def require_declared(
     Require that every rank of a pipeline declares the same ties, before the first step.
 
     Args:
-        said: What each rank of the world declares.
-        homes: By stage, its place in a pipeline.
+        said: The ties that each rank of the world declares.
+        homes: Place in the pipeline by stage.
         ranks: Global rank of each place.
 
     Raises:
-        Refused: ``arena.overlapping-destinations``: a rank has a copy that another rank calls
-            tied, and does not declare it so.
-        BackendError: A copy is of a stage that is not there, or ranks declare different ties.
+        Refused: ``arena.overlapping-destinations``: a rank has a copy that another rank declares
+            tied, but does not declare the tie itself.
+        BackendError: A tie names a missing stage, or ranks declare different ties.
     """
     for name in dict.fromkeys(tie.name for ties in said for tie in ties):
         claimed: dict[int, set[str]] = {}
@@ -73,7 +76,9 @@ def require_declared(
             for stage, local in (p for tie in ties if tie.name == name for p in tie.copies):
                 claimed.setdefault(stage, set()).add(local)
         if absent := sorted(claimed.keys() - homes.keys()):
-            raise BackendError(f"{name!r} is tied in stage {absent[0]}, which is not there")
+            raise BackendError(
+                f"{name!r} is tied in stage {absent[0]}, but the pipeline has no such stage"
+            )
         stages: list[list[StageConfig]] = [[] for _ in ranks]
         for stage, names in sorted(claimed.items()):
             own = [tie for tie in said[ranks[homes[stage]]] if tie.name == name]
@@ -82,17 +87,17 @@ def require_declared(
     for rank, ties in enumerate(said):
         if tuple(ties) != tuple(said[0]):
             raise BackendError(
-                f"ties are {list(said[0])} on rank 0 and {list(ties)} on rank {rank}; give every "
-                "rank the same"
+                f"ties are {list(said[0])} on rank 0 and {list(ties)} on rank {rank}; declare the "
+                "same ties on every rank"
             )
 
 
 def _described(stage: int, names: set[str], weight: str, own: Sequence[Tie]) -> StageConfig:
     """
-    The copies of a stage, as they are compared between ranks.
+    Return the copies of a stage as a configuration, to compare them between ranks.
 
-    An embedding is among them, which is no matrix of its stage's own configuration: its gradient
-    comes out of dI. It leaves in the same bucket.
+    An embedding counts here as a matrix, although its stage's own configuration does not list it,
+    because dI produces its gradient. The embedding's gradient is reduced in the same bucket.
     """
     declared = {local for tie in own for at, local in tie.copies if at == stage}
     return StageConfig(
@@ -111,14 +116,15 @@ class Reducers:
     """
     The reducer of a rank that has a copy: sums over replicas, and over a tied weight's copies.
 
-    What it begins behind a weight's sum waits for it. Side by side on a device, two groups' sums
-    would run in the order that each device takes, and ranks that take different ones could wait for
-    each other in a circle: the copies of one weight are on other ranks than its replicas.
+    The sum over a weight's copies starts after its sum over replicas, and later sums wait for it.
+    If two groups' sums ran side by side, each device would choose their order, and ranks that
+    choose different orders could wait for each other in a circle: a weight's copies and its
+    replicas are on different ranks.
 
     Args:
-        replicas: The sum over replicas; None where there is one.
-        pairs: By tied weight, the sum with the other rank that has a copy; None where both copies
-            are here. Only weights that have a copy here.
+        replicas: The sum over replicas; None with one replica.
+        pairs: For each tied weight with a copy on this rank, the sum with the other copy's rank;
+            None if this rank has both copies.
     """
 
     def __init__(self, replicas: Replicas | None, pairs: Mapping[str, Replicas | None]) -> None:
@@ -140,11 +146,11 @@ class Reducers:
         return None
 
     def largest(self, words: Tensor) -> Any:
-        """As `Replicas.largest`; one replica's own are the largest."""
+        """As `Replicas.largest`; with one replica, the words already are the maximum."""
         return None if self.replicas is None else self.replicas.largest(words)
 
     def let_go(self) -> None:
-        """As `Replicas.let_go`, of all groups at once."""
+        """As `Replicas.let_go`, for all groups at once."""
         for held in self._held():
             held.let_go()
 

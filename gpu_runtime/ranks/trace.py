@@ -1,10 +1,10 @@
 """
-One step of every rank as one Chrome trace, and beside it the same step as it is simulated.
+A Chrome trace of one step on every rank, followed by the simulation of the same step.
 
-On a CPU a time is the host's; on a GPU it is that of an event on the graph stream. A message's
-slice goes from where it was posted to where it was waited for, which is what an end of it knows;
-arrows go from the send to the receive. The zero of every rank is a barrier of all. Ranks of one
-host share its clock; between hosts, times are as far off as ranks leave the barrier apart.
+Times come from the host's clock on a CPU, and from events on the graph stream on a GPU. A message's
+slice begins when an end posts it and ends when that end has waited for it; arrows go from the send
+to the receive. Time zero of every rank is a barrier of all ranks. Ranks of one host share its
+clock. Between hosts, times are off by the difference between the ranks' exits from the barrier.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = ["Span", "Tracer", "chrome_trace"]
 _COMPUTATIONS = {Kind.FORWARD: "F", Kind.DGRAD: "I", Kind.WGRAD: "W"}
 _LANES = ("computation", "sends", "receives", "reductions", "end of the step")
 _APART = 1_000_000
-"""Identifiers of arrows of the simulated step begin here."""
+"""First identifier of the simulated step's arrows."""
 
 
 @attrs.frozen
 class Span:
     """
-    Something that took time on a rank, in microseconds from the barrier.
+    A span of time on a rank, in microseconds from the barrier.
 
     Args:
         lane: One of the rank's lanes.
-        name: The action, as it stands in a table.
-        start: When it began.
-        end: When it ended.
-        stage: The stage of a computation, else -1.
-        kind: `F`, `I` or `W` for a computation, `refresh` for what comes before a stage's first F;
-            `wait` for the time in which one waits for its message; else empty.
-        message: For a send or a receive, the two ranks and the message's number.
+        name: The action in a table's notation.
+        start: Begin of the span.
+        end: End of the span.
+        stage: The stage of a computation, otherwise -1.
+        kind: `F`, `I` or `W` for a computation; `refresh` for the cache refresh before a stage's
+            first F; `wait` for a computation's wait for its message; otherwise empty.
+        message: For a send or a receive: source rank, receiving rank, number of the message.
     """
 
     lane: str
@@ -69,7 +69,7 @@ class Span:
 
 
 class _Clock:
-    """Marks in time, which become microseconds when the step is over."""
+    """Marks in time, which are converted to microseconds after the step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -82,7 +82,7 @@ class _Clock:
         self.origin = self.mark()
 
     def mark(self) -> Any:
-        """Now; on a GPU where the current stream has come to."""
+        """Mark the present: the host's time, or on a GPU an event on the current stream."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -90,14 +90,14 @@ class _Clock:
         return event
 
     def of(self, mark: Any) -> float:
-        """Microseconds of a mark from the origin; the device has come to it."""
+        """Return microseconds from the origin to a mark that the device has reached."""
         if self.cuda:
             return 1e3 * float(self.origin.elapsed_time(mark))
         return 1e6 * float(mark - self.host)
 
 
 class _Seen:
-    """Channels whose transfers are noted."""
+    """Channels that record each transfer."""
 
     def __init__(self, inner: Channels, tracer: Tracer) -> None:
         self._inner, self._tracer = inner, tracer
@@ -130,7 +130,7 @@ class _Seen:
 
 
 class _Noted:
-    """A reduction whose end is noted."""
+    """A reduction that records its end."""
 
     def __init__(self, work: Any, bucket: int | str, tracer: Tracer) -> None:
         self.work, self.bucket, self.tracer = work, bucket, tracer
@@ -144,7 +144,7 @@ class _Noted:
 
 
 class _Refreshing:
-    """An executor whose refreshes are noted, apart from the F that they come before."""
+    """An executor that records each refresh separately from the F after it."""
 
     def __init__(self, inner: Any, tracer: Tracer) -> None:
         self._inner, self._tracer = inner, tracer
@@ -164,7 +164,7 @@ class _Refreshing:
 
 class Tracer:
     """
-    What one rank did in one step.
+    A recorder of one step on one rank.
 
     Args:
         worker: The rank's worker, between two steps.
@@ -179,12 +179,12 @@ class Tracer:
         self._noted: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
 
     def note(self, lane: str, name: str, began: Any, ended: Any, **more: Any) -> None:
-        """Note something between two marks."""
+        """Record a span between two marks."""
         self._noted.append((lane, name, began, ended, more))
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """A context for one step, entered by every rank; there is a barrier at its beginning."""
+        """Record one step in this context; every rank enters it, and it begins with a barrier."""
         pipeline: Any = self.worker.pipeline
         runtime: Any = self.worker.runtime
         program, channels, reducer = list(pipeline.program), pipeline.channels, runtime.reducer
@@ -235,29 +235,30 @@ class Tracer:
         return entry._replace(act=act)
 
     def spans(self) -> list[Span]:
-        """What was noted, in microseconds from the barrier; the device has finished the step."""
+        """Return the recorded spans, once the device has finished the step."""
         of = self.clock.of
         return [Span(lane, name, of(a), of(b), **more) for lane, name, a, b, more in self._noted]
 
 
 def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, Any]:
     """
-    Every rank's spans as one object that a Chrome trace file holds; every rank calls it.
+    Return the spans of all ranks in Chrome's trace format; every rank calls it.
 
     Args:
         member: This process.
-        tracer: What it did.
-        table: The schedule, which is simulated with the times that were measured.
+        tracer: Its recorded step.
+        table: The schedule, which is simulated with the measured times.
 
     Raises:
-        BackendError: A message left and never arrived, or the other way round.
+        BackendError: The trace has only the send or only the receive of a message.
     """
     own = (socket.gethostname(), tracer.clock.host, [attrs.astuple(s) for s in tracer.spans()])
     said = gathered(member, own)
     one_host = len({host for host, _, _ in said}) == 1
     ranks = []
     for _, zero, spans in said:
-        # One host has one clock: how far apart its ranks left the barrier is then known.
+        # Ranks of one host share its clock, so the offset between their exits from the barrier is
+        # known.
         late = 1e6 * (zero - said[0][1]) if one_host else 0.0
         ranks.append([_moved(Span(*span), late) for span in spans])
     first = min(span.start for spans in ranks for span in spans)
@@ -288,13 +289,14 @@ def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, A
 
 def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
     """
-    What a simulation takes of one pipeline's step: medians of each stage's F, I, W and refresh.
+    Return the durations for a simulation of one pipeline's step, in microseconds.
 
-    A message takes the median of the time from where both ends had posted it to where it was
-    waited for, which is at least its own; a rank's update is its own.
+    Each stage's F, I, W and refresh take their median. A message takes the median time from when
+    both ends had posted it to the end of the receiver's wait, which is an upper bound of its own
+    time. Each rank has its own update.
 
     Args:
-        ranks: What each rank of the pipeline did.
+        ranks: The spans of each rank of the pipeline.
     """
     stages: dict[int, dict[str, list[float]]] = {}
     for spans in ranks:
@@ -322,14 +324,14 @@ def _moved(span: Span, by: float) -> Span:
 
 
 def _ends(spans: Sequence[Span]) -> dict[tuple[int, int, int], tuple[Span, Span]]:
-    """Both ends of every message."""
+    """The send and the receive of every message."""
     sends = {s.message: s for s in spans if s.message is not None and s.lane == "sends"}
     receives = {s.message: s for s in spans if s.message is not None and s.lane == "receives"}
     if odd := sorted(sends.keys() ^ receives.keys()):
         source, to, number = odd[0]
         raise BackendError(
-            f"the trace has one end only of {Message.of(number).sent} from rank {source} to {to}; "
-            "trace a step that ran to its end"
+            f"the trace has only one end of {Message.of(number).sent} from rank {source} to {to}; "
+            "trace a step that completes"
         )
     return {message: (sends[message], receives[message]) for message in sends}
 
@@ -363,7 +365,7 @@ def _events(ranks: Sequence[Sequence[Span]], table: Schedule) -> Iterator[dict[s
 
 
 def _threads(spans: Sequence[Span]) -> tuple[Mapping[Span, int], list[str]]:
-    """A thread for each lane, and more where what is in it overlaps."""
+    """Give each lane a thread, and more threads if its spans overlap."""
     names: list[str] = []
     found: dict[Span, int] = {}
     for lane in _LANES:

@@ -1,10 +1,10 @@
 """
-How long the parts of a model take on a device, so that it can be cut into stages of equal time.
+Measured times of a model's parts on a device, from which stages of equal time are cut.
 
-Three stages are made and timed: a layer between others, one behind the embedding, and one before
-norm, head and loss. What the two ends take is what theirs take longer. The layers of a model are of
-one shape, so that one of them stands for all. Each action runs by itself through the executor that
-the run itself has: eager, or as a graph.
+Three stages of one layer each are built and timed: the first with the embedding, the second with
+the layer alone, the third with norm, head and loss. The cost of an end is how much longer its stage
+takes than the second. All layers of a model have one shape, so one layer stands for all. Each
+action runs alone, through the run's own kind of executor: eager or graphs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _DIGITS = 3
 @attrs.frozen
 class Times:
     """
-    Milliseconds that F, dI and dW of each part take, in this order.
+    Times in milliseconds of each part's F, dI and dW, in this order.
 
     Args:
-        embedding: Of the embedding.
-        layer: Of one layer.
-        head: Of norm, head and loss.
+        embedding: Times of the embedding.
+        layer: Times of one layer.
+        head: Times of norm, head and loss.
     """
 
     embedding: tuple[float, ...]
@@ -47,7 +47,10 @@ class Times:
 
     def fields(self, layers: int) -> dict[str, object]:
         """
-        What a configuration holds of it, as its fields are called.
+        Return the fields of a configuration that hold these times: sums over F, dI and dW.
+
+        Args:
+            layers: Layers of the model.
 
         >>> Times((0.0, 0.25, 0.0), (1.0, 1.0, 0.5), (1.0, 0.5, 0.5)).fields(2)
         {'embedding_time': 0.25, 'layer_times': [2.5, 2.5], 'head_time': 2.0}
@@ -61,7 +64,7 @@ class Times:
 
 def slowest(ranks: Sequence[Times]) -> Times:
     """
-    What each action of each part takes on the rank where it takes longest.
+    Return, for each action of each part, the time on the rank where the action takes longest.
 
     >>> slowest([Times((0,), (1,), (4,)), Times((1,), (3,), (2,))])
     Times(embedding=(1,), layer=(3,), head=(4,))
@@ -79,15 +82,15 @@ def measured(
     """
     Time a layer and both ends of a model on a device: medians, after a warm-up.
 
-    The stages that it makes are forgotten; under Transformer Engine FP8 state of the process is
-    reset, so the run's own stages are made after.
+    The measured stages are dropped afterwards. Transformer Engine's FP8 state of the process is
+    reset, so build the run's own stages afterwards.
 
     Args:
         job: The model.
-        device: Where.
+        device: The device to measure on.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
-        repeats: How often each action is timed.
+        repeats: Timed repeats of each action.
 
     Raises:
         BackendError: A stage cannot be built or captured.
@@ -113,7 +116,7 @@ def measured(
 
 
 def _fill(memory: StageMemory, vocabulary: int) -> None:
-    """Put something into the buffers that is not all alike: rows of one token are added in turn."""
+    """Fill the buffers with varied values: rows of one repeated token would be added in turn."""
     generator = torch.Generator().manual_seed(0)
     (slot,) = memory.table
     for into in (*slot.input_views, *slot.output_gradients):

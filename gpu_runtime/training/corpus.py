@@ -1,10 +1,11 @@
 """
-Real text that every machine has: the sources and texts of CPython's own standard library.
+Real text that every machine has: the sources and texts of CPython's standard library.
 
-Nothing of it is copied into this repository: a list names each file with its length and the
-beginning of its SHA-256, for one exact version of Python, and files are read from the interpreter
-that runs. Files are held out whole, by a hash of their names. They are encoded by a byte-pair
-encoding that is trained on what is not held out, or byte by byte, which needs no package.
+The files are read from the running interpreter; this repository contains no copy. For each
+supported version of Python, a list names every file with its length and the beginning of its
+SHA-256. A hash of a file's name decides whether the whole file is held out. Files are encoded
+either with a byte-pair encoding, which is trained on the files that are not held out, or byte by
+byte, which needs no package.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Bytes", "Listed", "differences", "listing", "make", "stdlib"]
 
 LISTS = Path(__file__).parent / "corpora"
 END = "<|end|>"
-"""Stands behind each file."""
+"""The token after each file."""
 _SKIPPED = ("site-packages", "dist-packages", "__pycache__", "lib-dynload", "ensurepip")
 _HELD_OUT = 1 / 50
 _SUFFIXES = (".py", ".txt")
@@ -51,7 +52,7 @@ class Listed:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is for evaluation alone."""
+        """Whether the file is used for evaluation only."""
         share = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") / 2**32
         return share < _HELD_OUT
 
@@ -65,7 +66,7 @@ def stdlib() -> Path:
 
 
 def listing(folder: Path) -> Iterator[Listed]:
-    """The texts of a standard library, by name; what a build writes itself is left out."""
+    """List the text files of a standard library by name, without files that a build generates."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         parts = name.split("/")
@@ -82,7 +83,7 @@ def listing(folder: Path) -> Iterator[Listed]:
 
 
 def known(version: str) -> list[Listed] | None:
-    """The list of a version of Python; None where there is none."""
+    """The list of a version of Python; None if the version has no list."""
     path = LISTS / f"cpython-{version}.txt"
     if not path.exists():
         return None
@@ -92,12 +93,12 @@ def known(version: str) -> list[Listed] | None:
 
 
 def versions() -> list[str]:
-    """The versions of Python that there is a list of."""
+    """The versions of Python that have a list."""
     return sorted(path.stem.removeprefix("cpython-") for path in LISTS.glob("cpython-*.txt"))
 
 
 def differences(found: Iterable[Listed], expected: Iterable[Listed]) -> list[str]:
-    """What two lists disagree on, each in words."""
+    """Describe each difference between two lists, sorted by file name."""
     here, there = ({one.name: one for one in side} for side in (found, expected))
     said = []
     for name in sorted(here.keys() | there.keys()):
@@ -114,7 +115,7 @@ def differences(found: Iterable[Listed], expected: Iterable[Listed]) -> list[str
 
 
 class Tokenizer(Protocol):
-    """Text to tokens."""
+    """An encoding of text as tokens."""
 
     name: str
     vocabulary: int
@@ -123,11 +124,11 @@ class Tokenizer(Protocol):
         """The tokens of each text."""
 
     def describe(self) -> dict[str, Any]:
-        """What identifies it."""
+        """The facts that identify the encoding, for `corpus.json`."""
 
 
 class Bytes:
-    """A token for each byte, one for the end of a file, the rest of 272 unused."""
+    """One token per byte and one for the end of a file; the other ids up to 272 are unused."""
 
     name = "bytes"
     vocabulary = 272
@@ -139,7 +140,7 @@ class Bytes:
             yield [*text.encode("utf-8"), self.end]
 
     def describe(self) -> dict[str, Any]:
-        """Its name says all."""
+        """Name and vocabulary, which identify this encoding."""
         return {"tokenizer": self.name, "vocabulary": self.vocabulary}
 
 
@@ -148,8 +149,8 @@ class Pairs:
     Byte-pair encoding, trained here by the package `tokenizers`.
 
     Args:
-        texts: What to train on.
-        vocabulary: How many tokens; a multiple of 16.
+        texts: The texts to train on.
+        vocabulary: Number of tokens; a multiple of 16.
 
     Raises:
         UnusableError: The package is not installed.
@@ -163,7 +164,7 @@ class Pairs:
         except ImportError:
             raise UnusableError(
                 "--tokenizer bpe: the package tokenizers is not installed; pip install "
-                "'qeffect[train]', or take --tokenizer bytes"
+                "'qeffect[train]', or use --tokenizer bytes"
             ) from None
         self._made = tokenizers.Tokenizer(tokenizers.models.BPE())
         self._made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -184,7 +185,7 @@ class Pairs:
             yield [*found.ids, self.end]
 
     def describe(self) -> dict[str, Any]:
-        """Its tokens and merges by their hash, since they are trained where it runs."""
+        """Name, vocabulary and a hash of tokens and merges, which are trained in each run."""
         text = self._made.to_str()
         return {
             "tokenizer": self.name,
@@ -194,7 +195,7 @@ class Pairs:
         }
 
     def save(self, path: Path) -> None:
-        """Write it as the package reads it."""
+        """Write the encoding in the package's own format."""
         self._made.save(str(path))
 
 
@@ -205,17 +206,18 @@ def make(
     Write `train.npy`, `held_out.npy` and `corpus.json` from the running interpreter's library.
 
     Args:
-        out: A folder; made where it is not there.
+        out: The folder to write to; created if missing.
         tokenizer: `bpe` or `bytes`.
         vocabulary: Tokens of the byte-pair encoding.
-        any_version: Go on where the files are not those of the list.
+        any_version: Accept a library that has no list or differs from its list.
 
     Returns:
-        What `corpus.json` says.
+        The content of `corpus.json`.
 
     Raises:
-        UnusableError: There is no list of this Python, or the files differ from it; the package of
-            the tokenizer is missing; or the folder cannot be written.
+        UnusableError: This version of Python has no list, the files differ from the list, the
+            package `tokenizers` is missing, the vocabulary is invalid, or the folder cannot be
+            written.
     """
     if vocabulary < 272 or vocabulary % 16:
         raise UnusableError(
@@ -255,10 +257,11 @@ def make(
 def _odd(version: str, folder: Path, expected: list[Listed] | None, odd: list[str]) -> str:
     if expected is None:
         return (
-            f"this is Python {version}, and there are lists of {', '.join(versions())}; take one "
-            "of these, or --any-version for other text"
+            f"this is Python {version}; QEffect has lists of {', '.join(versions())}; run one of "
+            "these versions, or pass --any-version to accept other text"
         )
     return (
-        f"{len(odd)} files of {folder} are not those of Python {version} as released, first: "
-        f"{'; '.join(odd[:3])}; take an interpreter as released, or --any-version for other text"
+        f"{len(odd)} files of {folder} differ from the release of Python {version}, first: "
+        f"{'; '.join(odd[:3])}; run an unmodified release, or pass --any-version to accept other "
+        "text"
     )

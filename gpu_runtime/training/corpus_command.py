@@ -21,13 +21,14 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         choices=("bpe", "bytes"),
         default="bpe",
-        help="bpe: byte pairs, trained here (default); bytes: single bytes, which need no package",
+        help="bpe: byte pairs, trained in this run (default); bytes: single bytes, no package "
+        "needed",
     )
     parser.add_argument(
         "--vocabulary",
         type=int,
         metavar="N",
-        help="size of the vocabulary of byte pairs (default 32768)",
+        help="vocabulary size of bpe, in tokens (default 32768)",
     )
     parser.add_argument(
         "--any-version",
@@ -38,15 +39,15 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Read, encode, write.
+    Read the standard library, encode it, and write the token files.
 
     Raises:
-        UnusableError: The library, the tokenizer or the folder cannot be used, or an option means
-            nothing here.
+        UnusableError: The library, the tokenizer or the folder cannot be used, or an option has no
+            effect in this combination.
     """
     if args.tokenizer == "bytes":
-        refuse_unused(args, ["--vocabulary"], "bytes have a vocabulary of their own")
-    progress.note(f"Reading the standard library, encoding by {args.tokenizer}")
+        refuse_unused(args, ["--vocabulary"], "the vocabulary of bytes is fixed")
+    progress.note(f"Reading the standard library and encoding it with {args.tokenizer}")
     made = make(
         args.out,
         tokenizer=args.tokenizer,
@@ -54,9 +55,9 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
         any_version=args.any_version,
     )
     lines = [
-        f"Python {made['python']}{'' if made['listed'] else ', not as listed'}: "
-        f"{made['files']['train']} files to learn from, {made['files']['held_out']} held out",
-        f"{made['train_tokens']:,} and {made['held_out_tokens']:,} tokens of {made['vocabulary']} "
-        f"in {args.out}",
+        f"Python {made['python']}{'' if made['listed'] else ' (differs from its list)'}: "
+        f"{made['files']['train']} files for training, {made['files']['held_out']} held out",
+        f"{args.out}: {made['train_tokens']:,} tokens for training, "
+        f"{made['held_out_tokens']:,} held out, vocabulary {made['vocabulary']}",
     ]
     return Outcome("accepted", made, lines)

@@ -1,11 +1,11 @@
 """
-Tokens from a file, cut into windows, in an order that a position and a seed say entirely.
+Windows of tokens from a file, in an order that position and seed determine completely.
 
-A token file is one array of NumPy's own format (`.npy`, uint16 or uint32), mapped into memory and
-never read whole. Window `n` is `sequence` tokens and the one behind them, so that inputs and
-targets are one apart; the last token of a window is the first of the next. A pass goes through
-every window once, in an order of its own: a keyed permutation that is computed and never stored, so
-that a loader goes on anywhere, in any process, from `position` and `seed` alone.
+A token file is one NumPy array (`.npy`, uint16 or uint32), mapped into memory. A window has
+`sequence + 1` tokens: the inputs are its first `sequence` tokens, and the targets are the same
+tokens shifted by one. The last token of a window is the first of the next. A pass visits every
+window once. Each pass has its own order: a keyed permutation that is computed and never stored, so
+any process can continue from `position` and `seed` alone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["DataError", "Loader", "Tokens", "shuffled"]
 _TYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
 _ROUNDS = 4
 _CHUNK = 1 << 24
-#: How every NumPy array file begins.
+#: The first bytes of every NumPy array file.
 _MAGIC = b"\x93NUMPY"
 
 
 class DataError(ValueError):
-    """A token file that cannot be used; one line that names the file, what was found and why."""
+    """A token file cannot be used; one line names the file, what is expected and what was found."""
 
 
 def save(path: Path, tokens: np.ndarray[Any, Any]) -> None:
-    """Write tokens as a file that `Tokens.open` reads, in the smallest type that holds them."""
+    """Write a token file for `Tokens.open`: uint16 if every token fits, else uint32."""
     small = not tokens.size or int(tokens.max()) < 1 << 16
     with path.open("wb") as file:
         np.save(file, tokens.astype(np.uint16 if small else np.uint32))
@@ -47,7 +47,7 @@ class Tokens:
 
     Args:
         path: The file.
-        values: Its tokens, mapped.
+        values: Its tokens, one dimension of uint16 or uint32, mapped into memory.
     """
 
     path: Path
@@ -56,28 +56,29 @@ class Tokens:
     @classmethod
     def open(cls, path: Path, *, vocabulary: int, sequence: int) -> Tokens:
         """
-        Map a token file, and look at every token once.
+        Map a token file, and check every token against the vocabulary.
 
         Args:
             path: The file.
-            vocabulary: How many tokens the model knows.
-            sequence: Tokens of a window.
+            vocabulary: Number of tokens that the model knows.
+            sequence: Input tokens of a window.
 
         Raises:
-            DataError: It is not there, not a token file, has no whole window, or a token that the
-                model does not know.
+            DataError: The file is missing, is not a token file, is shorter than one window, or
+                contains a token outside the vocabulary.
         """
         try:
             values = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
             raise DataError(
                 f"{path}: there is no such file; make one with qeffect runtime corpus, or name "
-                "another"
+                "another file"
             ) from None
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
                 f"{path}: expected a NumPy array (.npy) of uint16 or uint32, found "
-                f"{_found(path, error)}; make one with qeffect runtime corpus, or name another"
+                f"{_found(path, error)}; make one with qeffect runtime corpus, or name another "
+                "file"
             ) from None
         if values.dtype not in _TYPES or values.ndim != 1:
             found = (
@@ -86,8 +87,8 @@ class Tokens:
             raise DataError(f"{path}: expected one dimension of uint16 or uint32, found {found}")
         if len(values) < sequence + 1:
             raise DataError(
-                f"{path}: expected at least {sequence + 1} tokens, a window of {sequence} and one "
-                f"behind it; found {len(values)}"
+                f"{path}: expected at least {sequence + 1} tokens, for one window of {sequence} "
+                f"and its last target; found {len(values)}"
             )
         for start in range(0, len(values), _CHUNK):
             part = values[start : start + _CHUNK]
@@ -100,26 +101,26 @@ class Tokens:
         return cls(path, values)
 
     def windows(self, sequence: int) -> int:
-        """How many windows there are."""
+        """Number of whole windows in the file."""
         return (len(self.values) - 1) // sequence
 
     def window(self, sequence: int, index: int) -> Tensor:
-        """One window and the token behind it, as int64."""
+        """Return window `index` as int64, shape `(sequence + 1,)`: inputs and the last target."""
         start = index * sequence
         part = self.values[start : start + sequence + 1]
         return torch.from_numpy(part.astype(np.int64))
 
     def facts(self) -> dict[str, Any]:
-        """What identifies the file, for a checkpoint: its length and a hash of its ends."""
+        """The facts that identify the file in a checkpoint: its length and a hash of its ends."""
         ends = self.values[:4096].tobytes() + self.values[-4096:].tobytes()
         return {"tokens": len(self.values), "sha256_of_ends": hashlib.sha256(ends).hexdigest()}
 
 
 def shuffled(index: int, count: int, key: int) -> int:
     """
-    Where the keyed permutation of `range(count)` takes an index; nothing is stored.
+    Map an index through a keyed permutation of `range(count)`; nothing is stored.
 
-    A Feistel network over the next power of four, walked until it falls into the range.
+    A Feistel network over the next power of four is applied until the value falls into the range.
 
     >>> sorted(shuffled(n, 10, key=7) for n in range(10)) == list(range(10))
     True
@@ -139,7 +140,7 @@ def shuffled(index: int, count: int, key: int) -> int:
 
 
 def _mixed(value: int, key: int, turn: int) -> int:
-    """A fixed mixing of 64 bits (the finalizer of SplitMix64)."""
+    """Mix 64 bits with the finalizer of SplitMix64."""
     most = (1 << 64) - 1
     z = (value * 0x9E3779B97F4A7C15 + key * 0xD1342543DE82EF95 + turn + 1) & most
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & most
@@ -152,13 +153,15 @@ class Loader:
     """
     Windows in the order of training.
 
+    A window's position counts from the first window of the first pass, through all passes.
+
     Args:
         tokens: The file.
-        sequence: Tokens of a window.
-        seed: What the order of each pass is drawn from.
-        shuffle: Whether a pass has an order of its own; otherwise it is the file's.
-        position: The first window of step `step`, passes counted through.
-        step: A step, by the epochs of the contract.
+        sequence: Input tokens of a window.
+        seed: Seed of the order of every pass.
+        shuffle: Whether each pass has its own order; otherwise every pass has the file's order.
+        position: Position of the first window of step `step`.
+        step: The step at `position`, as the contract counts epochs.
     """
 
     tokens: Tokens
@@ -169,28 +172,28 @@ class Loader:
     step: int = 0
 
     def place(self, at: int) -> int:
-        """Which window of the file is the `at`-th of training."""
+        """Return the file's window at position `at` of training."""
         count = self.tokens.windows(self.sequence)
         turn, index = divmod(at, count)
         return shuffled(index, count, (self.seed << 20) + turn) if self.shuffle else index
 
     def windows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """
-        Inputs and targets of windows that follow each other in training.
+        Return inputs and targets of consecutive windows of training.
 
         Args:
-            first: The first one, passes counted through.
-            count: How many: the batch of a microbatch.
+            first: Position of the first window.
+            count: Number of windows: the batch of a microbatch.
 
         Returns:
-            Two int64 tensors, each `(sequence, count)`.
+            Inputs and targets: two int64 tensors of shape `(sequence, count)`.
         """
         found = [self.tokens.window(self.sequence, self.place(first + n)) for n in range(count)]
         both = torch.stack(found, dim=1)
         return both[:-1].contiguous(), both[1:].contiguous()
 
     def state(self, position: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the data at a position, as JSON."""
+        """Return the data's state at a position, as a checkpoint stores it in JSON."""
         return {
             **self.tokens.facts(),
             "sequence": self.sequence,
@@ -201,23 +204,27 @@ class Loader:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """
-        Begin a step where `state` of another loader said.
+        Continue at a position that another loader's `state` recorded.
+
+        Args:
+            state: The other loader's state.
+            step: The step that begins there.
 
         Raises:
-            DataError: That one had another file, other windows or another order.
+            DataError: The other loader had a different file, window length or order.
         """
         own = self.state(int(state["position"]))
         for name in own:
             if state.get(name) != own[name]:
                 raise DataError(
-                    f"{self.tokens.path}: expected {name} {state.get(name)}, as the checkpoint "
-                    f"was written with, found {own[name]}; the windows to come would be others"
+                    f"{self.tokens.path}: expected {name} {state.get(name)} as in the checkpoint, "
+                    f"found {own[name]}; training would continue with different windows"
                 )
         self.position, self.step = own["position"], step
 
 
 def _found(path: Path, error: Exception) -> str:
-    """Say what a file is that NumPy cannot read; NumPy's own words advise its callers."""
+    """Describe a file that NumPy cannot read; NumPy's own message would mislead a user."""
     if isinstance(error, OSError) and error.strerror:
         return f"a file that cannot be read ({error.strerror})"
     try:

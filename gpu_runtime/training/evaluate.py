@@ -1,9 +1,9 @@
 """
-The loss on held-out text between two steps: F alone, and nothing of the training moves.
+The loss on held-out text between two steps: forward passes that change no state of training.
 
-Every window is run with the scales of the last commit, whatever was run before it, so that the
-figure does not depend on how many there are or on which rank has them. Hidden states go from rank
-to rank over the host: an evaluation is rare, and needs no connections of its own.
+Every window runs with the scales of the last commit, so the loss depends neither on the number of
+windows nor on the rank that runs each. Hidden states travel between ranks through host memory:
+evaluations are rare and need no connections of their own.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from .model import Language
 
 __all__ = ["PlacedStages", "evaluate", "mean_loss"]
 
-#: What `torch.nn.functional.cross_entropy` leaves out of its mean.
+#: The target that `torch.nn.functional.cross_entropy` leaves out of its mean.
 _NOT_COUNTED = -100
 
 
 def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> float:
     """
-    The mean negative log likelihood a token of held-out windows; every rank calls it.
+    Return the mean negative log likelihood per token of held-out windows; every rank calls it.
 
     Args:
-        worker: Between two steps.
-        job: What it trains.
-        held_out: The text; its first windows in the file's order are taken.
-        windows: How many, rounded up to whole microbatches, and no more than there are; each
-            counts once, also where those that there are fill no whole microbatch.
+        worker: The rank's worker, between two steps.
+        job: The model that the worker trains.
+        held_out: The text; the evaluation takes its first windows in the file's order.
+        windows: Number of windows, rounded up to whole microbatches and limited to the windows of
+            the text. Each counts once, also if the last microbatch is not full.
 
     Raises:
-        Refused: Something of a step is live.
+        Refused: A step is in progress.
         BackendError: A message between ranks was lost.
     """
     table = worker.table
@@ -57,14 +57,14 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
 @attrs.frozen
 class PlacedStages:
     """
-    A rank's stages between two steps, and where those of the others are.
+    A rank's stages between two steps, and the ranks of its replica's other stages.
 
     Args:
         member: This process.
         stages: Its stages by index.
         homes: The rank of each stage of its replica.
-        replica: Which replica that is.
-        loss: What follows the last stage, where its own F does not end in the loss.
+        replica: The replica's index.
+        loss: The loss after the last stage; None if the stage's own F ends in the loss.
     """
 
     member: Member
@@ -75,7 +75,20 @@ class PlacedStages:
 
 
 def mean_loss(placed: PlacedStages, job: Language, held_out: Loader, windows: int) -> float:
-    """The mean over windows, in a context that puts numerical state back."""
+    """
+    Return the mean loss over windows, as `evaluate` does.
+
+    Call it inside a context that restores numerical state, as `evaluate` does.
+
+    Args:
+        placed: The rank's stages.
+        job: The model.
+        held_out: The text.
+        windows: As for `evaluate`.
+
+    Raises:
+        BackendError: A message between ranks was lost.
+    """
     batch = job.config.batch
     there = held_out.tokens.windows(held_out.sequence)
     wanted = min(there, -(-windows // batch) * batch)
@@ -88,8 +101,8 @@ def mean_loss(placed: PlacedStages, job: Language, held_out: Loader, windows: in
     for group in range(placed.replica, groups, job.dp):
         x, y = held_out.windows(group * batch, batch)
         taken = min(batch, wanted - group * batch)
-        y = y.clone()  # it has its memory in common with x
-        y[:, taken:] = _NOT_COUNTED  # the first windows again: shapes stay as they are
+        y = y.clone()  # y may share memory with x
+        y[:, taken:] = _NOT_COUNTED  # windows of the next pass fill the batch and do not count
         try:
             loss = _through(placed, x, y)
         except RuntimeError as error:
@@ -104,7 +117,7 @@ def mean_loss(placed: PlacedStages, job: Language, held_out: Loader, windows: in
 
 
 def _through(placed: PlacedStages, tokens: Tensor, targets: Tensor) -> Tensor | None:
-    """One microbatch through all stages; the loss on the rank of the last one."""
+    """Run one microbatch through all stages; return its loss on the last stage's rank."""
     rank, device, homes = placed.member.rank, placed.member.device, placed.homes
     hidden: Tensor | None = None
     for index, home in enumerate(homes):
@@ -131,7 +144,7 @@ def _through(placed: PlacedStages, tokens: Tensor, targets: Tensor) -> Tensor | 
 def _inputs(
     stage: StageBackend, hidden: Tensor | None, tokens: Tensor, targets: Tensor
 ) -> list[Tensor]:
-    """What a stage takes, as its F does: a first stage tokens, a last one targets besides."""
+    """Return a stage's inputs: tokens for the first stage, targets too for the last one."""
     spec = stage.inputs[0]
     given = [tokens if stage.index == 0 else hidden, targets][: len(stage.inputs)]
     taken = [one.to(spec.device) for one in given if one is not None]

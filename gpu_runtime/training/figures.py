@@ -1,6 +1,5 @@
 """
-What follows from the raw numbers of a training run: how far it learned, how fast, how far from
-native.
+Figures derived from the raw numbers of a training run: loss, speed, and difference from native.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ __all__ = ["derive_train", "mean", "perplexity", "rounded"]
 Raw = Mapping[str, Any]
 _DIGITS = 6
 _MOST = 700.0
-"""A loss whose perplexity is no number that a float holds."""
+"""From this loss on, the perplexity counts as too large for a float."""
 
 
 def derive_train(raw: Raw) -> dict[str, Any]:
     """
-    Of each run: its losses at both ends, held-out perplexity, speed, and what differs.
+    Derive each run's first and last losses, held-out perplexity, speed, and differences.
 
-    None stands for what is not finite, and for the losses of a run of no steps.
+    A value that is not finite becomes None, as do the losses of a run without steps.
     """
     return {"runs": [_run(run) for run in raw["runs"]]}
 
@@ -52,16 +51,16 @@ def _run(run: Raw) -> dict[str, Any]:
 
 
 def mean(losses: Sequence[float | None]) -> float | None:
-    """None where there is none, or one of them was not finite."""
+    """Return the mean; None if there are no losses, or if one was not finite."""
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
 def rounded(value: float | None) -> float | None:
-    """To the digits that reports keep."""
+    """Round to the digits that reports keep; None stays None."""
     return None if value is None else round(value, _DIGITS)
 
 
 def perplexity(loss: float) -> float | None:
-    """None where it is no number that a float holds."""
+    """Return exp(loss); None if a float cannot hold it."""
     return math.exp(loss) if loss < _MOST else None

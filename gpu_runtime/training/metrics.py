@@ -1,4 +1,4 @@
-"""What a run tells of itself: JSON lines, TensorBoard where it is installed, a terminal."""
+"""The log of a run: JSON lines, TensorBoard if it is installed, and the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Log", "memory_bytes"]
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory that was held so far: reserved on a GPU, resident on a CPU."""
+    """Peak memory so far, in bytes: reserved on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -26,20 +26,20 @@ def memory_bytes(device: torch.device) -> int:
 
 class Log:
     """
-    Where the lines of a run go; rank 0 has one.
+    The log of a run; only rank 0 has one.
 
-    A line's `step` is the step that it speaks of, counted from 0; what is said after it, such as an
-    evaluation, has its number too. A number that is not finite is null. A file that can no longer
-    be written ends there: that is told once, and training goes on.
+    A line's `step` counts from 0. An event after a step, such as an evaluation, has that step's
+    number. A number that is not finite is written as null. If the file can no longer be written,
+    the log notes the error once, and training continues without the file.
 
     Args:
-        path: JSON lines, appended to; None for none.
-        board: A folder for TensorBoard; None for none.
-        show: Shows a line on a terminal, unless one has just been shown.
-        note: Shows a line in any case; `show` where it is left out.
+        path: File of JSON lines, which are appended; None writes no file.
+        board: Folder for TensorBoard; None writes none.
+        show: Shows a line on the terminal, unless another was shown a moment ago.
+        note: Shows a line in any case; `show` by default.
 
     Attributes:
-        ended: Why the file ended before the run, or None.
+        ended: Why the file ended before the run; None while it can be written.
 
     Raises:
         UnusableError: The file cannot be written, or TensorBoard is not installed.
@@ -62,7 +62,7 @@ class Log:
             except ImportError:
                 raise UnusableError(
                     "[run] tensorboard: the package tensorboard is not installed; pip install "
-                    "tensorboard, or leave the field out: the JSON lines have the same figures"
+                    "tensorboard, or leave the field out: the JSON lines have the same numbers"
                 ) from None
             self._writer = SummaryWriter(str(board))
         self._file = None
@@ -74,7 +74,7 @@ class Log:
                 raise UnusableError(f"[run] log: {path}: {error.strerror or error}") from None
 
     def __call__(self, line: Mapping[str, Any]) -> None:
-        """Write one line; its numbers go to TensorBoard under their names."""
+        """Write one line as JSON, its numbers to TensorBoard, and a loss to the terminal."""
         if self._file is not None:
             clean = {k: finite(v) if type(v) is float else v for k, v in line.items()}
             try:
@@ -99,16 +99,16 @@ class Log:
             )
 
     def _end(self, error: OSError) -> None:
-        """Go on without the file, and say so."""
+        """Continue without the file, and note why."""
         self.ended = f"[run] log: {self._path}: {error.strerror or error}"
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what is left in its buffer
+            with suppress(OSError):  # closing writes the rest of the buffer
                 file.close()
         self.note(f"NOT LOGGED from here on: {self.ended}")
 
     def close(self) -> None:
-        """End both."""
+        """Close the file and TensorBoard."""
         if self._file is not None:
             try:
                 self._file.close()

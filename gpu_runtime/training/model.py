@@ -1,9 +1,9 @@
 """
 A decoder language model cut into the stages of a pipeline.
 
-The token embedding is in the first stage, final norm, head and cross entropy are in the last. Each
-part is drawn from a seed of its own and named by its place in the model (`layers.5.qkv.weight`), so
-that neither bits nor names know how the model was cut.
+The first stage has the token embedding; the last has the final norm, the head and cross entropy.
+Each part has its own seed and is named by its place in the model (`layers.5.qkv.weight`), so
+neither bits nor names depend on how the model is cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 def even_cut(layers: int, stages: int) -> tuple[int, ...]:
     """
-    Layers of each stage, as even as can be; the first stages have one more.
+    Return the layers of each stage, as even as possible; the first stages get one more.
 
     >>> even_cut(10, 4)
     (3, 3, 2, 2)
@@ -49,16 +49,16 @@ def balanced_cut(
     costs: Sequence[float], stages: int, *, embedding: float = 0.0, head: float = 0.0
 ) -> tuple[int, ...]:
     """
-    Layers of each stage, such that the costliest stage costs least.
+    Return the layers of each stage such that the costliest stage costs least.
 
-    Of the cuts that are alike in this, the one whose stages' costs have the least sum of squares;
-    of those the one whose first stages have fewer layers.
+    Ties go to the cut with the smallest sum of squared stage costs, then to the cut with fewer
+    layers in its first stages.
 
     Args:
-        costs: Of each layer, in any unit; measured times for one.
-        stages: How many stages.
-        embedding: Cost of the embedding, which the first stage has.
-        head: Cost of norm, head and loss, which the last stage has.
+        costs: Cost of each layer, in any unit, for example measured times.
+        stages: Number of stages.
+        embedding: Cost of the embedding, in the first stage.
+        head: Cost of norm, head and loss, in the last stage.
 
     >>> balanced_cut([1.0] * 8, 4, head=2.0)
     (2, 2, 3, 1)
@@ -69,7 +69,7 @@ def balanced_cut(
     layers = len(costs)
     _require_enough(layers, stages)
     if min(*costs, embedding, head, 0.0) < 0:
-        raise ValueError("a cost is negative; costs are times, or multiples of one layer's")
+        raise ValueError("a cost is negative; give times, or multiples of one layer's cost")
 
     @functools.cache
     def cost(stage: int, start: int, stop: int) -> float:
@@ -78,7 +78,7 @@ def balanced_cut(
 
     @functools.cache
     def highest(stage: int, start: int) -> float:
-        """The least that the costliest of the stages from this one on can cost."""
+        """Lowest possible cost of the costliest stage, from this stage on."""
         if stage == stages - 1:
             return cost(stage, start, layers)
         stops = range(start + 1, layers - (stages - stage - 1) + 1)
@@ -88,7 +88,7 @@ def balanced_cut(
 
     @functools.cache
     def squares(stage: int, start: int) -> tuple[float, tuple[int, ...]] | None:
-        """The least sum of squares below the limit, with its layers; None where there is none."""
+        """Smallest sum of squares within the limit, with its layers; None if no cut fits."""
         last = stage == stages - 1
         stops = range(start + 1, layers - (stages - stage - 1) + 1)
         best: tuple[float, tuple[int, ...]] | None = None
@@ -103,7 +103,7 @@ def balanced_cut(
         return best
 
     found = squares(0, 0)
-    assert found is not None  # the cut of the limit is one
+    assert found is not None  # the cut that gave the limit fits
     return found[1]
 
 
@@ -114,7 +114,7 @@ def _require_enough(layers: int, stages: int) -> None:
 
 def name_of(cut: Sequence[int]) -> Callable[[int, str], str]:
     """
-    The model's names of what its stages have: a function of a stage and a name within it.
+    Return a function that maps a stage and a name within the stage to a name in the model.
 
     Args:
         cut: Layers of each stage.
@@ -136,7 +136,7 @@ def name_of(cut: Sequence[int]) -> Callable[[int, str], str]:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay shrinks a parameter: matrices alone, no norm, bias or embedding."""
+    """Whether weight decay applies: to matrices, not to norms, biases and embeddings."""
     return parameter.dim() > 1 and not name.startswith("embedding.")
 
 
@@ -146,20 +146,20 @@ class Language(Job):
     A pipeline that trains a language model.
 
     Args:
-        vocabulary: Tokens.
-        cut: Layers of each stage; one of each when it is left out.
+        vocabulary: Number of tokens.
+        cut: Layers of each stage; one layer per stage by default.
         loader: The data.
         rate: The learning rate of each step.
-        weight_decay: Of the matrices.
+        weight_decay: Weight decay of the matrices.
         master: Whether the optimizer keeps fp32 copies of the parameters.
-        clip_norm: Limit of the norm of all gradients, or None.
-        skip_nonfinite: Whether an update is skipped where that norm is not finite.
-        tied: Whether the token embedding and the head's matrix are one weight, called
-            `embedding.weight`, of which the first stage and the last have a copy each.
+        clip_norm: Limit of the norm of all gradients; None does not clip.
+        skip_nonfinite: Whether to skip an update if that norm is not finite.
+        tied: Whether the token embedding and the head's matrix are one weight, named
+            `embedding.weight`. The first stage and the last each have a copy.
         dynamic: Whether the head is TorchAO's `Float8Linear` with dynamic scaling.
 
     Raises:
-        ValueError: The cut is of another number of stages, or a stage has no layer.
+        ValueError: The cut has the wrong number of stages, or a stage without a layer.
     """
 
     vocabulary: int = 256
@@ -180,25 +180,26 @@ class Language(Job):
     def __attrs_post_init__(self) -> None:
         if len(self.cut) != self.num_stages or min(self.cut) < 1:
             raise ValueError(
-                f"the cut {list(self.cut)} is not of {self.num_stages} stages with a layer each"
+                f"expected a cut into {self.num_stages} stages with at least one layer each, found "
+                f"{list(self.cut)}"
             )
 
     def name_of(self, stage: int, local: str) -> str:
-        """The model's name of what a stage calls `local`."""
+        """Return the model's name for a stage's parameter or tensor `local`."""
         return EMBEDDED if self.tied and local == PROJECTED else name_of(self.cut)(stage, local)
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Embedding and head, where they are tied."""
+        """The tie of embedding and head; empty if they are not tied."""
         copies = (0, EMBEDDED), (self.num_stages - 1, PROJECTED)
         return (Tie(EMBEDDED, copies),) if self.tied else ()
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        """As `decays`; a tied weight is an embedding in each of its copies."""
+        """Whether weight decay applies; each copy of a tied weight counts as an embedding."""
         return decays(EMBEDDED if self.tied and name == PROJECTED else name, parameter)
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
-        """As `Job.options`: layers by the cut, and the model's ends in its first and last stage."""
+        """As `Job.options`, with layers by the cut, and the model's ends in the end stages."""
         last = index == self.num_stages - 1
         ends = Ends(
             vocabulary=self.vocabulary,
@@ -220,9 +221,9 @@ class Language(Job):
 
     def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
         """
-        AdamW whose decay leaves norms, biases and embeddings alone.
+        Return AdamW whose weight decay leaves out norms, biases and embeddings.
 
-        A capturable one has its rate on the device, where it may change under a graph.
+        A capturable optimizer keeps its rate on the device, where it can change under a graph.
         """
         lr: float | Tensor = self.rate.at(0)
         if capturable:
@@ -251,11 +252,11 @@ class Language(Job):
 
     @property
     def windows_a_step(self) -> int:
-        """Windows of text that one step takes, all replicas together."""
+        """Windows of text per step, over all replicas."""
         return self.dp * self.microbatches * self.config.batch
 
     def position(self, step: int) -> int:
-        """Windows that were taken before a step, since the first step of all."""
+        """Windows that training used before a step, counted from the first step of training."""
         loader = self._loader
         return loader.position + (step - loader.step) * self.windows_a_step
 
@@ -268,13 +269,12 @@ class Language(Job):
     def batch(
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """Tokens and the tokens that follow them, of a step's microbatch."""
+        """Return a function of step and microbatch: its tokens, and the token after each."""
         loader = self._loader
-
         held: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def drawn(step: int) -> tuple[Tensor, Tensor]:
-            """A step's microbatches at once, in one copy that no stream is waited for."""
+        def whole_step(step: int) -> tuple[Tensor, Tensor]:
+            """A step's microbatches in one copy to the device, without waiting for a stream."""
             c, share = self.config, self.microbatches * self.config.batch
             both = loader.windows(self.position(step) + replica * share, share)
             sides = [
@@ -288,7 +288,7 @@ class Language(Job):
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
             if step not in held:
                 held.clear()
-                held[step] = drawn(step)
+                held[step] = whole_step(step)
             x, y = held[step]
             return x[microbatch], y[microbatch]
 

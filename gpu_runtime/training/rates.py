@@ -13,18 +13,18 @@ __all__ = ["Rate"]
 @attrs.frozen(kw_only=True)
 class Rate:
     """
-    A learning rate by step, a number of float32: the same where a device holds it.
+    A learning rate by step, rounded to float32: the host's rate equals the device's.
 
     Args:
         peak: The rate after the warm-up.
-        warmup: Steps of the warm-up; the first step's rate is a part of the peak, not zero.
-        steps: Steps until the least rate is reached, the warm-up among them; 0 keeps the peak.
-        least: The rate at the end and after it.
+        warmup: Steps of the warm-up; the first step has the rate `peak / warmup`, not zero.
+        steps: Steps until the rate is `least`, including the warm-up; 0 keeps the peak.
+        least: The rate after `steps` steps.
 
     >>> rate = Rate(peak=1.0, warmup=2, steps=6, least=0.1)
     >>> [round(rate.at(step), 3) for step in range(8)]
     [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1]
-    >>> rate.at(7)  # of float32
+    >>> rate.at(7)  # 0.1 in float32
     0.10000000149011612
     """
 
@@ -34,7 +34,7 @@ class Rate:
     least: float = 0.0
 
     def at(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
+        """Return the rate of a step; steps count from 0."""
         return c_float(self._at(step)).value
 
     def _at(self, step: int) -> float:

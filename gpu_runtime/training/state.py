@@ -1,14 +1,14 @@
 """
-Which tensors of a rank persist, under names in which no mapping of stages to ranks appears.
+The tensors of a rank that persist, with names that do not depend on the mapping of stages to ranks.
 
-`model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg`,
-`fp8.dp0.layers.5.forward.scale`: a layer counts over the whole model, so any rank of any mapping
-finds what it needs, and what replicas hold alike has one name. Scaling state differs between
-replicas and is named by replica; where they share it, all of them call it the first one's. Random
-states belong to a process: theirs are the only names with a place in the pipeline.
+Examples are `model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg` and
+`fp8.dp0.layers.5.forward.scale`. Layers count over the whole model, so any rank of any mapping
+finds its tensors. A tensor that is the same in all replicas has one name. Scaling state differs
+between replicas and is named by replica; if the replicas share it, all use the first replica's
+name. Random states belong to a process, so only their names contain a place in the pipeline.
 
-Tokens, generations, tapes, graphs, streams, events, addresses and weight caches have no name here:
-they are of a process, and a restore makes them anew.
+Tokens, generations, tapes, graphs, streams, events, addresses and weight caches are not saved: they
+belong to a process, and a restore rebuilds them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 
 Naming = Callable[[int, str], str]
 """
-The model's name of what a stage holds: of a stage's index, and of a name inside the stage as
-`parameters` and `numerical_state` have it.
+A function that returns the model's name of a stage's tensor. It takes the stage's index and the
+tensor's name inside the stage, as in `parameters` and `numerical_state`.
 """
 
 MODEL, OPTIMIZER, NUMERICAL, RANDOM, EXTRA = "model", "optim", "fp8", "random", "extra"
@@ -53,10 +53,10 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 def by_layer(layers: int) -> Naming:
     """
-    Name by layers alone, of a model whose stages have equally many.
+    Return a naming by layers, for a model whose stages all have the same number of layers.
 
     Args:
-        layers: Layers of each stage.
+        layers: Layers per stage.
 
     >>> by_layer(2)(3, "layers.1.qkv.weight")
     'layers.7.qkv.weight'
@@ -71,9 +71,9 @@ def by_layer(layers: int) -> Naming:
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """
-    AdamW's state by its own names, with what its first step will make: zeros.
+    Return AdamW's state by the optimizer's names; state that does not exist yet is zeros.
 
-    A state of zeros at step 0 and no state give the same first update, bit for bit.
+    Zeros at step 0 and missing state give the same first update, bit for bit.
     """
     held = dict(optimizer.state_tensors())
     for name, target in optimizer.named.items():
@@ -90,15 +90,15 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 @attrs.frozen(eq=False)
 class Persistent:
     """
-    The live tensors of one rank that persist, by the names under which they do.
+    The live tensors of one rank that persist, by name.
 
     Args:
-        tensors: Every one of them, live.
+        tensors: All tensors by name, live.
         parameters: Names of the weights.
-        optimizer: For each of the optimizer's own names of AdamW's state, the name here.
-        numerical: For each name of scaling state, the domain's own.
-        copies: By name, further tensors that hold the same: copies of a tied weight, and AdamW's
-            state of them.
+        optimizer: Name here by the optimizer's own name of AdamW's state.
+        numerical: The domain's own name by name of scaling state.
+        copies: By name, further tensors with the same content: copies of a tied weight, and their
+            AdamW state.
     """
 
     tensors: Mapping[str, Tensor]
@@ -112,18 +112,19 @@ class Persistent:
         cls, runtime: Runtime, optimizer: Optimizer, naming: Naming, replica: int, place: int
     ) -> Persistent:
         """
-        Name what a rank holds.
+        Name a rank's tensors.
 
         Args:
             runtime: The rank's runtime.
             optimizer: The optimizer over its stages.
             naming: The model's names.
-            replica: Whose scaling state it is.
-            place: The rank's place in its pipeline; only state that belongs to no stage is named
-                by it.
+            replica: The replica whose scaling state the rank holds.
+            place: The rank's place in its pipeline; it appears only in names of state that belongs
+                to no stage.
 
         Raises:
-            BackendError: The naming gives two tensors one name, or fails on one.
+            BackendError: The naming gives two tensors the same name or has no name for one, or a
+                tensor of the optimizer belongs to no parameter.
         """
         tensors: dict[str, Tensor] = {}
         weights: dict[str, None] = {}
@@ -139,7 +140,7 @@ class Persistent:
                 copies.setdefault(name, []).append(tensor)
             else:
                 raise BackendError(
-                    f"two tensors are called {name}; give a naming that counts layers over the "
+                    f"two tensors have the name {name}; give a naming that counts layers over the "
                     "whole model"
                 )
 
@@ -163,7 +164,7 @@ class Persistent:
         if missing := sorted(kept.keys() - moments.keys()):
             raise BackendError(
                 f"{len(missing)} tensors of the optimizer belong to no parameter, first "
-                f"{missing[0]}; build it over the runtime's stages"
+                f"{missing[0]}; build the optimizer over the runtime's stages"
             )
         scope = f"{NUMERICAL}.dp{0 if shares_amax(runtime) else replica}"
         for stage in runtime.domain.stages:
@@ -179,21 +180,21 @@ class Persistent:
 
     def require_alike(self) -> None:
         """
-        Require that what is saved once is the same in every tensor of its name.
+        Require that all copies of a tensor that is saved once have the same bits.
 
         Raises:
-            BackendError: Copies of a tied weight have drifted apart.
+            BackendError: Copies of a tied weight differ.
         """
         for name, more in self.copies.items():
             if not all(same_bits(self.tensors[name], copy) for copy in more):
                 raise BackendError(
-                    f"the copies of {name} are not the same, and it is written once: they were "
-                    "updated apart"
+                    f"the copies of {name} differ, but a checkpoint holds only one; they were "
+                    "updated separately"
                 )
 
 
 def shares_amax(runtime: Runtime) -> bool:
-    """Whether all replicas hold the same scaling state, however many they are."""
+    """Whether all replicas hold the same scaling state."""
     return runtime.config.amax == "replicas"
 
 
@@ -208,7 +209,7 @@ def _named(naming: Naming, stage: int, local: str) -> str:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """torch's generators of this process: the CPU's, and the device's where it is a GPU."""
+    """States of torch's generators in this process: the CPU's, and on a GPU the device's."""
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -216,7 +217,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Let this process draw on from where another stopped."""
+    """Set torch's generators of this process to saved states."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -224,9 +225,9 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """
-    Type, size and a sum of the raw bits of each tensor, to see whether replicas drifted apart.
+    Return type, shape and a sum of the raw bits of each tensor, to detect replicas that differ.
 
-    Each is summed where it lives; the host waits for each device once.
+    Each tensor is summed on its own device; the host waits once per device.
     """
     sums: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
 """
-What a clause is, and what a part of the contract is: the records that the other modules fill in.
+The records of a clause and of a part of the contract, which the other modules fill in.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ __all__ = ["Clause", "Part"]
 @frozen
 class Clause:
     """
-    One promise of the contract.
+    One clause of the contract.
 
     Args:
         id: Stable name, ``relation.what-was-violated``; a refusal carries it.
         number: Place in the normative text, ``part.clause``.
-        title: The promise in a few words.
-        invariant: The promise in a sentence.
-        transitions: Transitions that check it; ``configure`` is the construction of a contract,
-            ``replay`` the reading of an event log, ``check`` that of a schedule.
-        argument: Argument to look at first when it is refused, ``ref.generation`` for a part of
-            one; empty where no argument is at fault but the moment is.
-        unchanged: What a refusal leaves as it was.
+        title: The clause in a few words.
+        invariant: The clause in a sentence.
+        transitions: Transitions that check the clause; ``configure`` is the construction of a
+            contract, ``replay`` the reading of an event log, ``check`` the check of a schedule.
+        argument: Argument to look at first after a refusal, with a dot for a part of it, as in
+            ``ref.generation``; empty if the time of the call is at fault, not an argument.
+        unchanged: State that a refusal leaves unchanged.
         section: Section of the paper, or ``design`` where this project goes beyond it.
         cause: The likely cause, for a person who embeds the contract.
-        remedy: What to do about it.
+        remedy: What the person should do.
     """
 
     id: str
@@ -42,7 +42,7 @@ class Clause:
 
     @property
     def relation(self) -> str:
-        """The part of the contract it belongs to: its id before the dot."""
+        """The part of the contract that the clause belongs to: its id before the dot."""
         return self.id.partition(".")[0]
 
 

@@ -1,15 +1,15 @@
 """
-What is promised: at every moment, when an action is accepted, and of what it changes.
+The promises: predicates of every state, of each accepted transition and of its changes.
 
 ``MEMORY`` and ``WORLD`` hold in every reachable state. ``STEPS`` are the promises to the caller:
-when a transition is accepted, the world is in order for it. ``CHANGES`` say what an accepted
-transition does, and what no transition does. ``LEGAL`` says when a check must be accepted.
-``PAPER`` names the paper's invariants and the promises that make up each. ``CONFIGURATION`` and
-``ASSUMED`` are taken as given.
+they hold of the world when a transition is accepted. ``CHANGES`` say what an accepted transition
+changes, and what no transition changes. ``LEGAL`` says when a check must be accepted. ``PAPER``
+names the paper's invariants and the promises of each. ``CONFIGURATION`` and ``ASSUMED`` are
+assumptions.
 
-A promise is written in the columns of ``qeffect.spec.columns`` and in the words of
-``qeffect.spec.world``, never in the contract's guards. Each is proved for any number of slots,
-microbatches and epochs; what the proofs need besides is not promised and stands with them.
+A promise uses the columns of ``qeffect.spec.columns`` and the words of ``qeffect.spec.world``,
+never the contract's guards. Each promise is proved for any number of slots, microbatches and
+epochs. Further lemmas of the proofs are not promised; they are kept with the proofs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
-What the caller is promised: when a transition is accepted, the world is in order for it.
+Promises to the caller: what holds of the world when a transition is accepted.
 
 Each property names the transitions at whose acceptance it holds. An accepted action finds its own
-key's work and the weights that the key names; a stage is final, and the weights change, only when
-every gradient is there and whole; a checkpoint finds nothing under way; and the end of an action is
+key's work and the weights that the key names. A stage becomes final, and the weights change, only
+when every gradient is complete. A checkpoint finds nothing under way. The end of an action is
 accepted once.
 """
 
@@ -27,7 +27,7 @@ from .words import Args, History, Index, State, Truth
 
 __all__ = ["STEPS"]
 
-#: Proved: what holds of the world whenever one of the named transitions is accepted.
+#: Proved: each predicate holds of the world whenever one of its transitions is accepted.
 STEPS = Register()
 
 
@@ -36,7 +36,7 @@ STEPS = Register()
 
 @STEPS("ownership.right-reference", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
 def right_reference(st: State, h: History, a: Args) -> Truth:
-    """A reference is accepted only if it was handed out for that key and its work is not gone."""
+    """A reference is accepted only if it was issued for that key and its work still exists."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -48,7 +48,7 @@ def right_reference(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.right-work", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
 def right_work(st: State, h: History, a: Args) -> Truth:
-    """An action finds its own key's work in the slot, and nobody else acting there."""
+    """An action finds its own key's work in the slot, and no other action in flight there."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     return mine & (h.owing[s] != 0) & (h.acting[s] == 0)
@@ -56,7 +56,7 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read")
 def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
-    """A transfer ends with a reference that was handed out for that key, though it may be dead."""
+    """A transfer ends with a reference that was issued for that key; its work may be gone."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -68,7 +68,7 @@ def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-read", "finish_read")
 def end_of_read(st: State, h: History, a: Args) -> Truth:
-    """Only a read of that key's work that began and has not ended ends."""
+    """A read ends only if it is a read of that key's work, began, and has not ended."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
@@ -77,7 +77,7 @@ def end_of_read(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-receive", "finish_receive")
 def end_of_receive(st: State, h: History, a: Args) -> Truth:
-    """Only a receive for that key that was posted and has not ended ends."""
+    """A receive ends only if it was posted for that key and has not ended."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.message == IN_BIT) | (a.message == BACK_BIT)
@@ -86,7 +86,7 @@ def end_of_receive(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.receive-once", "post_receive")
 def receive_once(st: State, h: History, a: Args) -> Truth:
-    """A message is received where one is awaited, once, and before F or dI uses it."""
+    """A message is received only if the stage needs it, once, and before its F or dI uses it."""
     s, c = a.ref.slot, a.key.cell
     new = ((h.moving[s] & a.message) == 0) & ((h.arrived[s] & a.message) == 0)
     early = implies(a.message == IN_BIT, h.ran_forward[c] == 0)
@@ -97,7 +97,7 @@ def receive_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.input-arrived", "check_forward")
 def input_arrived(st: State, h: History, a: Args) -> Truth:
-    """F of a stage that receives finds its own key's input there, whole."""
+    """If a stage receives inputs, its F finds its own key's input in the slot, complete."""
     claimed = (h.tenant[a.slot] == a.key.cell) & (h.tenant_epoch[a.slot] == a.key.epoch)
     there = ((h.arrived[a.slot] & IN_BIT) != 0) & claimed & (h.owing[a.slot] != 0)
     return implies((st.receives[a.key.stage] & IN_BIT) != 0, there)
@@ -105,14 +105,14 @@ def input_arrived(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.gradient-arrived", "check_dgrad")
 def gradient_arrived(st: State, h: History, a: Args) -> Truth:
-    """dI of a stage that receives finds its output's gradient there, whole."""
+    """If a stage receives gradients, its dI finds its output's gradient in the slot, complete."""
     there = (h.arrived[a.ref.slot] & BACK_BIT) != 0
     return implies((st.receives[a.key.stage] & BACK_BIT) != 0, there)
 
 
 @STEPS("ownership.nothing-moves", "reserve", "check_forward")
 def nothing_moves(st: State, h: History, a: Args) -> Truth:
-    """No forward overwrites what an unfinished reader reads, or what is still being received."""
+    """No forward overwrites data that is still being read, or still being received."""
     return h.moving[a.slot] == 0
 
 
@@ -124,7 +124,7 @@ def no_gradient_moves(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.right-consumer", "read")
 def right_consumer(st: State, h: History, a: Args) -> Truth:
-    """One reader reads at a time, only where one is awaited, and a gradient only after dI."""
+    """A reader reads alone, only if the slot waits for it, and a gradient only after dI."""
     s = a.ref.slot
     one = ((a.bit == OUT_BIT) | (a.bit == GRAD_BIT)) & ((h.moving[s] & a.bit) == 0)
     there = implies(a.bit == GRAD_BIT, h.ran_dgrad[a.key.cell] == 1)
@@ -139,14 +139,14 @@ def dgrad_after_forward(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.wgrad-after-dgrad", "check_wgrad")
 def wgrad_after_dgrad(st: State, h: History, a: Args) -> Truth:
-    """dW runs once, after dI, and dI left it work of every matrix."""
+    """dW runs once, after dI, and dI queued work for every matrix."""
     once = (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
     return once & (h.queued[a.ref.slot] == st.matrices[a.key.stage])
 
 
 @STEPS("ownership.never-preempted", "reserve", "check_forward")
 def never_preempted(st: State, h: History, a: Args) -> Truth:
-    """A forward gets a slot of its stage that nobody waits for, or the one its key claimed."""
+    """A forward gets a free slot of its stage, or the slot that its key claimed."""
     claimed = (h.owing[a.slot] == RESERVED) & (h.tenant[a.slot] == a.key.cell)
     own = claimed & (h.tenant_epoch[a.slot] == a.key.epoch)
     vacant = (h.owing[a.slot] == 0) | own
@@ -155,7 +155,7 @@ def never_preempted(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.claimed-once", "reserve")
 def claimed_once(st: State, h: History, a: Args) -> Truth:
-    """A claim is of a free slot."""
+    """A reservation claims a free slot."""
     return h.owing[a.slot] == 0
 
 
@@ -181,20 +181,20 @@ def cache_of_the_key(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.cache-for-dgrad", "check_dgrad", needs="order")
 def cache_for_dgrad(st: State, h: History, a: Args) -> Truth:
-    """dI finds the very cache that its forward read."""
+    """dI finds the same fill of the cache that its forward read."""
     same = h.fill_read[a.ref.slot] == h.fills[a.key.stage]
     return same & (h.cached[a.key.stage] == a.key.epoch)
 
 
 @STEPS("version.only-stale-filled", "check_refresh", needs="order")
 def only_stale_filled(st: State, h: History, a: Args) -> Truth:
-    """Only a cache without the current weights is filled, before any forward of the epoch."""
+    """A refresh fills only a cache without the current weights, before the epoch's first F."""
     return (h.cached[a.stage] != h.weights[0]) & (h.fill_of_epoch[a.stage] == NEVER)
 
 
 @STEPS("version.only-stale-filled-by-forward", "check_forward", needs="order")
 def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
-    """A forward fills only a cache without the current weights, as the epoch's first."""
+    """A forward fills only a cache without the current weights, and only as the epoch's first."""
     s = a.key.stage
     stale = (h.cached[s] != h.weights[0]) & (h.fill_of_epoch[s] == NEVER)
     return implies(a.refresh != 0, stale)
@@ -202,7 +202,7 @@ def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.filled-just-before", "check_forward", needs="order")
 def first_after_fill(st: State, h: History, a: Args) -> Truth:
-    """A first forward that finds its cache filled is the domain's next update after the fill."""
+    """A first forward that finds its cache filled is the next scaling update after that fill."""
     s = a.key.stage
     first = (a.refresh == 0) & (h.fill_of_epoch[s] == NEVER)
     return implies(first, h.filled_after[s] == h.updates[st.domain_of[s]])
@@ -217,49 +217,49 @@ def threaded(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.declared-forward", "check_forward")
 def declared_forward(st: State, h: History, a: Args) -> Truth:
-    """Where an order is declared, F comes at its place."""
+    """If an order is declared, F runs at its place."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_epoch[d])
 
 
 @STEPS("order.declared-dgrad", "check_dgrad")
 def declared_dgrad(st: State, h: History, a: Args) -> Truth:
-    """Where an order is declared, dI comes at its place."""
+    """If an order is declared, dI runs at its place."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
 
 
 @STEPS("order.live-scales", "check_dgrad")
 def live_scales(st: State, h: History, a: Args) -> Truth:
-    """Where dI reads live scales, no forward has rolled them since the tape's own."""
+    """If dI reads live scales, no forward has rolled them since the tape's own forward."""
     d = st.domain_of[a.key.stage]
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
 
 @STEPS("order.own-scales", "commit_dgrad")
 def own_scales(st: State, h: History, a: Args) -> Truth:
-    """Where tapes carry scales, a dI that succeeded used those of its tape's own forward."""
+    """If tapes carry scales, a dI that succeeded used the scales of its own tape's forward."""
     carried = st.carried_scales[st.slot_stage[a.slot]] != 0
     return implies(carried, a.scales == h.scaled_by[a.slot])
 
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """F and dI find scaling state whole, and nobody else updating it."""
+    """F and dI find scaling state sound, with no other update in flight."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-state-of-stage", "check_refresh")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
-    """A refresh finds scaling state whole, and nobody else updating it."""
+    """A refresh finds scaling state sound, with no other update in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-at-finalize", "finalize")
 def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
-    """A stage is final only with every F and dI run, on whole scaling state."""
+    """A stage is finalized only after all its F and dI ran, and with sound scaling state."""
     n = st.cells[a.stage]
     ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
     return ran & (h.broken[st.domain_of[a.stage]] == 0)
@@ -274,7 +274,8 @@ def bound_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
-    """dW writes where dI was told, alone, over nothing of its epoch or onto only that."""
+    """dW writes to its bound destination. It overwrites a buffer only if the buffer holds no
+    gradient of its epoch, and adds only to gradients of its epoch."""
     buffer = st.buffer_of[a.key.cell]
     own, shared = h.content[buffer], h.content[st.shared_of[buffer]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -285,14 +286,14 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.alone", "check_wgrad")
 def written_alone(st: State, h: History, a: Args) -> Truth:
-    """No other dW writes a buffer that this dW writes, its stage's own or the shared buffer."""
+    """No other dW is writing a buffer that this dW writes: its stage's own, or the shared one."""
     buffer = st.buffer_of[a.key.cell]
     return (h.writers[buffer] == 0) & (h.writers[st.shared_of[buffer]] == 0)
 
 
 @STEPS("arena.not-spoiled", "bind", "check_wgrad")
 def bound_or_written_unspoiled(st: State, h: History, a: Args) -> Truth:
-    """Nothing is written for an epoch that a failure spoiled."""
+    """Nothing is bound or written for an epoch that a failure spoiled."""
     return (h.spoiled[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
 
 
@@ -308,7 +309,7 @@ def bind_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is final, every cell's F, dI and dW ran exactly once, over every matrix."""
+    """When a stage is finalized, each of its cells' F, dI and dW ran once, over every matrix."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     ours = st.stage_of[c] == a.stage
     return implies(ours, once & (h.covered[c] == st.matrices[a.stage]))
@@ -316,8 +317,8 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
-    """When a stage is final, every dW onto its destinations ran once, also another stage's, and
-    none was cut short."""
+    """When a stage is finalized, every dW that writes its destinations, another stage's too, ran
+    once, and no failed dW left them half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
@@ -327,13 +328,13 @@ def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
 
 @STEPS("epoch.not-spoiled", "finalize")
 def not_spoiled(st: State, h: History, a: Args) -> Truth:
-    """A stage that a failure spoiled is not final."""
+    """A stage that a failure spoiled is not finalized."""
     return (h.spoiled[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
 
 
 @STEPS("version.never-lost-in-use", "finalize", needs="order")
 def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
-    """No stage is final whose cache was lost between its first F and the end of its last dI."""
+    """No stage is finalized whose cache was lost between its first F and the end of its last dI."""
     return h.lost_in_use[a.stage] != h.weights[0]
 
 
@@ -348,21 +349,21 @@ def final_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.replay-after-caller", "check_forward", "check_dgrad", "check_wgrad")
 def replay_after_caller(st: State, h: History, a: Args) -> Truth:
-    """A replay comes after all work of its caller, which waited for this very graph stream."""
+    """A replay comes after all work of its caller, on the graph stream of its own domain."""
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & (h.behind[a.link] == 0)
 
 
 @STEPS("completion.refresh-after-caller", "check_refresh")
 def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
-    """A refresh comes after all work of its caller, which waited for this graph stream."""
+    """A refresh comes after all work of its caller, on the graph stream of its own domain."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.behind[a.link] == 0)
 
 
 @STEPS("completion.filled-after-former-work", "reserve")
 def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """Who fills a slot waited for every replay of the work that was there before."""
+    """The stream that fills a slot waited for every replay of the slot's former work."""
     mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -370,7 +371,7 @@ def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.received-after-former-work", "post_receive")
 def received_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """Who receives into a slot waited for every replay of the work that was there before."""
+    """The stream that receives into a slot waited for every replay of the slot's former work."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -378,13 +379,13 @@ def received_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.forward-after-transfers", "check_forward")
 def forward_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """F comes after the end of every transfer through its slot, on whichever stream it ended."""
+    """F comes after the end of every transfer through its slot, on any stream."""
     return implies(a.slot == h.slot[0], h.trailing[0] == 0)
 
 
 @STEPS("completion.dgrad-after-transfers", "check_dgrad")
 def dgrad_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """dI that uses a message comes after the end of every transfer through its slot."""
+    """If dI uses a message, it comes after the end of every transfer through its slot."""
     mine = (a.ref.slot == h.slot[0]) & ((st.receives[a.key.stage] & BACK_BIT) != 0)
     return implies(mine, h.trailing[0] == 0)
 
@@ -398,7 +399,7 @@ def consumer_after_replay(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.gradients-after-replay", "finalize")
 def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
-    """Whoever finalizes a stage waited for its latest dW, and for its sharer's."""
+    """The stream that finalizes a stage waited for its latest dW, and for its sharer's."""
     writes = (a.stage == h.stage[0]) | (st.sharer_of[a.stage] == h.stage[0])
     return implies((a.link == h.link[0]) & writes, h.seen_gradients[0] == 1)
 
@@ -412,9 +413,7 @@ def reduction_after_replay(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.consumer-after-reduction", "commit_epoch", needs="reduction", b="bucket")
 def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
-    """
-    The stream that finalized a stage, and reads its gradients, waited for each reduction of them.
-    """
+    """The stream that finalized a stage, and reads its gradients, waited for their reductions."""
     waiter = st.caller_at[h.awaited_by[b]]
     first = st.caller_at[h.finalized_by[st.stage_at[b]]] == waiter
     return first & (st.caller_at[h.finalized_by[st.tied_at[b]]] == waiter)
@@ -450,7 +449,7 @@ def _writes(st: State, bucket: Index, stage: Index) -> Truth:
 
 @STEPS("reduction.of-whole-gradients", "start_reduction", c="cell")
 def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reduction starts after the only dW of every cell that writes the bucket, over every
+    """A reduction starts after each cell that writes the bucket ran its dW, once and over every
     matrix."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[st.stage_of[c]])
@@ -459,7 +458,7 @@ def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("reduction.of-written-buffers", "start_reduction", needs="arena", c="cell")
 def of_written_buffers(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reduction finds gradients of this epoch in every buffer, and no placeholder."""
+    """A reduction finds gradients of this epoch in every buffer."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     return implies(ours, h.content[st.buffer_of[c]] == h.weights[0])
 
@@ -472,7 +471,7 @@ def alone(st: State, h: History, a: Args, s: Index) -> Truth:
 
 @STEPS("reduction.once", "start_reduction")
 def reduced_once(st: State, h: History, a: Args) -> Truth:
-    """A bucket's reduction starts once for the same weights, where no failure spoiled it."""
+    """A bucket's reduction starts once for the same weights, and only if no failure spoiled it."""
     s, t = st.stage_at[a.bucket], st.tied_at[a.bucket]
     sound = (h.spoiled[s] != h.weights[0]) & (h.spoiled[t] != h.weights[0])
     return (h.reduction[a.bucket] == NONE) & sound
@@ -480,7 +479,7 @@ def reduced_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("reduction.declared-order", "start_reduction")
 def declared_order(st: State, h: History, a: Args) -> Truth:
-    """Where an order of reductions is declared, each starts at its place."""
+    """If an order of reductions is declared, each starts at its place."""
     return implies(st.ordered[0] != 0, st.reduce_at[a.bucket] == h.begun[0])
 
 
@@ -492,19 +491,19 @@ def reduction_running(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("reduction.never-rewritten", "check_wgrad", b="bucket")
 def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No gradient is written once a reduction of it began."""
+    """No gradient is written after its reduction began."""
     return implies(_writes(st, b, a.key.stage), h.reduction[b] == NONE)
 
 
 @STEPS("reduction.never-rebound", "bind", needs="arena", b="bucket")
 def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No destination is bound once a reduction of it began."""
+    """No destination is bound after its reduction began."""
     return implies(_writes(st, b, a.key.stage), h.reduction[b] == NONE)
 
 
 @STEPS("reduction.undisturbed", "drop", b="bucket")
 def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
-    """A tape that is given up once a reduction of its stage began has written all that it will."""
+    """If a tape is dropped after a reduction of its stage began, its dW has already run."""
     begun = _writes(st, b, a.key.stage) & (h.reduction[b] != NONE)
     return implies(begun, h.ran_wgrad[a.key.cell] == 1)
 
@@ -537,19 +536,19 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("persistence.quiescent", "checkpoint", g="stage", s="slot")
 def quiescent(st: State, h: History, a: Args, g: Index, s: Index) -> Truth:
-    """A checkpoint finds no tape, no action and no gradient of a step that is under way."""
+    """A checkpoint finds no live tape, no action in flight and no gradient of an open step."""
     return (h.owing[s] == 0) & (h.acting[s] == 0) & (h.num_wgrads[g] == 0)
 
 
 @STEPS("order.quiescent", "checkpoint", d="domain")
 def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """A checkpoint finds scaling state as the last commit left it, and whole."""
+    """A checkpoint finds scaling state sound, and as the last commit left it."""
     return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
 
 
 @STEPS("completion.quiescent", "checkpoint", "restore", d="domain")
 def quiescent_device(st: State, h: History, a: Args, d: Index) -> Truth:
-    """No device work is left when state is saved or replaced."""
+    """No device work is unfinished when state is saved or replaced."""
     return h.device[d] == 0
 
 
@@ -576,7 +575,7 @@ def restore_between_updates(st: State, h: History, a: Args, d: Index) -> Truth:
 
 @STEPS("tickets.forward-redeems-its-own", "commit_forward", "abort_forward")
 def forward_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of an F is accepted once, from the check that began it."""
+    """The end of an F is accepted once, with the ticket of the check that began it."""
     mine = implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == FORWARD) & (h.ticket_slot[0] == a.slot)
     )
@@ -585,7 +584,7 @@ def forward_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.dgrad-redeems-its-own", "commit_dgrad", "abort_dgrad")
 def dgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of a dI is accepted once, from the check that began it."""
+    """The end of a dI is accepted once, with the ticket of the check that began it."""
     mine = implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == DGRAD) & (h.ticket_slot[0] == a.slot)
     )
@@ -594,7 +593,7 @@ def dgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.wgrad-redeems-its-own", "commit_wgrad", "abort_wgrad")
 def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of a dW is accepted once, from the check that began it."""
+    """The end of a dW is accepted once, with the ticket of the check that began it."""
     mine = implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == WGRAD) & (h.ticket_slot[0] == a.slot)
     )
@@ -603,7 +602,7 @@ def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.refresh-redeems-its-own", "commit_refresh", "abort_refresh")
 def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of a refresh is accepted once, from the check that began it."""
+    """The end of a refresh is accepted once, with the ticket of the check that began it."""
     return implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == a.stage)
     )

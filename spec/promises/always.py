@@ -1,5 +1,5 @@
 """
-What is always true of the world and the memory together: the contract's books say what is so.
+What is always true of the memory and the world together: the memory describes the world.
 
 Each predicate holds in every reachable state, for all values of its variables.
 """
@@ -12,13 +12,13 @@ from .words import History, Index, State, Truth, live
 
 __all__ = ["WORLD"]
 
-#: Proved: what every transition keeps of the world and the memory.
+#: Proved: predicates of the memory and the world that every transition preserves.
 WORLD = Register()
 
 
 @WORLD("ownership.tenant", s="slot")
 def tenant(st: State, h: History, s: Index) -> Truth:
-    """A live slot, and one with a transfer under way, is of the key that was put there."""
+    """A slot that is live, or has a transfer under way, records the key whose work it holds."""
     return implies(
         live(st, s) | (st.moving[s] != 0),
         (h.tenant[s] == st.cell_at[s]) & (h.tenant_epoch[s] == st.epoch_at[s]),
@@ -39,7 +39,7 @@ def moving(st: State, h: History, s: Index) -> Truth:
 
 @WORLD("ownership.once", c="cell")
 def once(st: State, h: History, c: Index) -> Truth:
-    """Per weights, a cell's F runs at most once, its dI only after it, its dW only after that."""
+    """Per epoch, a cell's F, dI and dW each run at most once, and in this order."""
     forwards, dgrads, wgrads = h.ran_forward[c], h.ran_dgrad[c], h.ran_wgrad[c]
     return (0 <= wgrads) & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards <= 1)
 
@@ -58,14 +58,14 @@ def weights(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("version.cache-content", g="stage")
 def cache_content(st: State, h: History, g: Index) -> Truth:
-    """A cache is called fresh exactly when it holds the current weights, and is never ahead."""
+    """A cache counts as fresh exactly when it holds the current weights, and is never ahead."""
     called_fresh = st.cache_epoch[g] == st.weight_epoch[g]
     return (called_fresh == (h.cached[g] == h.weights[0])) & (h.cached[g] <= h.weights[0])
 
 
 @WORLD("version.one-fill", needs="order", g="stage")
 def one_fill(st: State, h: History, g: Index) -> Truth:
-    """All forwards of an epoch read one and the same fill of the cache."""
+    """All forwards of an epoch read the same fill of the cache."""
     same = implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
     return same & (0 <= h.fills[g])
 
@@ -78,5 +78,5 @@ def token(st: State, h: History, d: Index) -> Truth:
 
 @WORLD("capture.unclobbered")
 def unclobbered(st: State, h: History) -> Truth:
-    """No earlier graph has overwritten what a live tape keeps."""
+    """No earlier graph has overwritten memory that a live tape keeps."""
     return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)

@@ -1,9 +1,9 @@
 """
-What is not proved but taken as given: of a configuration, and of the caller's arguments.
+Assumptions about a configuration and about the caller's arguments, which are not proved.
 
 A configuration is checked when a contract is built from it. The caller counts epochs from zero and
-draws a fresh incarnation for a restore. Where the relation that would check it is left out, the
-keys that the caller presents are also trusted to name the current weights.
+draws a fresh incarnation for a restore. If the version relation is left out, the caller's keys are
+also trusted to name the current weights.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .words import Args, History, Index, State, Truth, domain_of_slot
 
 __all__ = ["ASSUMED", "CONFIGURATION"]
 
-#: Assumed: what a configuration is checked for when a contract is built from it.
+#: Assumed of a configuration, which is checked when a contract is built from it.
 CONFIGURATION = Register()
-#: Assumed of the caller's arguments; some only where the relation that checks it is left out.
+#: Assumed of the caller's arguments; some only if the relation that checks it is left out.
 ASSUMED = Register()
 
 
@@ -37,7 +37,7 @@ def cells_have_stages(st: State, c: Index) -> Truth:
 
 @CONFIGURATION("ownership.tapes-owe-both", g="stage")
 def tapes_owe_both(st: State, g: Index) -> Truth:
-    """A fresh tape waits for its dI and its dW, and perhaps for readers."""
+    """A fresh tape waits for its dI, its dW and any configured readers."""
     return ((st.owes[g] & (DGRAD_BIT | WGRAD_BIT)) == (DGRAD_BIT | WGRAD_BIT)) & (
         (st.owes[g] & RESERVED) == 0
     )
@@ -45,20 +45,20 @@ def tapes_owe_both(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("ownership.cells-counted", g="stage")
 def cells_counted(st: State, g: Index) -> Truth:
-    """Every stage has a cell."""
+    """Every stage has at least one cell."""
     return 1 <= st.cells[g]
 
 
 @CONFIGURATION("ownership.generations-counted")
 def generations_counted(st: State) -> Truth:
-    """Generations begin at zero."""
+    """The last generation is not below zero."""
     return 0 <= st.generation_max[0]
 
 
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
     """
-    No stage writes another stage's own gradient buffer; a shared buffer is not any stage's own.
+    No stage writes another stage's own gradient buffer, and a shared buffer is no stage's own.
     """
     here, own = st.stage_of[a] == st.stage_of[b], st.buffer_of[b]
     alone = here & (st.shared_of[own] == own)
@@ -106,7 +106,7 @@ def epochs_from_zero(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("ownership.keys-of-now", "reserve", "bind", "check_forward", without="version")
 def keys_of_now(st: State, h: History, a: Args) -> Truth:
-    """Where version is left out, the caller's keys are of the current weights."""
+    """If version is left out, the caller's keys name the current weights."""
     return a.key.epoch == h.weights[0]
 
 
@@ -118,6 +118,6 @@ def checkpoints_from_zero(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("persistence.fresh-incarnation", "restore")
 def fresh_incarnation(st: State, h: History, a: Args) -> Truth:
-    """A restore draws an incarnation that no earlier one had; 64 random bits make it so."""
+    """A restore draws an incarnation that no earlier memory had: a random number of 64 bits."""
     earlier = (h.issued[0] == 1) & (h.ref_incarnation[0] != st.incarnation[0])
     return implies(earlier, a.incarnation != h.ref_incarnation[0])

@@ -1,8 +1,8 @@
 """
-What an accepted transition does, and what none ever does: promises of the moment before and after.
+What an accepted transition changes, and what no transition changes.
 
-Each property is of the memory before (``st``), of the memory after (``after``) and of the
-arguments, and names the transitions whose acceptance it holds of. A restore begins anew, and has
+Each property compares the memory before (``st``) and after (``after``) a transition with these
+arguments, and names the transitions that it holds for. A restore resets the memory, so it has
 promises of its own.
 """
 
@@ -17,7 +17,7 @@ from .words import Args, Index, State, Truth, domain_of_slot, free, live
 
 __all__ = ["CHANGES"]
 
-#: Proved: what holds between the moments before and after a transition that was accepted.
+#: Proved: relations between the memory before and after an accepted transition.
 CHANGES = Register()
 
 _EVERY: Final = tuple(transition.name for transition in TRANSITIONS)
@@ -41,13 +41,13 @@ def token_advances(st: State, after: State, a: Args, d: Index) -> Truth:
 
 @CHANGES("order.token-kept", *_but(*_UPDATES, "restore"), d="domain")
 def token_kept(st: State, after: State, a: Args, d: Index) -> Truth:
-    """Nothing else moves a token: no dW, no refresh, no reader, no abort."""
+    """No other transition moves a token: no dW, refresh, read or abort."""
     return after.token[d] == st.token[d]
 
 
 @CHANGES("order.token-from-zero", "restore", d="domain")
 def token_from_zero(st: State, after: State, a: Args, d: Index) -> Truth:
-    """A restore begins every token at zero."""
+    """A restore sets every token to zero."""
     return after.token[d] == 0
 
 
@@ -56,7 +56,7 @@ def token_from_zero(st: State, after: State, a: Args, d: Index) -> Truth:
 
 @CHANGES("ownership.tenant-stays", *_EVERY, s="slot")
 def tenant_stays(st: State, after: State, a: Args, s: Index) -> Truth:
-    """A live slot keeps its tenant until it is free: nothing preempts it."""
+    """A live slot keeps its tenant until the slot is free: nothing preempts the tenant."""
     same = (after.cell_at[s] == st.cell_at[s]) & (after.epoch_at[s] == st.epoch_at[s])
     return implies(live(st, s) & live(after, s), same)
 
@@ -79,7 +79,7 @@ def weights_advance(st: State, after: State, a: Args, g: Index) -> Truth:
 
 @CHANGES("epoch.weights-kept", *_but("commit_epoch", "restore"), g="stage")
 def weights_kept(st: State, after: State, a: Args, g: Index) -> Truth:
-    """Nothing else moves a weight epoch."""
+    """No other transition moves a weight epoch."""
     return after.weight_epoch[g] == st.weight_epoch[g]
 
 
@@ -94,7 +94,7 @@ def refresh_fills(st: State, after: State, a: Args) -> Truth:
 
 @CHANGES("persistence.slots-from-zero", "restore", s="slot")
 def slots_from_zero(st: State, after: State, a: Args, s: Index) -> Truth:
-    """A restore frees every slot, at generation zero."""
+    """A restore frees every slot and sets its generation to zero."""
     return free(after, s) & (after.generation[s] == 0)
 
 
@@ -106,5 +106,5 @@ def stale_after_restore(st: State, after: State, a: Args, g: Index) -> Truth:
 
 @CHANGES("persistence.epoch-of-checkpoint", "restore", g="stage")
 def epoch_of_checkpoint(st: State, after: State, a: Args, g: Index) -> Truth:
-    """A restore sets every weight epoch to the checkpoint's, in the incarnation that it draws."""
+    """A restore sets every weight epoch to the checkpoint's, and takes the drawn incarnation."""
     return (after.weight_epoch[g] == a.epoch) & (after.incarnation[0] == a.incarnation)

@@ -24,7 +24,7 @@ LEGAL = Register()
 
 @LEGAL("ownership.good-reference", "check_dgrad", "check_wgrad")
 def good_reference(st: State, h: History, a: Args) -> Truth:
-    """The reference was handed out for the key, and the work that it names is not gone."""
+    """The reference was issued for the key, and the work that it names still exists."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -48,7 +48,8 @@ def wgrad_next(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.vacant-slot", "check_forward")
 def vacant_slot(st: State, h: History, a: Args) -> Truth:
-    """The slot is of the stage, nobody acts on it or waits for it but the key that claimed it."""
+    """The slot belongs to the stage, no action is in flight on it, and it is free or claimed by
+    the key."""
     claimed = (h.owing[a.slot] == RESERVED) & (h.tenant[a.slot] == a.key.cell)
     own = claimed & (h.tenant_epoch[a.slot] == a.key.epoch)
     ours = (a.slot != NO_SLOT) & (st.slot_stage[a.slot] == a.key.stage)
@@ -63,7 +64,7 @@ def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
 
 @LEGAL("ownership.forward-next", "check_forward")
 def forward_next(st: State, h: History, a: Args) -> Truth:
-    """The key's F has not run for these weights, and nothing of its stage failed in the epoch."""
+    """The key's F has not run for these weights, and nothing spoiled the stage's epoch."""
     sound = (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
     return (h.ran_forward[a.key.cell] == 0) & sound
 
@@ -76,7 +77,7 @@ def generation_left(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.input-there", "check_forward")
 def input_there(st: State, h: History, a: Args) -> Truth:
-    """Nothing moves through the slot, and an input that is to be received has arrived in it."""
+    """No transfer is under way through the slot, and the input has arrived if F needs one."""
     arrived = (h.arrived[a.slot] & IN_BIT) != 0
     wanted = (st.receives[a.key.stage] & IN_BIT) != 0
     return (h.moving[a.slot] == 0) & implies(wanted, arrived)
@@ -84,7 +85,7 @@ def input_there(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.gradient-there", "check_dgrad")
 def gradient_there(st: State, h: History, a: Args) -> Truth:
-    """A gradient that is to be received has arrived, and none is under way."""
+    """The output's gradient has arrived if dI needs one, and no receive of it is under way."""
     s = a.ref.slot
     wanted = (st.receives[a.key.stage] & BACK_BIT) != 0
     return ((h.moving[s] & BACK_BIT) == 0) & implies(wanted, (h.arrived[s] & BACK_BIT) != 0)
@@ -95,7 +96,7 @@ def gradient_there(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.of-these-weights", "check_forward")
 def of_these_weights(st: State, h: History, a: Args) -> Truth:
-    """The key is of the current weights."""
+    """The key names the current weights."""
     return a.key.epoch == h.weights[0]
 
 
@@ -124,7 +125,7 @@ def stale_cache(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.no-fill-waits", "check_forward", "check_dgrad", g="stage")
 def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No other stage of the domain was filled, or lost its cache, with its first F to come."""
+    """No other stage of the domain was filled, or lost its cache, and still awaits its first F."""
     other = (st.domain_of[g] == st.domain_of[a.key.stage]) & (g != a.key.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
@@ -133,7 +134,7 @@ def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-refresh", "check_refresh", g="stage")
 def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No other stage of the domain was filled, or lost its cache, with its first F to come."""
+    """No other stage of the domain was filled, or lost its cache, and still awaits its first F."""
     other = (st.domain_of[g] == st.domain_of[a.stage]) & (g != a.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
@@ -145,35 +146,35 @@ def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth
 
 @LEGAL("order.whole-and-idle", "check_forward", "check_dgrad")
 def whole_and_idle(st: State, h: History, a: Args) -> Truth:
-    """The domain's scaling state is whole, nobody updates it, and the token has seen it all."""
+    """The domain's scaling state is sound, no update is in flight, and the token is current."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0) & (a.token == h.updates[d])
 
 
 @LEGAL("order.whole-and-idle-for-refresh", "check_refresh")
 def whole_and_idle_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """The domain's scaling state is whole, and nobody updates it."""
+    """The domain's scaling state is sound, and no update is in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @LEGAL("order.forward-in-place", "check_forward")
 def forward_in_place(st: State, h: History, a: Args) -> Truth:
-    """Where an order is declared, it is F's turn."""
+    """If an order is declared, it is F's turn."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_epoch[d])
 
 
 @LEGAL("order.dgrad-in-place", "check_dgrad")
 def dgrad_in_place(st: State, h: History, a: Args) -> Truth:
-    """Where an order is declared, it is dI's turn."""
+    """If an order is declared, it is dI's turn."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
 
 
 @LEGAL("order.scales-of-now", "check_dgrad")
 def scales_of_now(st: State, h: History, a: Args) -> Truth:
-    """Where dI reads live scales, they are those of the tape's own F."""
+    """If dI reads live scales, they are the scales of the tape's own F."""
     d = st.domain_of[a.key.stage]
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
@@ -183,14 +184,14 @@ def scales_of_now(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.bound", "check_dgrad")
 def bound(st: State, h: History, a: Args) -> Truth:
-    """The key was bound."""
+    """The key was bound once."""
     return h.binds[a.key.cell] == 1
 
 
 @LEGAL("arena.own-destination", "check_wgrad")
 def own_destination(st: State, h: History, a: Args) -> Truth:
-    """The destination is the configured one, nobody writes it, and the first writer of each of its
-    buffers, the stage's own and the shared one, overwrites."""
+    """The destination is the configured one, no other dW is writing its buffers, and dW overwrites
+    each of them, the stage's own and the shared one, exactly if it is the first writer."""
     c = a.key.cell
     own, shared = st.buffer_of[c], st.shared_of[st.buffer_of[c]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -204,7 +205,7 @@ def own_destination(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.epoch-sound", "check_wgrad")
 def epoch_sound(st: State, h: History, a: Args) -> Truth:
-    """Nothing of the stage failed in the epoch, and no cache was lost that it needed."""
+    """No failure spoiled the stage's epoch, and no cache was lost while the stage needed it."""
     return (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
 
 
@@ -213,21 +214,21 @@ def epoch_sound(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("capture.forward-later", "check_forward")
 def forward_later(st: State, h: History, a: Args) -> Truth:
-    """The pool keeps no tape's memory, or F was captured after the pool's latest replay."""
+    """No tape keeps memory in the pool, or F was captured after the graph replayed last there."""
     p = st.pool_of[a.slot]
     return (h.tapes[p] == 0) | (h.last_rank[h.last_replayed[p]] < st.forward_rank[a.slot])
 
 
 @LEGAL("capture.dgrad-later", "check_dgrad")
 def dgrad_later(st: State, h: History, a: Args) -> Truth:
-    """dI was captured after the pool's latest replay."""
+    """dI was captured after the graph that the pool replayed last."""
     s = a.ref.slot
     return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.dgrad_rank[s]
 
 
 @LEGAL("capture.wgrad-later", "check_wgrad")
 def wgrad_later(st: State, h: History, a: Args) -> Truth:
-    """dW was captured after the pool's latest replay."""
+    """dW was captured after the graph that the pool replayed last."""
     s = a.ref.slot
     return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.wgrad_rank[s]
 
@@ -237,13 +238,13 @@ def wgrad_later(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("completion.caller-awaited", "check_forward", "check_dgrad", "check_wgrad")
 def caller_awaited(st: State, h: History, a: Args) -> Truth:
-    """The graph stream is the domain's, and waited for all work of the caller."""
+    """The link is of the stage's domain, whose graph stream waited for all work of the caller."""
     return (st.domain_at[a.link] == st.domain_of[a.key.stage]) & (h.behind[a.link] == 0)
 
 
 @LEGAL("completion.caller-awaited-for-refresh", "check_refresh")
 def caller_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """The graph stream is the domain's, and waited for all work of the caller."""
+    """The link is of the stage's domain, whose graph stream waited for all work of the caller."""
     return (st.domain_at[a.link] == st.domain_of[a.stage]) & (h.behind[a.link] == 0)
 
 
@@ -267,7 +268,7 @@ def transfers_awaited(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("completion.message-awaited", "check_dgrad")
 def message_awaited(st: State, h: History, a: Args) -> Truth:
-    """Where dI uses a message, the graph stream waited for the slot's latest transfer."""
+    """If dI uses a message, the graph stream waited for the end of the slot's latest transfer."""
     s = a.ref.slot
     wanted = (st.receives[a.key.stage] & BACK_BIT) != 0
     return implies(wanted, h.last_end[s] <= h.heard[h.last_end_on[s]])

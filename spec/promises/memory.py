@@ -12,13 +12,13 @@ from .words import Index, State, Truth, live
 
 __all__ = ["MEMORY"]
 
-#: Proved: what every transition keeps of the memory.
+#: Proved: predicates of the memory that every transition preserves.
 MEMORY = Register()
 
 
 @MEMORY("ownership.injective", a="cell", b="cell")
 def injective(st: State, a: Index, b: Index) -> Truth:
-    """Two live cells are in two slots."""
+    """Two live cells never share a slot."""
     return implies((st.slot_of[a] == st.slot_of[b]) & (st.slot_of[a] != NO_SLOT), a == b)
 
 
@@ -31,7 +31,7 @@ def cell_names_its_slot(st: State, c: Index) -> Truth:
 
 @MEMORY("ownership.slot-names-its-cell", s="slot")
 def slot_names_its_cell(st: State, s: Index) -> Truth:
-    """The cell in a live slot is live there."""
+    """The cell in a live slot has its live tape in that slot."""
     return implies(live(st, s), st.slot_of[st.cell_at[s]] == s)
 
 
@@ -43,7 +43,7 @@ def own_stage(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.live-epoch", s="slot")
 def live_epoch(st: State, s: Index) -> Truth:
-    """A live slot holds a key of the current weight epoch."""
+    """A live slot holds a key of its stage's current weight epoch."""
     return implies(live(st, s), st.epoch_at[s] == st.weight_epoch[st.slot_stage[s]])
 
 

@@ -1,8 +1,8 @@
 """
-The paper's invariants by name, each with the promises that make it up.
+The paper's invariants by name, each with its promises.
 
-Section III-F of the paper numbers four. Its abstract counts completion as the fourth, where Section
-III-F counts persistence, and Section III-D states a fifth without a number: that every configured
+Section III-F of the paper numbers four invariants, the fourth of which is persistence. The abstract
+counts completion as the fourth. Section III-D adds one without a number: every configured
 microbatch is written exactly once. All six are here.
 """
 
@@ -22,13 +22,13 @@ class PaperInvariant:
     One invariant of the paper.
 
     Args:
-        name: What it is called here.
-        place: Where the paper states it.
-        title: What the paper calls it.
-        says: What is promised, in a sentence.
-        promises: Names of the promises that together say it.
-        theorems: What else is proved for it: names of the proofs' own theorems.
-        needs: Optional relations; where one is left out, part of it is not claimed.
+        name: Name of the invariant in this project.
+        place: Place in the paper.
+        title: Name of the invariant in the paper.
+        says: The invariant in a sentence.
+        promises: Names of the promises whose conjunction is the invariant.
+        theorems: Names of further theorems of the proofs that belong to the invariant.
+        needs: Optional relations; if one is left out, part of the invariant is not claimed.
     """
 
     name: str
@@ -64,8 +64,8 @@ _ALL = (
         name="one-live-tape",
         place="III-F, Invariant 2; III-A",
         title="Generational ownership",
-        says="A key has at most one live tape and a slot at most one tenant, which is never "
-        "preempted; a reference finds its own key's work or is refused.",
+        says="A key has at most one live tape, and a slot at most one tenant, which is never "
+        "preempted. A reference finds its own key's work or is refused.",
         promises=(
             "ownership.injective",
             "ownership.cell-names-its-slot",
@@ -85,9 +85,9 @@ _ALL = (
         name="cache-current-when-read",
         place="III-F, Invariant 3; III-C",
         title="Cache freshness",
-        says="Whenever a quantized weight cache is read it holds the weights of the key's epoch: "
-        "the first F of an epoch comes after a refresh, or makes it, and later ones read the same "
-        "fill.",
+        says="Whenever a quantized weight cache is read, it holds the weights of the key's epoch. "
+        "The first F of an epoch comes after a refresh, or refreshes the cache itself; later F "
+        "read the same fill.",
         promises=(
             "epoch.weights",
             "version.cache-content",
@@ -107,8 +107,9 @@ _ALL = (
         name="quiescent-persistence",
         place="III-F, Invariant 4; III-E",
         title="Quiescent persistence",
-        says="A checkpoint is taken only when no tape, write, reduction or device work is under "
-        "way; a restore begins with free slots, stale caches and no reference that is still good.",
+        says="A checkpoint is taken only when no tape is live and no write, reduction or device "
+        "work is under way. After a restore every slot is free, every cache stale, and every "
+        "earlier reference invalid.",
         promises=(
             "persistence.quiescent",
             "order.quiescent",
@@ -133,9 +134,9 @@ _ALL = (
         name="written-exactly-once",
         place="III-D, finalization",
         title="Every configured microbatch writes exactly once",
-        says="When a stage is final, and when the weights change, the F, dI and dW of every "
-        "configured cell ran exactly once, over every matrix, alone in the destination that was "
-        "bound for it.",
+        says="When a stage is finalized, and when the weights change, the F, dI and dW of every "
+        "configured cell have run exactly once. Each dW covered every matrix and was alone in "
+        "the destination that was bound for it.",
         promises=(
             "epoch.whole",
             "epoch.not-spoiled",

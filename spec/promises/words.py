@@ -1,10 +1,10 @@
 """
-The words that the promises are written in.
+Names that the promises share.
 
-``st`` is the contract's memory, with the columns of ``qeffect.spec.columns``; ``h`` is the world
-beside it, told in the words of ``qeffect.spec.world``; ``a`` are the arguments of a transition, by
-their names. ``st.stage_of[cell]`` is the stage that a cell names. All of them are read as plain
-values and as symbolic terms alike, so they have no one type.
+``st`` is the contract's memory, with the columns of ``qeffect.spec.columns``. ``h`` is the world,
+with the words of ``qeffect.spec.world``. ``a`` holds the arguments of a transition by name.
+``st.stage_of[cell]`` is the stage that a cell names. Each can be plain values or symbolic terms, so
+their type is ``Any``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Truth = Any
 
 
 def free(st: State, slot: Index) -> Truth:
-    """Nobody waits for the slot."""
+    """No consumer has yet to visit the slot."""
     return st.consumers[slot] == 0
 
 
 def live(st: State, slot: Index) -> Truth:
-    """Claimed by a key: its forward is still to come, or some consumer is."""
+    """A key has claimed the slot: its forward or a consumer is still to come."""
     return st.consumers[slot] != 0
 
 

@@ -161,7 +161,7 @@ def test_digests_name_two_sends_that_changed_places(tmp_path: Path) -> None:
     assert said.codes == [0, 0]
     cause = one_cause([said.words[0], said.words[1]])
     assert place(cause) == ("disagreed", 0, 0, "0SEND_F1", None)
-    assert "is 0SEND_F1 where it leaves and 1RECV_F0 where it arrives" in cause["text"]
+    assert "the sender posted 0SEND_F1, the receiver posted 1RECV_F0" in cause["text"]
 
 
 def test_without_digests_two_sends_that_changed_places_commit_other_bits(tmp_path: Path) -> None:

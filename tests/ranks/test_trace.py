@@ -68,7 +68,7 @@ def test_a_trace_has_every_action_of_every_rank_and_every_message(tmp_path: Path
 def test_a_message_with_one_end_is_no_trace() -> None:
     """A step that was stopped has one; it is named."""
     message = (0, 1, Message(0, 1, False).number)
-    with pytest.raises(BackendError, match="one end only of 0SEND_F1 from rank 0 to 1"):
+    with pytest.raises(BackendError, match="only one end of 0SEND_F1 from rank 0 to 1"):
         _ends([Span("sends", "0SEND_F1", 0.0, 1.0, message=message)])
 
 

@@ -57,7 +57,7 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
     named = {place.rpartition(": ")[2] for place in row["raised_by"]}
     named |= {name for guard in guards for name in guard.get("promises", ())}
     assert [] == [name for name in named if f"`{name}`" not in line]
-    assert ("by no promise" in line) is not bool(guards)
+    assert ("for no promise" in line) is not bool(guards)
     names = (*row["tests"], *row["failures"], *row["faults"])
     assert [] == [name for name in names if f"`{name}`" not in shown]
     assert [] == [path for path in row["logs"] if f"({path})" not in shown]

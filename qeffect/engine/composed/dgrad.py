@@ -14,7 +14,7 @@ __all__ = ["abort_dgrad", "check_dgrad", "commit_dgrad"]
 
 def check_dgrad(st, key, ref, token, link):
     """
-    Before dI: reserve tape and domain.
+    Before dI: reserves tape and domain.
 
     Guards: ownership, version, order, arena, capture, completion.
     Writes: ownership, order, capture, tickets.
@@ -88,8 +88,8 @@ def check_dgrad(st, key, ref, token, link):
 
 def commit_dgrad(st, slot, ticket, queued, updates, scales):
     """
-    After dI: the token advances, the tape waits for dW; `queued` is the deferred work, `scales` the
-    token of the F whose scales dI used.
+    After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, `scales`
+    the token of the F whose scales dI used.
 
     Guards: ownership, order.
     Writes: ownership, order, completion.
@@ -125,7 +125,7 @@ def commit_dgrad(st, slot, ticket, queued, updates, scales):
 
 def abort_dgrad(st, slot, ticket):
     """
-    After dI failed: tape released, domain poisoned, epoch spoiled.
+    After dI failed: releases the tape, poisons the domain and spoils the epoch.
 
     Guards: ownership.
     Writes: ownership, order, capture, completion, epoch.

@@ -14,7 +14,7 @@ __all__ = ["commit_epoch", "fail_reduction", "finalize", "finish_reduction", "st
 
 def finalize(st, stage, link):
     """
-    After a stage's last dW: its gradients are whole.
+    After a stage's last dW: declares its gradients whole.
 
     Guards: order, arena, completion, epoch.
     Writes: completion, epoch.
@@ -54,7 +54,7 @@ def finalize(st, stage, link):
 
 def start_reduction(st, bucket, link):
     """
-    After the last dW of its stages: a bucket's reduction is enqueued behind a caller's work.
+    After the last dW of the bucket's stages, when a caller's stream enqueues the reduction.
 
     Guards: reduction, completion.
     Writes: completion, reduction.
@@ -87,7 +87,7 @@ def start_reduction(st, bucket, link):
 
 def finish_reduction(st, bucket, link):
     """
-    The stream that will read the gradients, the caller's, waits for the reduction.
+    When the caller's stream, which will read the gradients, waits for the reduction.
 
     Guards: reduction, completion.
     Writes: completion, reduction.
@@ -112,7 +112,7 @@ def finish_reduction(st, bucket, link):
 
 def fail_reduction(st, bucket):
     """
-    It failed: the epoch of its stages is spoiled.
+    After a reduction failed: spoils its stages' epoch.
 
     Guards: reduction.
     Writes: reduction, epoch.
@@ -133,7 +133,7 @@ def fail_reduction(st, bucket):
 
 def commit_epoch(st, epoch, caller):
     """
-    With the optimizer's update, which the caller's stream runs: every stage's next epoch.
+    With the optimizer's update, on the caller's stream: starts every stage's next epoch.
 
     Guards: ownership, version, epoch, completion, reduction.
     Writes: order, completion, reduction, epoch.

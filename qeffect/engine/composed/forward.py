@@ -14,7 +14,7 @@ __all__ = ["abort_forward", "check_forward", "commit_forward"]
 
 def check_forward(st, key, slot, token, link, refresh):
     """
-    Before F: claim slot, domain.
+    Before F: reserves slot and domain.
 
     Guards: ownership, version, order, capture, completion.
     Writes: ownership, version, order, capture, tickets.
@@ -103,8 +103,8 @@ def check_forward(st, key, slot, token, link, refresh):
 
 def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     """
-    After F: the tape is live, the token advances; a refreshing F makes the cache current; `updates`
-    is how often scales were updated.
+    After F: the tape is live and the token advances; an F that refreshes makes the cache current.
+    `updates` counts how often F updated the scales.
 
     Guards: ownership, version, order.
     Writes: ownership, version, order, completion.
@@ -151,7 +151,7 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
 
 def abort_forward(st, slot, ticket):
     """
-    After F failed: tape released, domain poisoned, epoch spoiled.
+    After F failed: releases the tape, poisons the domain and spoils the epoch.
 
     Guards: ownership.
     Writes: ownership, version, order, capture, completion, epoch.

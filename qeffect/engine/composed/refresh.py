@@ -14,7 +14,7 @@ __all__ = ["abort_refresh", "check_refresh", "commit_refresh"]
 
 def check_refresh(st, stage, link):
     """
-    Before a stage's weights are quantized again.
+    Before a refresh: reserves the domain.
 
     Guards: version, order, completion.
     Writes: version, order, tickets.
@@ -53,7 +53,8 @@ def check_refresh(st, stage, link):
 
 def commit_refresh(st, stage, ticket, filled, fill_epoch):
     """
-    After: the cache has the weight epoch; `filled` is what was filled, of which weights.
+    After a refresh: the cache is current. `filled` names the caches that were filled, and
+    `fill_epoch` the weights they were filled from.
 
     Guards: version.
     Writes: version, order, completion.
@@ -80,7 +81,7 @@ def commit_refresh(st, stage, ticket, filled, fill_epoch):
 
 def abort_refresh(st, stage, ticket):
     """
-    After it failed: the domain is poisoned.
+    After a refresh failed: poisons the domain.
 
     Guards: version.
     Writes: version, order, completion.

@@ -40,7 +40,7 @@ def checkpoint(st):
 
 def restore(st, epoch, incarnation):
     """
-    After the numerical state was loaded: a new incarnation with stale caches.
+    After the numerical state was loaded: starts a new incarnation with stale caches.
 
     Guards: ownership, version, persistence, reduction.
     Writes: ownership, version, order, arena, capture, completion, reduction, epoch, persistence.

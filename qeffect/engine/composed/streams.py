@@ -11,7 +11,7 @@ __all__ = ["drain", "join", "submit", "wait"]
 
 def submit(st, link):
     """
-    The caller enqueued work that later replays must see.
+    After the caller enqueued work that a later replay must come after.
 
     Guards: none.
     Writes: completion.
@@ -22,7 +22,7 @@ def submit(st, link):
 
 def join(st, link):
     """
-    The graph stream waits for all that the caller submitted.
+    The graph stream waits for all work that the caller submitted.
 
     Guards: none.
     Writes: completion.
@@ -35,7 +35,7 @@ def join(st, link):
 
 def wait(st, link):
     """
-    The caller waits for all that was replayed.
+    The caller waits for all replays of the graph stream.
 
     Guards: none.
     Writes: completion.

@@ -14,7 +14,7 @@ __all__ = ["bind", "drop", "invalidate", "reserve"]
 
 def reserve(st, key, slot, link):
     """
-    Before a receive: claim a slot for a key's forward.
+    Before a receive: claims a slot for a key's F.
 
     Guards: ownership, version, completion.
     Writes: ownership.
@@ -56,7 +56,7 @@ def reserve(st, key, slot, link):
 
 def bind(st, key, destination):
     """
-    Before dI: bind the destinations of its gradients.
+    Before dI: binds the destination of its gradients.
 
     Guards: version, arena.
     Writes: arena.
@@ -80,7 +80,7 @@ def bind(st, key, destination):
 
 def drop(st, key, ref):
     """
-    Abort one tape; purge drops every tape of an epoch.
+    Aborts one tape. A purge drops every tape of an epoch.
 
     Guards: ownership.
     Writes: ownership, capture, completion, epoch.
@@ -119,8 +119,8 @@ def drop(st, key, ref):
 
 def invalidate(st, stage):
     """
-    The weight cache was lost; it is stale. Where its F have begun and some dI is to come, the epoch
-    is spoiled.
+    After the weight cache was lost: marks the cache stale. If the stage's F have begun and a dI is
+    still to come, spoils the epoch.
 
     Guards: version.
     Writes: version, epoch.

@@ -23,7 +23,7 @@ __all__ = ["finish_read", "finish_receive", "post_receive", "read"]
 
 def post_receive(st, key, ref, message, link):
     """
-    Before a stream receives into a tape's slot: its input, or its output's gradient.
+    Before a stream receives the tape's input, or its output's gradient, into the slot.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -63,7 +63,7 @@ def post_receive(st, key, ref, message, link):
 
 def finish_receive(st, key, ref, message, link):
     """
-    After: it has arrived, and the link's caller has waited for it.
+    After the message has arrived and the link's caller has waited for the receive.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -107,7 +107,7 @@ def finish_receive(st, key, ref, message, link):
 
 def read(st, key, ref, bit, link):
     """
-    Before a stream reads an output or input gradient.
+    Before a stream reads the output or the input gradient.
 
     Guards: ownership, completion.
     Writes: ownership, completion.
@@ -147,7 +147,8 @@ def read(st, key, ref, bit, link):
 
 def finish_read(st, key, ref, bit, link):
     """
-    After: the reader is done, and the link's caller knows; the last one releases.
+    After the read has ended and the link's caller has waited for it. The tape's last consumer
+    releases the slot.
 
     Guards: ownership, completion.
     Writes: ownership, capture, completion.

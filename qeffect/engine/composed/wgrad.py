@@ -23,7 +23,7 @@ __all__ = ["abort_wgrad", "check_wgrad", "commit_wgrad"]
 
 def check_wgrad(st, key, ref, link, destination, first):
     """
-    Before dW: reserve tape and destinations; `first` says that it overwrites.
+    Before dW: reserves tape and destination. `first` says which buffers dW overwrites.
 
     Guards: ownership, arena, capture, completion.
     Writes: ownership, arena, capture, tickets.
@@ -88,7 +88,8 @@ def check_wgrad(st, key, ref, link, destination, first):
 
 def commit_wgrad(st, slot, ticket, covered):
     """
-    After dW: the write counts; `covered` is what was written. The last consumer releases.
+    After dW: counts the write. `covered` names the matrices written. The tape's last consumer
+    releases the slot.
 
     Guards: ownership.
     Writes: ownership, arena, capture, completion, epoch.
@@ -137,7 +138,7 @@ def commit_wgrad(st, slot, ticket, covered):
 
 def abort_wgrad(st, slot, ticket):
     """
-    After dW failed: tape released, the stage's epoch spoiled.
+    After dW failed: releases the tape and spoils the stage's epoch.
 
     Guards: ownership.
     Writes: ownership, arena, capture, completion, epoch.
