@@ -1,26 +1,25 @@
 """
 The guarded actions as `torch.library` operators: explicit tensors, the effect token as state.
 
-A graph compiler sees four operators. Each mutates a token, two integers on the CPU: how many
-effects (F and dI) the state domain has seen in this epoch, and how many actions of any kind. The
-first is presented to the kernel, so that an operator that runs twice, is dropped or is moved is
-refused; mutating it is what keeps a compiler from doing that. Outputs are independent of the
-runtime's static buffers.
+A graph compiler sees four operators. Each mutates a token: two integers on the CPU that count the
+effects (F and dI) and all actions of the state domain in this epoch. The kernel is shown the first
+number, and so refuses an operator that runs twice, was dropped or was moved; the declared mutation
+keeps a compiler from doing that. Outputs are independent of the runtime's static buffers.
 
 Gradient memory is an argument too, and declared as mutated: dW writes its microbatch's destinations
-(`Session.destinations`), dI adds to the sums of the non-matrix gradients and a refresh empties them
-(`Session.sums`). So a compiler sees that reading a gradient must come after the last operator that
-writes it. What is passed must be that memory, or a copy of it that a compiler made to keep the
-graph functional: a copy is brought up to date when the operator ends.
+(`Session.destinations`), dI adds to the sums of the non-matrix gradients, and a refresh empties the
+sums (`Session.sums`). So a compiler sees that a read of a gradient must follow the last operator
+that writes it. Pass that memory itself, or a copy that a compiler made to keep the graph
+functional: the operator updates a copy when it ends.
 
 `torch.library.opcheck` runs an operator several times on clones of one token. A contract must
-refuse that, and an ordinary session does. A session in *rehearsal* instead goes back to the place
-that the token names, by beginning the epoch again and repeating its actions, so that schema,
-aliasing, fake implementation and functionalization can be checked.
+refuse that, and an ordinary session does. A session in *rehearsal* instead returns to the token's
+place: it restarts the epoch and repeats its actions, so that schema, aliasing, fake implementation
+and functionalization can be checked.
 
-Operators are defined with `Library.define`, not `custom_op`, whose bodies record no autograd. F and
-dI have an overload for each number of results (`forward.n1`), because a compiler cannot
-functionalize a returned list.
+Operators are defined with `Library.define`, not `custom_op`: bodies of `custom_op` do not record
+autograd. F and dI have an overload for each number of results (`forward.n1`), because a compiler
+cannot functionalize a returned list.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ from .step.optimizer import Gradients, Optimizer
 NAMESPACE = "qeffect"
 
 MAX_RESULTS = 4
-"""Outputs of a stage, or differentiable inputs, that the operators provide for."""
+"""Most outputs or differentiable inputs of a stage that the operators support."""
 
 
 class Session:
     """
-    What the operators' integer argument stands for: a runtime, and the references it has issued.
+    A runtime and the references that it has issued; operators name the session by an integer.
 
     Args:
         runtime: The runtime.
-        rehearsal: Go back to the place that a token names instead of refusing an old one. For
-            `opcheck`; it keeps the epoch's inputs.
+        rehearsal: Return to a token's place instead of refusing an old token. For `opcheck`;
+            keeps the epoch's inputs alive.
     """
 
     def __init__(self, runtime: Runtime, *, rehearsal: bool = False) -> None:
@@ -67,25 +66,25 @@ class Session:
         _SESSIONS[self.handle] = self
 
     def token(self) -> Tensor:
-        """The token of now."""
+        """The current token."""
         return torch.tensor([self._effects() - self._base, len(self._journal)])
 
     def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
         """
-        What a microbatch's dW writes, in the order of the stage's units: `wgrad`'s arena.
+        The destinations of a microbatch's dW, in the order of the stage's units: `wgrad`'s arena.
 
-        Empty under `copied`, where the library writes memory of its own.
+        Empty under `copied`, because the library writes its own memory.
         """
         memory = self.runtime.memories[stage]
         held = memory.arena.destinations(microbatch) or {}
         return [held[unit.name] for unit in memory.stage.units if unit.name in held]
 
     def sums(self, stage: int) -> list[Tensor]:
-        """The sums of a stage's non-matrix gradients: what its refresh and its dI write."""
+        """The sums of a stage's non-matrix gradients, which its refresh and its dI write."""
         return list(self.runtime.memories[stage].sums)
 
     def finish(self, optimizer: Optimizer) -> Gradients:
-        """End the epoch; tokens begin again at zero."""
+        """End the epoch; tokens restart at zero."""
         gradients = self.runtime.finish(optimizer)
         self._begin()
         return gradients
@@ -99,7 +98,7 @@ class Session:
         self._base = self._effects()
 
     def _go_to(self, token: Tensor) -> int:
-        """Make the token's place the current one where that is allowed; return its effects."""
+        """Return to the token's place, if that is allowed; return the token's effects."""
         effects, position = token.tolist()
         if self.rehearsal and position != len(self._journal):
             past = self._journal[:position]
@@ -111,7 +110,7 @@ class Session:
         return self._base + int(effects)
 
     def _done(self, token: Tensor, repeat: Callable[[], object], *, effect: bool) -> None:
-        # Without rehearsal only the count is wanted, and inputs must not be kept alive.
+        # Without rehearsal only the count is needed, and inputs must not be kept alive.
         self._journal.append(repeat if self.rehearsal else _nothing)
         token.add_(torch.tensor([int(effect), 1]))
 
@@ -180,7 +179,7 @@ class Session:
         return found
 
     def wgrad(self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int) -> None:
-        """dW; it has no effect on the state domain, so only the token's second number moves."""
+        """dW; it does not change the state domain, so only the token's second number moves."""
         own = self.destinations(stage, microbatch)
         with _written(arena, own, f"destinations({stage}, {microbatch})"):
             self._go_to(token)
@@ -204,10 +203,10 @@ _SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 def session_of(handle: int) -> Session:
     """
-    The session of an operator's integer argument.
+    The session that an operator's integer argument names.
 
     Raises:
-        BackendError: There is no such session; one lives as long as somebody holds it.
+        BackendError: The session does not exist; a session lives only while it is referenced.
     """
     found = _SESSIONS.get(handle)
     if found is None:
@@ -216,15 +215,15 @@ def session_of(handle: int) -> Session:
 
 
 def _nothing() -> None:
-    """Stands for an action that will not be repeated."""
+    """A placeholder for an action that will not be repeated."""
 
 
 @contextmanager
 def _recording() -> Iterator[None]:
     """
-    Record autograd although a dispatcher may have called from below it.
+    Record autograd, even if the dispatcher called from below the autograd keys.
 
-    F's own graph lies between F and dI of one tape, where the caller does not see it.
+    F's own autograd graph connects F and dI of one tape; the caller does not see it.
     """
     below = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
     with ExitStack() as stack:
@@ -237,21 +236,21 @@ def _recording() -> Iterator[None]:
 @contextmanager
 def _written(given: Sequence[Tensor], own: Sequence[Tensor], where: str) -> Iterator[None]:
     """
-    Let an operator write its own memory, and bring what it was given up to date with it.
+    Let an operator write the session's memory, then update the passed tensors from it.
 
     Args:
-        given: What the call declares as mutated.
-        own: What it mutates.
-        where: The session's method that gives it.
+        given: The tensors that the call declares as mutated.
+        own: The session's memory, which the operator mutates.
+        where: The session's method that returns this memory.
 
     Raises:
-        BackendError: The two differ in number, shape, dtype or device; nothing has run.
+        BackendError: `given` and `own` differ in number, shape, dtype or device; nothing ran.
     """
     forms = [[(t.shape, t.dtype, t.device) for t in tensors] for tensors in (given, own)]
     if forms[0] != forms[1]:
         raise BackendError(
-            f"the operator mutates {len(own)} tensors of gradient memory; {len(given)} were given, "
-            f"or others in shape, dtype or device; pass session.{where}"
+            f"the operator mutates {len(own)} tensors of gradient memory; found {len(given)}, or "
+            f"tensors of another shape, dtype or device; pass session.{where}"
         )
     yield
     with torch.no_grad():
@@ -319,7 +318,7 @@ def _empty(specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def _with_arity(function: Callable[..., list[Tensor]], arity: int) -> Callable[..., Any]:
-    """A function that returns as many tensors as its overload says, in the form torch wants."""
+    """A function that returns its overload's number of tensors, in the form that torch needs."""
 
     @wraps(function)
     def call(token: Tensor, *given: Any) -> Any:
@@ -329,7 +328,7 @@ def _with_arity(function: Callable[..., list[Tensor]], arity: int) -> Callable[.
         wanted = len(_with_gradients(runtime.stages[stage].inputs) if specs is None else specs)
         if wanted != arity:
             raise BackendError(
-                f"stage {stage} has {wanted} results here, the overload n{arity} has {arity}; "
+                f"stage {stage} has {wanted} results here, but overload n{arity} has {arity}; "
                 f"call n{wanted}"
             )
         found = function(token, *given)
@@ -343,7 +342,7 @@ def _define(
 ) -> None:
     name = signature.partition("(")[0]
     library.define(signature)
-    # A token alone is on the CPU; with inputs on a device, that device is dispatched to.
+    # A token alone is on the CPU; with inputs on a device, torch dispatches to that device.
     for key in ("CPU", "CUDA"):
         library.impl(name, real, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)

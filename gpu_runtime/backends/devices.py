@@ -1,5 +1,5 @@
 """
-Which device is meant: one place for what "the CUDA device" and its number for nvidia-smi are.
+The CUDA device that a process uses, and its number for nvidia-smi.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["placed", "visible_id"]
 
 def placed(device: torch.device | str = "cuda") -> torch.device:
     """
-    A device with its index: a CUDA device without one is the current CUDA device.
+    A device with its index; a CUDA device without an index is the current CUDA device.
 
-    A rank of a host with several GPUs makes its own the current one; tensors, streams and events
-    that took device 0 instead would not match. Without a CUDA device the index is 0, so that
-    whoever uses the device says what is missing.
+    On a host with several GPUs each rank makes its own GPU the current one; tensors, streams and
+    events on device 0 would not match. Without a CUDA device the index is 0, so that the first use
+    of the device reports what is missing.
 
     >>> placed("cpu")
     device(type='cpu')
@@ -34,17 +34,17 @@ def placed(device: torch.device | str = "cuda") -> torch.device:
 
 def visible_id(index: int = 0, environ: Mapping[str, str] | None = None) -> str:
     """
-    What nvidia-smi calls the device that a CUDA process counts as `index`.
+    The name in nvidia-smi of the device that a CUDA process counts as `index`.
 
-    nvidia-smi does not look at `CUDA_VISIBLE_DEVICES`, CUDA counts only what it names.
+    nvidia-smi ignores `CUDA_VISIBLE_DEVICES`; CUDA counts only the devices that it names.
 
     Args:
-        index: The number of the device among those that are visible.
-        environ: The environment; the process's own when None.
+        index: The number of the device among the visible ones.
+        environ: The environment; None means the process's own.
 
     Returns:
-        Its number on the host, or its UUID where the variable names it so; `index` itself where
-        the variable is not set or names fewer devices.
+        The device's number on the host, or its UUID if the variable gives UUIDs; `index` itself
+        if the variable is not set or names fewer devices.
 
     >>> visible_id(0, {"CUDA_VISIBLE_DEVICES": "3,5"}), visible_id(1, {})
     ('3', '1')

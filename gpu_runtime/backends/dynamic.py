@@ -1,14 +1,14 @@
 """
-A head as TorchAO's `Float8Linear` with dynamic scaling, its dI and dW apart: for every backend.
+A head as TorchAO's `Float8Linear` with dynamic scaling, with dI and dW split, for every backend.
 
-Each operand is cast with a scale of its own amax, in the action that reads it. So there is no
-history, no scale that outlives an action and no weight cache: nothing here belongs to a state
-domain, and the order of actions moves no bit of it. Casts and products are the library's own
+Each action casts the operands that it reads, each with a scale from its own amax. So the head has
+no history, no scale that outlives an action and no weight cache: it has no state in a state domain,
+and the order of actions does not change its bits. Casts and products are the library's own
 functions in the library's own order, and its full backward (`Float8Linear`) is the oracle.
 
-The weight is cast again in dI, as the library does, since what F cast is not kept. dW multiplies
-what F cast of the input and dI of the output's gradient, which the library would cast once more
-from the same values.
+dI casts the weight again, as the library does, since the cast of F is not kept. dW multiplies the
+input as cast in F by the output gradient as cast in dI; the library would cast the same values once
+more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def library() -> SimpleNamespace:
     The parts of TorchAO that are used, imported on first use.
 
     Raises:
-        BackendError: It is not installed, or lacks a name that is reached.
+        BackendError: TorchAO is not installed, or lacks a name that is used here.
     """
     try:
         from torchao.float8 import Float8LinearConfig
@@ -47,7 +47,7 @@ def library() -> SimpleNamespace:
         from torchao.float8.float8_training_tensor import GemmInputRole
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"TorchAO cannot be imported ({error}); install 'qeffect[torchao]', or take the head "
+            f"TorchAO cannot be imported ({error}); install 'qeffect[torchao]', or use the head "
             "of the layers' own library"
         ) from error
     return SimpleNamespace(
@@ -67,16 +67,16 @@ class DynamicHead(torch.nn.Module):
     Args:
         config: Dimensions and type.
         vocabulary: Rows of the product.
-        device: Where it lives.
-        seed: What the matrix is drawn from, on the CPU so that devices agree.
+        device: Device of the parameters.
+        seed: Seed of the matrix, which is drawn on the CPU so that devices agree.
 
     Attributes:
-        store: Where dI leaves its product; None for the library's own full backward.
+        store: Where dI queues the deferred product; None for the library's own full backward.
         main_grad: Where the full backward adds the gradient; None for `.grad`.
-        overwrite: Whether a full backward overwrites instead.
+        overwrite: Whether a full backward overwrites instead of adding.
 
     Raises:
-        BackendError: TorchAO is not there.
+        BackendError: TorchAO is not installed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DynamicHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(values.to(device, config.dtype))
         self.unit = WgradUnit("head", (Matrix("head.weight", self.weight, 0, vocabulary),))
         linear = torch.nn.Linear(config.hidden, vocabulary, bias=False, device="meta")
-        # Not a submodule: its weight is this one's, and is named once.
+        # Not a submodule: it shares this module's weight, which must be named only once.
         self._whole = (
             self._lib.Linear.from_float(linear, self._lib.Config(emulate=device.type == "cpu")),
         )
@@ -123,7 +123,7 @@ class DynamicHead(torch.nn.Module):
         return logits
 
     def _full(self, x: Tensor) -> Tensor:
-        """The library's own module over an alias of the weight, whose gradient is passed on."""
+        """The library's own module over an alias of the weight; passes on the alias's gradient."""
         alias = self.weight.detach().requires_grad_()
         overwrite = self.overwrite
 
@@ -142,7 +142,7 @@ class DynamicHead(torch.nn.Module):
         return logits
 
     def cast(self, tensor: Tensor, dtype: str, role: str) -> Any:
-        """One operand in float8, with the scale of its own amax, as the library casts it."""
+        """One operand in float8, scaled by its own amax, as the library casts it."""
         config = self._whole[0].config
         granted = getattr(config, f"cast_config_{dtype}")
         return self._lib.cast(
@@ -156,7 +156,7 @@ class DynamicHead(torch.nn.Module):
 
     @staticmethod
     def product(wanted: Any, given: Any) -> Tensor:
-        """DW: the gradient of the matrix, of what dI and F have cast."""
+        """dW: the gradient of the matrix, from the operands that F and dI have cast."""
         return torch.mm(wanted.t(), given)
 
     @staticmethod
@@ -169,7 +169,7 @@ class DynamicHead(torch.nn.Module):
 
 
 class _Split(torch.autograd.Function):
-    """The product and its dI; dW is left in the store."""
+    """The product and its dI; dW is queued in the store."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, head: DynamicHead) -> Tensor:

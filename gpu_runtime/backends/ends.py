@@ -1,10 +1,10 @@
 """
-What a language model has before its first layer and behind its last: common to every backend.
+The parts of a language model before its first layer and after its last, for every backend.
 
-Tokens enter the first stage as integers; the last stage ends in a final norm, a head over the
-vocabulary and a cross entropy. The head is one more product of its backend, with deferred weight
-gradient, cache and scales as every other; the embedding's gradient comes out of dI beside those of
-norms and biases, since nothing of it is a product that could wait: it is a sum of rows.
+Tokens enter the first stage as integers. The last stage ends in a final norm, a head over the
+vocabulary and a cross entropy. The head is a product of its backend like every other, with deferred
+weight gradient, cache and scales. The embedding's gradient is a sum of rows, not a product that
+could be deferred, so it comes out of dI with the gradients of norms and biases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 EMBEDDED, PROJECTED = "embedding.weight", "head.weight"
-"""What every backend's stages call the token table, and the matrix of the head."""
+"""Names of the token table and of the head's matrix in every backend's stages."""
 
 _SPREAD = 0.02
 """Standard deviation of the initial embedding and of the reference backend's initial matrices."""
@@ -44,13 +44,13 @@ class Ends:
     Which ends of a language model a stage has.
 
     Args:
-        vocabulary: How many tokens there are.
+        vocabulary: Number of tokens.
         embedding: Whether the stage takes tokens.
-        head: Whether final norm and head stand behind its last layer.
-        first_layer: How many layers of the model stand before the stage's own. Each layer is drawn
-            from a seed of its own, so that a model starts with the same bits however it is cut.
-        tied: Whether the head's matrix begins as a copy of the token table. That both stay alike is
-            for the gradients' sum and the update to see to.
+        head: Whether the final norm and the head follow its last layer.
+        first_layer: Number of the model's layers before the stage's own. Each layer has its own
+            seed, so a model starts with the same bits however it is cut into stages.
+        tied: Whether the head's matrix starts as a copy of the token table. The summed gradients
+            and the update then keep both equal.
         dynamic: Whether the head is TorchAO's, with dynamic scaling, instead of the layers'
             library's.
 
@@ -70,11 +70,11 @@ class Ends:
             raise ValueError(f"vocabulary is {self.vocabulary}; FP8 products need a multiple of 16")
 
     def tokens(self, config: LayerConfig, device: torch.device) -> TensorSpec:
-        """Tokens of a microbatch: sequence first, as the hidden states are."""
+        """Tokens of a microbatch: sequence first, like the hidden states."""
         return TensorSpec((config.sequence, config.batch), torch.int64, device, False)
 
     def logits(self, config: LayerConfig, device: torch.device) -> TensorSpec:
-        """What the head gives."""
+        """The output of the head."""
         shape = config.sequence, config.batch, self.vocabulary
         return TensorSpec(shape, config.dtype, device)
 
@@ -89,25 +89,25 @@ def stage_ends(
     extra: Sequence[TensorSpec],
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """
-    What a stage takes and gives.
+    Specifications of a stage's inputs and outputs.
 
     Args:
         config: Dimensions of its layers.
-        device: Where it lives.
-        ends: Which ends of a language model it has, if any.
-        first: Whether it takes data, so that it has no input gradient.
-        loss: Whether it ends in the loss.
+        device: Device of the stage.
+        ends: Which ends of a language model the stage has, if any.
+        first: Whether the stage takes data, and therefore has no input gradient.
+        loss: Whether the stage ends in the loss.
         extra: Its further inputs.
 
     Raises:
-        ValueError: It takes tokens and is not the first.
+        ValueError: The stage takes tokens but is not the first.
     """
     takes = config.activation(device, differentiable=not first)
     gives = config.activation(device)
     if ends is not None and ends.embedding:
         if not first:
             raise ValueError(
-                "an embedding takes tokens, which no stage gives: first=True is for it"
+                "an embedding takes tokens, which no other stage outputs: pass first=True"
             )
         takes = ends.tokens(config, device)
     if ends is not None and ends.head:
@@ -122,7 +122,7 @@ def drawn(seed: int, part: int) -> int:
     The seed of one part of a model.
 
     Args:
-        seed: The model's.
+        seed: The model's seed.
         part: 0 for the embedding, 1 for the head, 2 and more for the layers.
     """
     return (seed << 16) + part
@@ -134,13 +134,13 @@ def _token_table(config: LayerConfig, rows: int, generator: torch.Generator) -> 
 
 def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig, seed: int) -> None:
     """
-    Write the bits that the token table begins with into the head's matrix, where they are tied.
+    Copy the token table's initial bits into the head's matrix, if the two are tied.
 
     Args:
-        units: A stage's products; the head's is the last.
+        units: A stage's products; the head's product is the last.
         ends: Which ends the stage has.
         config: Dimensions of its layers.
-        seed: The model's.
+        seed: The model's seed.
     """
     if ends is None or not (ends.head and ends.tied):
         return
@@ -157,8 +157,8 @@ class TokenEmbedding(torch.nn.Module):
     Args:
         config: Width, positions and type.
         vocabulary: Rows of the token embedding.
-        device: Where it lives.
-        seed: What both are drawn from, on the CPU so that devices agree.
+        device: Device of the parameters.
+        seed: Seed of both tables, which are drawn on the CPU so that devices agree.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class TokenEmbedding(torch.nn.Module):
 
 class _Rows(torch.autograd.Function):
     """
-    Rows of a table; the gradient is summed in fp32, in one order, without a look at the host.
+    Rows of a table; the gradient is summed in fp32, in a fixed order, without the host.
 
     torch's own backward of an embedding rounds each addition to the table's type, and may add in
     any order or wait for the device.
@@ -202,9 +202,9 @@ class _Rows(torch.autograd.Function):
         total = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
         flat, rows = indices.reshape(-1), gradient.reshape(-1, shape[1]).float()
         if total.is_cuda:
-            # Sorts the indices, then adds what is of one row one after the other. Unsafe means
-            # unchecked: the check of the range would wait for the device, which no graph can hold,
-            # and F has read the same rows.
+            # Sorts the indices, then adds the terms of each row one after another. "Unsafe" means
+            # unchecked: a range check would wait for the device, which no graph can hold. The range
+            # is right, because F has read the same rows.
             torch.ops.aten._index_put_impl_(total, [flat], rows, True, True)
         else:
             total.index_add_(0, flat, rows)  # row by row in the order of the indices
@@ -216,9 +216,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:
     A microbatch's share of the mean negative log likelihood, in fp32.
 
     Args:
-        logits: Of each position, over the vocabulary.
+        logits: Logits of each position, over the vocabulary.
         targets: The token that follows each position.
-        parts: Microbatches of all replicas together; shares add up to the mean.
+        parts: Number of microbatches over all replicas; the shares add up to the mean.
     """
     flat = logits.reshape(-1, logits.shape[-1]).float()
     return functional.cross_entropy(flat, targets.reshape(-1)) / parts

@@ -13,7 +13,7 @@ from .protocol import TensorSpec
 @attrs.frozen
 class LayerConfig:
     """
-    Dimensions of a transformer layer and of what flows through it.
+    Dimensions of a transformer layer and of its activations.
 
     Args:
         hidden: Width of the residual stream.
@@ -21,8 +21,8 @@ class LayerConfig:
         heads: Attention heads; hidden must be a multiple.
         sequence: Tokens in a microbatch.
         batch: Sequences in a microbatch.
-        fused_qkv: One parameter for query, key and value (12 parameters, 4 of them matrices), or
-            three (16 and 6).
+        fused_qkv: One parameter for query, key and value (12 parameters, 4 of them matrices);
+            otherwise three (16 parameters, 6 matrices).
         dtype: Type of parameters and activations.
 
     Raises:

@@ -1,5 +1,5 @@
 """
-What nvidia-smi says about a device. The program is only asked; nothing is set.
+Queries of a device through nvidia-smi; no setting is changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def query(fields: Sequence[str]) -> dict[str, Any] | None:
     Ask nvidia-smi for fields of the first visible device.
 
     Returns:
-        The values by field, as numbers where they are numeric; None without nvidia-smi.
+        The values by field, numeric values as numbers; None without nvidia-smi.
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:

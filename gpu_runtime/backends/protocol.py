@@ -1,15 +1,15 @@
 """
 What a stateful layer library must reveal so that its F, dI and dW can be guarded.
 
-Two protocols. A `StateDomain` is the numerical state that every F and every dI moves, with all the
-stages that share it: in Transformer Engine it is the whole process, because each update goes over
-every registered module and rolls what has a new entry. A `StageBackend` is one pipeline stage (one
-chunk): it maps a tuple of tensors to a tuple of tensors, keeps the work between dI and dW on a
-`Tape`, and says which of the kernel's relations it needs. The paper lists the same questions in
-"What a backend contract would need" (Section VI).
+A `StateDomain` is the numerical state that every F and every dI moves, with all stages that share
+it. In Transformer Engine it is the whole process, because each update goes over every registered
+module and rolls each history with a new entry. A `StageBackend` is one pipeline stage (one chunk):
+it maps a tuple of tensors to a tuple of tensors, keeps the work between dI and dW on a `Tape`, and
+lists the kernel's relations that it needs. The paper asks for the same in "What a backend contract
+would need" (Section VI).
 
-A backend guards nothing and knows no epoch, key or generation. It answers, and the runtime asks the
-kernel.
+A backend guards nothing and does not know epochs, keys or generations: it acts and reports, and the
+runtime asks the kernel.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ RELATIONS = (
 
 
 TAPE_SCALES = ("carried", "live")
-"""What dI can dequantize its tape with; see `Reports.tape_scales`."""
+"""Which scales dI dequantizes its tape with; see `Reports.tape_scales`."""
 
 
 class BackendError(RuntimeError):
-    """A backend cannot do what was asked; the message says what is missing and what to do."""
+    """A backend cannot do what it was asked; the message says what is missing and what to do."""
 
 
 @attrs.frozen
 class TensorSpec:
     """
-    Shape, type and place of one tensor that crosses a stage boundary.
+    Shape, type and device of one tensor that crosses a stage boundary.
 
     Args:
         shape: The fixed shape; captured graphs need one.
         dtype: The element type.
-        device: Where the tensor lives.
+        device: Device of the tensor.
         differentiable: Whether a gradient flows back through it. Token ids, targets and the input
             of a first stage are not.
     """
@@ -62,12 +62,12 @@ class TensorSpec:
     differentiable: bool = True
 
     def buffer(self) -> Tensor:
-        """A zeroed static buffer, a leaf of autograd where a gradient flows through it."""
+        """A zeroed static buffer; a leaf of autograd if a gradient flows through it."""
         made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return made.requires_grad_() if self.differentiable else made
 
     def mismatch(self, tensor: Tensor) -> str | None:
-        """What differs between a tensor and this, in words; None when nothing does."""
+        """How a tensor differs from this specification, in words; None if it does not."""
         if tensor.shape != self.shape:
             return f"expected shape {self.shape}, found {tuple(tensor.shape)}"
         if tensor.dtype != self.dtype:
@@ -85,8 +85,8 @@ class Matrix:
     Args:
         name: Its name within the stage.
         parameter: The parameter itself.
-        start: First row of its gradient within its unit's.
-        stop: One past the last.
+        start: First row of its gradient within its unit's gradient.
+        stop: One past the last row.
     """
 
     name: str
@@ -100,8 +100,8 @@ class WgradUnit:
     """
     One piece of deferred work: one matrix product whose result is the gradient of its matrices.
 
-    Split QKV has one unit for three matrices, because the library multiplies the three as one; so a
-    destination belongs to a unit, and its matrices are adjacent rows of it.
+    Split QKV has one unit for three matrices, because the library multiplies all three in one
+    product. So a destination belongs to a unit, and each matrix is a range of its rows.
     """
 
     name: str
@@ -109,7 +109,7 @@ class WgradUnit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of all matrices together, and their common width."""
+        """Total rows of all matrices, and their common width."""
         return self.matrices[-1].stop, int(self.matrices[0].parameter.shape[1])
 
     def rows(self, gradient: Tensor) -> Iterable[tuple[Matrix, Tensor]]:
@@ -138,12 +138,12 @@ class DeferredWork:
 @attrs.define(eq=False)
 class Tape:
     """
-    What one slot retains from its F until its dW: outputs with their graph, then deferred work.
+    What one slot retains from F to dW: outputs with their autograd graph, then deferred work.
 
     Args:
-        slot: The slot that owns it.
-        stores: Where the library queues deferred work; one private set for each slot, because a
-            store is a bare FIFO queue without key or owner.
+        slot: The slot that owns the tape.
+        stores: Where the library queues deferred work; one private set per slot, because a store
+            is a bare FIFO queue without key or owner.
     """
 
     slot: int
@@ -155,7 +155,7 @@ class Tape:
 
     @property
     def queued(self) -> tuple[str, ...]:
-        """Names of the units whose work waits, in the order in which dI queued them."""
+        """Names of the units with deferred work, in the order in which dI queued them."""
         return tuple(w.unit.name for w in self.work)
 
     def clear(self) -> None:
@@ -169,22 +169,22 @@ class Tape:
 @attrs.frozen(eq=False, kw_only=True)
 class Reports:
     """
-    What a stage's backend can say of its own effects, from the host alone: no device read.
+    What a stage's backend reports about its own effects, from the host alone: no device read.
 
-    What is left out is taken on trust (`qeffect.StageConfig.on_trust`).
+    Effects that are not reported are taken on trust (`qeffect.StageConfig.on_trust`).
 
     Args:
-        filled: Names of the matrices whose cache, the one that F reads now, was filled since the
-            last call, each as often as it was.
-        updates: How often the domain's scaling state was updated so far, by any stage.
-        tape_scales: ``carried`` where a tape keeps the scales of its F and dI says in
-            `Dgrads.scales` which it used; ``live`` where dI reads what the domain has by then.
-        recorded: Whether what `filled` and `updates` say while an action is captured is true of
-            each replay of its graph. False where the device decides, by a flag in its memory for
-            one, whether a captured kernel does anything.
+        filled: Names of the matrices whose current cache (the one that F reads) was filled since
+            the last call, one entry per fill.
+        updates: Number of updates of the domain's scaling state so far, by any stage.
+        tape_scales: ``carried`` if a tape keeps the scales of its F and dI reports in
+            `Dgrads.scales` which scales it used; ``live`` if dI reads the domain's current scales.
+        recorded: Whether the reports of `filled` and `updates` during a capture hold for each
+            replay of the graph. False if the device decides whether a captured kernel acts, for
+            example by a flag in its memory.
 
     Raises:
-        ValueError: ``carried`` without `updates`, in which positions are counted.
+        ValueError: ``carried`` without `updates`, the unit of positions.
     """
 
     filled: Callable[[], Sequence[str]] | None = None
@@ -200,10 +200,10 @@ class Reports:
 
     def captured(self) -> Reports:
         """
-        What is left of it where graphs are replayed.
+        The reports that remain if graphs are replayed.
 
-        The host sees a capture and no replay. So what was recorded is reported where it holds for
-        every replay, and the position of a tape's scales never is.
+        The host sees a capture, but no replay. A recorded effect is reported only if it holds for
+        every replay; the position of a tape's scales is never reported.
         """
         live = "live" if self.tape_scales == "live" else None
         if not self.recorded:
@@ -214,14 +214,14 @@ class Reports:
 @attrs.frozen(eq=False)
 class Dgrads:
     """
-    What dI returned.
+    Results of dI.
 
     Args:
-        inputs: One gradient for each differentiable input, in order; empty on a first stage.
-        non_matrix: One for each of the stage's `non_matrix` parameters, in order.
+        inputs: One gradient per differentiable input, in order; empty on a first stage.
+        non_matrix: One gradient per `non_matrix` parameter of the stage, in order.
         queued: The units whose work is now deferred.
-        scales: What `Reports.updates` said when the F ran whose scales dI used; None where the
-            backend does not report it, or used those of more than one.
+        scales: Value of `Reports.updates` when the F ran whose scales dI used; None if the backend
+            does not report it, or if dI used the scales of more than one F.
     """
 
     inputs: tuple[Tensor, ...]
@@ -233,11 +233,11 @@ class Dgrads:
 @attrs.frozen(eq=False)
 class Wgrads:
     """
-    What dW covered.
+    Results of dW.
 
     Args:
-        covered: Names of the matrices whose gradient was computed, in order, each as often as it
-            was computed: the runtime checks that this is every matrix once.
+        covered: Names of the matrices whose gradient was computed, in order, one entry per
+            computation: the runtime checks that every matrix occurs once.
         by_unit: The gradients by unit, in the bound destination or in the backend's own memory,
             which is valid until the slot is used again.
     """
@@ -248,11 +248,11 @@ class Wgrads:
 
 class Adding:
     """
-    Whether each product of one dW adds to its destination: the second into one destination does.
+    Whether each product of one dW adds to its destination; a second product into it always adds.
 
     Args:
-        accumulate: Whether the dW adds.
-        joining: Units that add in any case: what they write, another stage has opened.
+        accumulate: Whether the dW adds to its destinations.
+        joining: Units that add in any case, because another stage has written their destination.
     """
 
     def __init__(self, accumulate: bool, joining: Collection[str] = ()) -> None:
@@ -261,7 +261,7 @@ class Adding:
         self._written: set[int] = set()
 
     def __call__(self, unit: WgradUnit, destination: Tensor | None) -> bool:
-        """Whether the next product adds; without a destination it is in memory of its own."""
+        """Whether the next product adds; without a destination it gets fresh memory."""
         if destination is None:
             return self.accumulate
         again = destination.data_ptr() in self._written
@@ -275,11 +275,11 @@ class StateDomain(Protocol):
 
     @property
     def name(self) -> str:
-        """The library's name, as reports show it."""
+        """The library's name in reports."""
 
     @property
     def device(self) -> torch.device:
-        """Where the domain's stages run."""
+        """Device of the domain's stages."""
 
     @property
     def stages(self) -> Sequence[StageBackend]:
@@ -299,23 +299,23 @@ class StateDomain(Protocol):
 
     def check_membership(self) -> None:
         """
-        Look whether a module has joined the shared state since `freeze`.
+        Check that no module has joined the shared state since `freeze`.
 
         Raises:
-            BackendError: One has; captured graphs would not move its state.
+            BackendError: A module has joined; captured graphs would not move its state.
         """
 
     def extra_state(self) -> Mapping[str, Tensor]:
         """Live numerical state that belongs to no single stage."""
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Why the domain cannot be captured, each in one line; empty when it can."""
+        """Why the domain cannot be captured, one line per obstacle; empty if it can."""
 
     def environment(self) -> Mapping[str, str]:
-        """Versions and settings that results depend on, for reports."""
+        """Versions and settings that affect results, for reports."""
 
     def recipe(self) -> Mapping[str, Any]:
-        """The precision recipe as plain data: a restart under another one is refused."""
+        """The precision recipe as plain data: a restart under another recipe is refused."""
 
 
 @runtime_checkable
@@ -332,11 +332,11 @@ class StageBackend(Protocol):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What F takes."""
+        """Specifications of F's inputs."""
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What F returns; dI takes one gradient for each differentiable one."""
+        """Specifications of F's outputs; dI takes one gradient per differentiable output."""
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
@@ -348,30 +348,30 @@ class StageBackend(Protocol):
 
     @property
     def relations(self) -> frozenset[str]:
-        """The kernel's relations that this backend uses; the others are left out."""
+        """The kernel's relations that this backend uses; all others are left out."""
 
     @property
     def reports(self) -> Reports:
-        """What the stage says of its effects; `Reports()` for nothing, which is then trusted."""
+        """The stage's reports of its effects; `Reports()` reports nothing, all is then trusted."""
 
     @property
     def survives_restart(self) -> frozenset[str]:
-        """What a checkpoint keeps; everything else is rebuilt."""
+        """State that a checkpoint keeps; everything else is rebuilt."""
 
     def new_tape(self, slot: int) -> Tape:
-        """Empty retained work for one slot, with stores of its own."""
+        """An empty tape for one slot, with its own stores."""
 
     def warm(self) -> None:
-        """Create whatever the library creates on first use. Moves numerical state: restore it."""
+        """Create all that the library creates on first use. Moves numerical state: restore it."""
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """F: the outputs, with everything that dI needs left on the tape."""
+        """F: return the outputs; everything that dI needs stays on the tape."""
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
-        """Say where the gradient of each unit goes, before dI; None lets the library allocate."""
+        """Set each unit's gradient destination, before dI; None lets the library allocate."""
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
-        """dI: input and non-matrix gradients; matrix work is left on the tape."""
+        """dI: return input and non-matrix gradients; matrix work stays on the tape."""
 
     def wgrad(
         self,
@@ -384,60 +384,60 @@ class StageBackend(Protocol):
         """
         dW: run the tape's deferred work into its bound destinations.
 
-        Two units may be bound to one destination, as tied weights are: the second then adds.
+        Two units may be bound to one destination, for tied weights: the second unit then adds.
 
         Args:
-            tape: The tape that its own dI filled.
+            tape: The tape that the same microbatch's dI filled.
             accumulate: Add to the destination instead of overwriting it.
             keep: Leave the work on the tape, to capture it a second time.
-            joining: Units that add in any case; given only where weights of two stages are tied.
+            joining: Units that add in any case; passed only if weights of two stages are tied.
         """
 
     def refresh_cache(self) -> None:
         """Quantize every weight into its cache again, in place, with this stage's current scale."""
 
     def cache_was_refreshed(self) -> None:
-        """Note a refresh that a graph's replay has just enqueued; the host saw no call."""
+        """Note a refresh that a graph replay has just enqueued without a call of the backend."""
 
     def cache_is_current(self) -> bool:
-        """Whether no parameter has changed since the cache was last refreshed, as the host saw."""
+        """Whether, as far as the host saw, no parameter has changed since the last refresh."""
 
     def cached_weights(self) -> Mapping[str, Tensor]:
         """Live tensors of the weight cache by name."""
 
     def numerical_state(self) -> Mapping[str, Tensor]:
-        """Live tensors of the numerical state by name, in a form any rank can load."""
+        """Live tensors of the numerical state by name, in a form that any rank can load."""
 
     def addresses(self) -> Mapping[str, int]:
         """Addresses that a captured graph bakes in: parameters, numerical state, caches."""
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
         """
-        Prepare a cheap look at everything that `addresses` names, for every step.
+        Prepare a cheap check, for every step, of everything that `addresses` names.
 
         Returns:
-            A function whose result differs from its earlier ones whenever `addresses` would:
-            something moved, was replaced, came or went. It may differ where `addresses` does not,
-            so a difference is only a reason to ask that.
+            A function whose result differs from its earlier results whenever `addresses` would
+            differ: a tensor was moved, replaced, added or removed. The result may differ although
+            `addresses` does not; so after a difference, compare `addresses`.
         """
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Why this stage cannot be captured, each in one line; empty when it can."""
+        """Why this stage cannot be captured, one line per obstacle; empty if it can."""
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
-        """F of the library's ordinary full backward, refreshing its cache on `first`."""
+        """F for the library's ordinary full backward; refreshes the cache if `first`."""
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
-        """Let the full backward accumulate into these instead of `.grad`."""
+        """Let the full backward accumulate into these tensors instead of `.grad`."""
 
 
 def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
     """
-    A look at a module tree: which modules it has, and where their parameters are.
+    A cheap check of a module tree: its modules, and the addresses of their parameters.
 
-    The tables of every module are looked up once; each look reads what they hold by then.
+    The tables of every module are looked up once; each check reads their current contents.
     """
-    # Held here, so that no later module can have the identity of one of these.
+    # Kept alive here, so that no later module can reuse the identity of one of these.
     tree = list(root.modules())
     children = [module._modules for module in tree]
     parameters = [module._parameters for module in tree]

@@ -1,1 +1,1 @@
-"""Guards for other people's frameworks, one module each."""
+"""Guards for other people's frameworks, one public module each; `pipelining` is the first."""

@@ -24,41 +24,38 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from qeffect.config import StageConfig
 from qeffect.contract import Contract
-from qeffect.guarded import Dgrad, Forward
-from qeffect.keys import Cell, TapeKey, TapeRef, cell_of
 from qeffect.refusals import Refused
-from qeffect.relations.constants import GENERATION_MAX
-from qeffect.schedule.actions import Kind, Schedule, ScheduleError
-from qeffect.schedule.infer import from_actions
+from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.ranks import check_ranks
-from qeffect.schedule.torch_tables import SINGLE, torch_schedule
 from qeffect.schedule.transport import Transport
 from qeffect.text import shown
+
+from .pipelining_step import GuardedStep, Reductions
+from .pipelining_table import Event, GuardedRow, declared_order, event_of, table_of
 
 __all__ = ["UNUSED", "GuardedSchedule", "guard"]
 
 #: Relations that a guard of plain modules leaves out.
 UNUSED = ("version", "arena", "capture", "completion")
 
-_Event = tuple[str, int, int]
 _COMPUTED = frozenset({"F", "I", "W", "B"})
-_RECEIVES = frozenset({"RECV_F", "RECV_B"})
-_CARRIED = _RECEIVES | {"SEND_F", "SEND_B"}
+_MESSAGES = frozenset({"RECV_F", "RECV_B", "SEND_F", "SEND_B"})
 _AWAITED = {"WAIT_SEND_F": "SEND_F", "WAIT_SEND_B": "SEND_B"}
 _REDUCE, _REDUCED = "REDUCE_GRAD", "WAIT_REDUCE_GRAD"
-#: The stage's methods that carry messages, by what they do.
-_MESSAGES = {
+#: The stage's methods that post messages, with their kinds.
+_MESSAGE_METHODS = {
     "get_fwd_recv_ops": "RECV_F",
     "get_bwd_recv_ops": "RECV_B",
     "get_fwd_send_ops": "SEND_F",
     "get_bwd_send_ops": "SEND_B",
 }
+#: The attribute of a guarded schedule and its stages that holds the guard.
 _MARK = "_qeffect_guarded"
 #: What an unfinished step leaves in a schedule and in its stages, by microbatch.
 _LEFT = ("_internal_losses", "fwd_cache", "bwd_cache", "backward_state", "dw_runner")
@@ -126,31 +123,28 @@ class GuardedSchedule:
         self.at = ""
         self._walks = hasattr(schedule, "pipeline_order_with_comms")
         self._epoch = 0
-        table = _table(schedule)
+        table = table_of(schedule)
         if table is not None:
             found = check_ranks(table, transport)
             if found:
                 raise ScheduleError(f"{table.source}: {found[0]} ({found[0].remedy})")
-        self._declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = (
-            None if table is None else _declared(table, stages)
-        )
+        self._declared = None if table is None else declared_order(table, stages)
+        indices = [stage.stage_index for stage in stages]
         # A loop without reductions may be intended, as in torch 2.15 when FSDP accumulates.
-        self._reduces = {stage.stage_index: False for stage in stages}
-        self._awaits_sends = self._awaits_reductions = False
+        self._reductions = Reductions(dict.fromkeys(indices, False))
         if table is not None and self._walks:
-            self._awaits_sends = table.awaits_sends
-            self._awaits_reductions = table.awaits_reductions
             reduced = {a.stage for row in table.atoms for a in row if a.kind is Kind.REDUCE_GRAD}
-            self._reduces = {index: index in reduced for index in self._reduces}
+            self._reductions = Reductions(
+                {index: index in reduced for index in indices},
+                awaits_sends=table.awaits_sends,
+                awaits_reductions=table.awaits_reductions,
+            )
         self.contract = self._contract()
-        self._asked: dict[_Event, Any] = {}
-        self._told: set[_Event] = set()
-        self._refs: dict[tuple[int, int], TapeRef] = {}
-        self._posted: set[_Event] = set()
-        self._reading: set[_Event] = set()
-        self._final: set[int] = set()
-        self._reducing: list[int] = []
-        self._put: list[tuple[Any, str]] = []
+        self._current = GuardedStep(self.contract, self._reductions)
+        #: What the walk has checked or posted, so that the stage's method does not do it again.
+        self._checked: dict[Event, Any] = {}
+        self._posted: set[Event] = set()
+        self._replaced: list[tuple[Any, str]] = []
         for stage in stages:
             self._guard_stage(stage)
         self._replace(schedule, "step", self._step(schedule.step))
@@ -159,8 +153,8 @@ class GuardedSchedule:
 
     def remove(self) -> None:
         """Remove the guard; the schedule and its stages are as they were before it."""
-        while self._put:
-            owner, name = self._put.pop()
+        while self._replaced:
+            owner, name = self._replaced.pop()
             delattr(owner, name)
         for owner in (self.schedule, *self.stages):
             if hasattr(owner, _MARK):
@@ -179,7 +173,7 @@ class GuardedSchedule:
         """
         self._epoch = self.contract.epoch
         self.contract = self._contract()
-        self._forget()
+        self._begin_step()
         for owner in (self.schedule, *self.stages):
             for name in _LEFT:
                 getattr(owner, name, {}).clear()
@@ -201,7 +195,7 @@ class GuardedSchedule:
                     sends_gradient=before,
                     receives_input=before,
                     receives_gradient=behind,
-                    reduces=self._reduces[index],
+                    reduces=self._reductions.reduces[index],
                 )
             )
         return Contract(configs, omit=UNUSED, declared=self._declared, epoch=self._epoch)
@@ -211,12 +205,12 @@ class GuardedSchedule:
     def _step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def guarded_step(*args: Any, **kwargs: Any) -> Any:
             if not self.schedule._has_backward:  # eval
-                with self._alone():
+                with self._unguarded():
                     return step(*args, **kwargs)
-            self._forget()
+            self._begin_step()
             self._check_functions()
             try:
-                with self._walked():
+                with self._guarded_walk():
                     found = step(*args, **kwargs)
                 self._finish()
             except BaseException:
@@ -228,7 +222,7 @@ class GuardedSchedule:
         return guarded_step
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _unguarded(self) -> Iterator[None]:
         """Let forwards run outside any epoch."""
         idle, self._idle = self._idle, True
         try:
@@ -239,29 +233,25 @@ class GuardedSchedule:
     _idle = False
 
     @contextmanager
-    def _walked(self) -> Iterator[None]:
+    def _guarded_walk(self) -> Iterator[None]:
         """Check each action when torch's loop reaches it, while the step runs."""
         if not self._walks:
             yield
             return
         schedule = self.schedule
         table = schedule.pipeline_order_with_comms
-        row = _Row(table[schedule.rank])
-        row.guard = self
+        row = GuardedRow(table[schedule.rank], self)
         schedule.pipeline_order_with_comms = {**table, schedule.rank: row}
         try:
             yield
         finally:
             schedule.pipeline_order_with_comms = table
 
-    def _forget(self) -> None:
-        self._asked.clear()
-        self._told.clear()
-        self._refs.clear()
+    def _begin_step(self) -> None:
+        """Drop the records of the last step, also of an unfinished one."""
+        self._current = GuardedStep(self.contract, self._reductions)
+        self._checked.clear()
         self._posted.clear()
-        self._reading.clear()
-        self._final.clear()
-        self._reducing.clear()
 
     def _check_functions(self) -> None:
         registered = getattr(self.schedule, "_comp_type_to_function_map", {})
@@ -275,16 +265,7 @@ class GuardedSchedule:
     def _finish(self) -> None:
         self.at = "the end of the step"
         with self._noted():
-            if not self._awaits_sends:  # torch has already waited for every send
-                for event in sorted(self._reading):
-                    self._sent(event)
-            for stage in self.stages:
-                if stage.stage_index not in self._final:
-                    self.contract.finalize(stage.stage_index)
-            if not self._awaits_reductions:
-                for reduced in self._reducing:
-                    self.contract.finish_reduction(reduced)
-            self.contract.commit_epoch()
+            self._current.finish(stage.stage_index for stage in self.stages)
 
     # Actions
 
@@ -299,19 +280,19 @@ class GuardedSchedule:
         Raises:
             Refused: The action breaks the contract; a note names rank, step and action.
         """
-        event = kind, stage, microbatch = _event(action)
+        event = kind, stage, microbatch = event_of(action)
         self.at = str(action)
         try:
             if kind in _COMPUTED:
-                self._asked[event] = self._ask(event)
-            elif kind in _CARRIED:
-                self._message(event)
-                self._told.add(event)
+                self._checked[event] = self._current.check(event)
+            elif kind in _MESSAGES:
+                self._current.post_message(event)
+                self._posted.add(event)
             elif kind in _AWAITED:
-                self._sent((_AWAITED[kind], stage, microbatch))
+                self._current.finish_send((_AWAITED[kind], stage, microbatch))
             elif kind == _REDUCE:
-                self._reduce(stage)
-                self._told.add(event)
+                self._current.reduce(stage)
+                self._posted.add(event)
             elif kind == _REDUCED:
                 self.contract.finish_reduction(stage)
         except Refused as refused:
@@ -320,11 +301,11 @@ class GuardedSchedule:
 
     def end(self, action: Any) -> None:
         """Commit an action that no stage method committed: a registered function ran it."""
-        event = _event(action)
-        self._told.discard(event)
-        asked = self._asked.pop(event, None)
-        if asked is not None:
-            self._tell(event, asked)
+        event = event_of(action)
+        self._posted.discard(event)
+        block = self._checked.pop(event, None)
+        if block is not None:
+            self._current.commit(event, block)
 
     def _guard_stage(self, stage: Any) -> None:
         index = stage.stage_index
@@ -347,124 +328,63 @@ class GuardedSchedule:
 
         for method in (forward_one_chunk, backward_one_chunk, backward_weight_one_chunk):
             self._replace(stage, method.__name__, method)
-        for name, kind in _MESSAGES.items():
+        for name, kind in _MESSAGE_METHODS.items():
             ends = stage.is_last if kind in ("SEND_F", "RECV_B") else stage.is_first
             if not ends:
-                self._replace(stage, name, self._carrying(kind, index, getattr(stage, name)))
+                self._replace(stage, name, self._guarded_ops(kind, index, getattr(stage, name)))
         if hasattr(stage, "perform_reduce_grad"):
             reduce = stage.perform_reduce_grad
 
             def perform_reduce_grad(*args: Any, **kwargs: Any) -> Any:
-                if not self._idle and (_REDUCE, index, -1) not in self._told:
+                if not self._idle and (_REDUCE, index, -1) not in self._posted:
                     self.at = f"{index}{_REDUCE}"
                     with self._noted():
-                        self._reduce(index)
+                        self._current.reduce(index)
                 return reduce(*args, **kwargs)
 
             self._replace(stage, "perform_reduce_grad", perform_reduce_grad)
 
-    def _carrying(self, kind: str, index: int, ops: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded_ops(self, kind: str, index: int, ops: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that posts messages: post each to the contract unless the walk has."""
+
         def get_ops(chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             event = (kind, index, chunk_id)
-            if event in self._told:
-                self._told.discard(event)
+            if event in self._posted:
+                self._posted.discard(event)
             elif not self._idle:
                 self.at = f"{index}{kind}{chunk_id}"
                 with self._noted():
-                    self._message(event)
+                    self._current.post_message(event)
             return ops(chunk_id, *args, **kwargs)
 
         return get_ops
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         setattr(owner, name, method)
-        self._put.append((owner, name))
+        self._replaced.append((owner, name))
 
     @contextmanager
-    def _running(self, event: _Event) -> Iterator[None]:
+    def _running(self, event: Event) -> Iterator[None]:
         """Check a stage's action unless the walk has, and commit it once it has run."""
         if self._idle:
             yield
             return
-        asked = self._asked.pop(event, None)
-        if asked is None:
+        block = self._checked.pop(event, None)
+        if block is None:
             self.at = f"{event[1]}{event[0]}{event[2]}"
             with self._noted():
-                asked = self._ask(event)
+                block = self._current.check(event)
         try:
             yield
         except BaseException as error:
-            asked.__exit__(type(error), error, error.__traceback__)
+            block.__exit__(type(error), error, error.__traceback__)
             raise
         with self._noted():
-            self._tell(event, asked)
-
-    def _ask(self, event: _Event) -> Any:
-        kind, stage, microbatch = event
-        key, work = TapeKey(self.contract.epoch, stage, microbatch), (stage, microbatch)
-        block: Any
-        if kind == "F":
-            self._received("RECV_F", key)
-            block = self.contract.forward(key)
-        elif kind == "W":
-            block = self.contract.wgrad(key, self._ref(work))
-        else:
-            self._received("RECV_B", key)
-            block = self.contract.dgrad(key, self._ref(work))
-        return block.__enter__()
-
-    def _tell(self, event: _Event, block: Any) -> None:
-        kind, stage, microbatch = event
-        block.__exit__(None, None, None)
-        if isinstance(block, Forward):
-            self._refs[stage, microbatch] = block.ref
-        elif isinstance(block, Dgrad) and kind == "B":  # its dW has run as well
-            key = TapeKey(self.contract.epoch, stage, microbatch)
-            with self.contract.wgrad(key, self._ref((stage, microbatch))):
-                pass
-
-    def _ref(self, work: tuple[int, int]) -> TapeRef:
-        ref = self._refs.get(work)
-        if ref is None:  # nothing was retained: use a reference that was never issued
-            return TapeRef(0, GENERATION_MAX, self.contract.incarnation)
-        return ref
-
-    def _message(self, event: _Event) -> None:
-        kind, stage, microbatch = event
-        key, gradient = TapeKey(self.contract.epoch, stage, microbatch), kind.endswith("B")
-        if kind == "RECV_F":
-            self._refs[stage, microbatch] = self.contract.reserve(key)
-        ref = self._ref((stage, microbatch))
-        if kind in _RECEIVES:
-            self.contract.post_receive(key, ref, gradient=gradient)
-            self._posted.add(event)
-        else:
-            self.contract.read(key, ref, gradient=gradient)
-            self._reading.add(event)
-
-    def _received(self, kind: str, key: TapeKey) -> None:
-        event = (kind, key.stage, key.microbatch)
-        if event in self._posted:
-            self._posted.discard(event)
-            ref = self._ref((key.stage, key.microbatch))
-            self.contract.finish_receive(key, ref, gradient=kind == "RECV_B")
-
-    def _sent(self, event: _Event) -> None:
-        kind, stage, microbatch = event
-        key = TapeKey(self.contract.epoch, stage, microbatch)
-        ref = self._ref((stage, microbatch))
-        self.contract.finish_read(key, ref, gradient=kind == "SEND_B")
-        self._reading.discard(event)
-
-    def _reduce(self, stage: int) -> None:
-        self.contract.finalize(stage)
-        self._final.add(stage)
-        if self._reduces[stage]:
-            self.contract.start_reduction(stage)
-            self._reducing.append(stage)
+            self._current.commit(event, block)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
+        """Add rank and action to a refusal."""
         try:
             yield
         except Refused as refused:
@@ -475,59 +395,3 @@ class GuardedSchedule:
         rank = getattr(self.schedule, "rank", None)
         rank = self.stages[0].group_rank if rank is None else rank
         refused.add_note(f"at pipeline rank {rank}{place}: {self.at}")
-
-
-def _event(action: Any) -> _Event:
-    microbatch = -1 if action.microbatch_index is None else action.microbatch_index
-    return action.computation_type.value, action.stage_index, microbatch
-
-
-class _Row(list[Any]):
-    """
-    A rank's row whose first walk checks each action when it is reached, and then commits it.
-
-    The first walk is the step's. torch walks the row again to print it when an action fails.
-    """
-
-    guard: GuardedSchedule | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        guard, self.guard = self.guard, None
-        if guard is None:
-            yield from super().__iter__()
-            return
-        for step, action in enumerate(super().__iter__()):
-            guard.begin(step, action)
-            yield action
-            guard.end(action)
-
-
-def _table(schedule: Any) -> Schedule | None:
-    """The table that a schedule executes; None for a user's own class without a table."""
-    name = type(schedule).__name__
-    order: Mapping[int, Any] | None = getattr(schedule, "pipeline_order_with_comms", None)
-    if order is not None:
-        return from_actions(
-            {rank: list(row) for rank, row in order.items()},
-            source=name,
-            num_stages=schedule._num_stages,
-            num_microbatches=schedule._n_microbatches,
-        )
-    if name in SINGLE and type(schedule).__module__.startswith("torch."):
-        return torch_schedule(
-            name, pp=schedule._num_stages, microbatches=schedule._n_microbatches, comms=True
-        )
-    return None
-
-
-def _declared(table: Schedule, stages: list[Any]) -> dict[Hashable, list[tuple[str, Cell]]]:
-    """The order of F and dI on this rank, from the table."""
-    rank = table.stage_to_rank[stages[0].stage_index]
-    names = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
-    return {
-        0: [
-            (names[atom.kind], cell_of(atom.stage, atom.microbatch, 0, 0))
-            for atom in table.atoms[rank]
-            if atom.kind in names
-        ]
-    }

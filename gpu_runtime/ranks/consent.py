@@ -14,7 +14,6 @@ import datetime
 import json
 import math
 import struct
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,71 +25,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.refusals import Refused
-from qeffect.schedule.actions import SENDS, Atom, Schedule
+from qeffect.schedule.actions import Atom, Schedule
 
-from .channels import (
-    Channels,
-    Ends,
-    LostError,
-    Message,
-    end_group,
-    first_difference,
+from .causes import (
+    Cause,
+    DisagreementError,
+    StoppedError,
+    TerminatedError,
+    Verdicts,
+    name_of,
+    verdict_of,
 )
+from .channels import Channels, Ends, LostError, end_group
 from .replicas import Replicas
 from .ties import Reducers
 
-__all__ = ["Cause", "Consent", "DisagreementError", "StoppedError", "TerminatedError", "wait_for"]
+__all__ = [
+    "Cause",
+    "Consent",
+    "DisagreementError",
+    "StoppedError",
+    "TerminatedError",
+    "name_of",
+    "wait_for",
+]
 
 _UNSAID = -1
 _POLL_S = 1e-3
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
-
-
-class DisagreementError(RuntimeError):
-    """All ranks came to the commit, with different epochs, messages or gradients."""
-
-
-class TerminatedError(RuntimeError):
-    """The launcher ends this rank, as it does when another rank has died."""
-
-    unrecoverable = True
-
-
-@attrs.frozen
-class Cause:
-    """
-    Why a step ended on every rank.
-
-    Args:
-        kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
-            (epochs, messages or gradients differ), `gone` (a process ended), `late` (a rank missed
-            the deadline), `ended` (by the launcher) or `lost` (a connection broke).
-        rank: The rank where the cause began.
-        stage: The action's stage, or None.
-        action: The action in the table's notation, or `commit`.
-        clause: The clause that refused the action, or None.
-        text: The whole cause in one line.
-        recoverable: Whether every rank is still there to rebuild the epoch from the last commit.
-    """
-
-    kind: str
-    rank: int
-    stage: int | None
-    action: str | None
-    clause: str | None
-    text: str
-    recoverable: bool
-
-
-class StoppedError(RuntimeError):
-    """The step stopped on every rank for one cause; no rank has updated its weights."""
-
-    def __init__(self, cause: Cause) -> None:
-        super().__init__(cause.text)
-        self.cause = cause
 
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
@@ -209,7 +173,7 @@ class Consent:
         self.channels.commit()
         return agreed
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         """
         Gather a tensor from every rank over consent's connection: a rank that stops ends the wait.
 
@@ -274,14 +238,15 @@ class Consent:
         if isinstance(error, StoppedError):
             return error
         self.ending = True
-        verdict = _verdict(error, epoch, atom, passed, self.channels.posted(), at)
+        verdict = verdict_of(error, epoch, atom, passed, self.channels.posted(), at)
         verdict["row"] = self.ranks.index(self.rank) if self.rank in self.ranks else None
         with suppress(RuntimeError):  # the store may have died with a rank
             self.store.set(f"verdict/{self.rank}", json.dumps(verdict))
         self.close()
         try:
-            mine = self._root(self._collect(), epoch)
-            # The first to decide writes the cause, everybody reads it.
+            verdicts = Verdicts(self._collect(), self.world, self.every, self.table)
+            mine = verdicts.cause(epoch)
+            # The first rank to decide writes the cause, and all ranks read it.
             agreed = self.store.compare_set("cause", "", json.dumps(attrs.asdict(mine)))
             return StoppedError(Cause(**json.loads(agreed)))
         except RuntimeError as broken:
@@ -325,109 +290,6 @@ class Consent:
                 return found
             time.sleep(_POLL_S)
 
-    def _root(self, said: Mapping[int, dict[str, Any]], epoch: int) -> Cause:
-        """
-        Choose the one cause, by precedence: a refusal or an error, then a skipped message, then a
-        disagreement, then a rank that is gone or late.
-        """
-        alive = len(said) == self.world and len({v["epoch"] for v in said.values()}) == 1
-        alive = alive and all(v["recoverable"] for v in said.values())
-        for rank, v in sorted(said.items()):
-            if v["kind"] in ("refused", "raised"):
-                return _cause(v["kind"], rank, v, v["text"], alive)
-        for rank, v in sorted(said.items()):
-            if (skipped := self._skipped(v)) is not None:
-                text = "the rank passed this action without sending the message"
-                return _cause("dropped", rank, {**v, **skipped}, text, alive)
-        unlike = [r for r, v in sorted(said.items()) if v["kind"] == "disagreed"]
-        if (found := self._different(said, whole=bool(unlike))) is not None:
-            return found
-        if unlike:
-            v = said[unlike[0]]
-            return _cause("disagreed", unlike[0], v, v["text"], alive)
-        for rank in sorted(set(range(self.world)) - said.keys()):
-            seen = sorted(
-                (v for v in said.values() if v["peer"] == rank), key=self._place_of_awaited
-            )
-            late = all(v["kind"] == "late" for v in (seen or said.values()))
-            awaited = self._awaited_of(seen[0]) if seen else {"stage": None, "action": None}
-            text = ("the process did not reach it in time" if late else "the process has ended") + (
-                f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})" if seen else ""
-            )
-            known = {"epoch": epoch, "clause": None, **awaited}
-            return _cause("late" if late else "gone", rank, known, text, False)
-        order = ("late", "ended", "lost")
-        rank, v = min(said.items(), key=lambda item: (order.index(item[1]["kind"]), item[0]))
-        return _cause(v["kind"], rank, v, v["text"], alive)
-
-    def _skipped(self, v: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The first send that a rank has passed but not posted."""
-        if v["row"] is None:
-            return None
-        posted = {number for numbers in v["posted"].values() for number in numbers}
-        for atom in self.table.atoms[v["row"]][: v["passed"]]:
-            if atom.kind in SENDS:
-                message = Message(atom.stage, atom.microbatch, "B" in atom.kind.value)
-                if message.number not in posted:
-                    return {"stage": atom.stage, "action": message.sent, "clause": None}
-        return None
-
-    def _different(self, said: Mapping[int, dict[str, Any]], *, whole: bool) -> Cause | None:
-        """
-        Return the first difference between the ends of a channel as a cause, or None.
-
-        Args:
-            said: The verdicts of the ranks.
-            whole: Whether both ends reached the end of their row; if not, one end may have more
-                messages than the other.
-        """
-        for ends in self.every:
-            if ends.source not in said or ends.to not in said:
-                continue
-            name = f"{ends.source}>{ends.to}"
-            a, b = (said[r]["posted"].get(name, ()) for r in ends)
-            if (found := first_difference(a, b)) is None:
-                continue
-            place, sent, received = found
-            if not whole and (sent is None or received is None):
-                continue  # one end stopped earlier
-            v = said[ends.source]
-            where = {
-                "epoch": v["epoch"], "clause": None,
-                "stage": (sent or received or Message(0, 0, False)).stage,
-                "action": sent.sent if sent else received.sent if received else None,
-            }  # fmt: skip
-            text = (
-                f"message {place} of the channel from rank {ends.source} to rank {ends.to}: the "
-                f"sender posted {sent.sent if sent else 'nothing'}, the receiver posted "
-                f"{received.received if received else 'nothing'}"
-            )
-            recoverable = len(said) == self.world and all(x["recoverable"] for x in said.values())
-            return _cause("disagreed", ends.source, where, text, recoverable)
-        return None
-
-    def _place_of_awaited(self, v: Mapping[str, Any]) -> int:
-        """Place, in the peer's row, of the action that a rank waited for."""
-        owed = self._awaited_of(v)["action"]
-        for atoms in self.table.atoms:
-            for place, atom in enumerate(atoms):
-                if name_of(atom) == owed:
-                    return place
-        return sys.maxsize
-
-    def _awaited_of(self, v: Mapping[str, Any]) -> dict[str, Any]:
-        """The peer's action at the other end of the transfer that a rank waited for."""
-        for atoms in self.table.atoms:
-            for atom in atoms:
-                if atom.kind in SENDS:
-                    message = Message(atom.stage, atom.microbatch, "B" in atom.kind.value)
-                    if message.received == v["awaits"]:
-                        return {"stage": atom.stage, "action": message.sent}
-                    if message.sent == v["awaits"]:
-                        to = message.stage + (-1 if message.gradient else 1)
-                        return {"stage": to, "action": message.received}
-        return {"stage": None, "action": v["awaits"]}
-
 
 def _bits_of(part: float) -> int:
     """Return the bits of a sum of squares as a non-negative integer, for any NaN too."""
@@ -462,56 +324,8 @@ def _one_of_replicas(told: Sequence[Sequence[float]]) -> list[float]:
     return agreed
 
 
-def _first(said: Mapping[int, dict[str, Any]], v: Mapping[str, Any]) -> int:
-    return next(rank for rank, other in sorted(said.items()) if other is v)
-
-
 def _odd_epochs(epochs: Sequence[int]) -> str:
     """Name the ranks whose epoch differs from the most common epoch."""
     most = max(Counter(epochs).items(), key=lambda item: (item[1], item[0]))[0]
     odd = ", ".join(f"rank {r} is at epoch {e}" for r, e in enumerate(epochs) if e != most)
     return f"{odd}; the others are at epoch {most}"
-
-
-def _verdict(
-    error: BaseException,
-    epoch: int,
-    atom: Atom | None,
-    passed: int,
-    posted: Mapping[Ends, Sequence[int]],
-    at: str,
-) -> dict[str, Any]:
-    """Describe why a rank stopped, as plain data for the store."""
-    kind = "refused" if isinstance(error, Refused) else "raised"
-    if isinstance(error, LostError):
-        kind = "late" if error.late else "lost"
-    elif isinstance(error, DisagreementError):
-        kind = "disagreed"
-    elif isinstance(error, TerminatedError):
-        kind = "ended"
-    text = " ".join(str(error).split())
-    return {
-        "kind": kind,
-        "epoch": epoch,
-        "stage": None if atom is None else atom.stage,
-        "action": at if atom is None else name_of(atom),
-        "clause": getattr(error, "clause", None),
-        "text": f"{type(error).__name__}: {text}" if kind == "raised" else text,
-        "peer": getattr(error, "peer", None),
-        "awaits": getattr(error, "action", None),
-        "passed": passed,
-        "posted": {f"{e.source}>{e.to}": list(numbers) for e, numbers in posted.items()},
-        "recoverable": not getattr(error, "unrecoverable", False),
-    }
-
-
-def name_of(atom: Atom) -> str:
-    """Return an indivisible step in a table's notation, such as ``1W2``."""
-    return f"{atom.stage}{atom.kind.value}{atom.microbatch if atom.microbatch >= 0 else ''}"
-
-
-def _cause(kind: str, rank: int, where: Mapping[str, Any], what: str, recoverable: bool) -> Cause:
-    at = where["action"] or "an unknown action"
-    text = f"rank {rank}, step {where['epoch']}, {at}: {what}"
-    stage, action, clause = where["stage"], where["action"], where["clause"]
-    return Cause(kind, rank, stage, action, clause, text, recoverable)

@@ -1,9 +1,9 @@
 """
 AdamW over the stages of one process, with master weights where destinations are not bf16.
 
-Torch's AdamW refuses parameters and gradients of different types, so fp32 destinations want fp32
-master weights: the optimizer updates the masters and writes them back rounded. Every parameter has
-one then, also those whose gradients stay bf16.
+Torch's AdamW refuses parameters and gradients of different types, so fp32 destinations need fp32
+master weights: the optimizer updates the masters and writes them back, rounded. Every parameter
+then has a master, also those whose gradients stay bf16.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Optimizer:
     One fused AdamW over every stage.
 
     Args:
-        stages: The stages whose parameters it owns; one that several have is that of the lowest
-            index.
-        lr: Learning rate; a scalar tensor on the parameters' device where a graph holds the update
-            and the rate is to change (`set_rate`).
+        stages: The stages whose parameters it owns; a parameter of several stages belongs to the
+            stage of the lowest index.
+        lr: Learning rate; a scalar tensor on the parameters' device if a graph holds the update
+            and the rate must be changeable (`set_rate`).
         weight_decay: AdamW's decoupled decay.
-        decays: Which parameters decay, by name within the stage and by the parameter; None for
-            every one.
+        decays: Whether a parameter decays, given its name within the stage and the parameter;
+            None if all decay.
         master_dtype: Type of the master weights; None updates the parameters themselves.
         capturable: Keep the step count on the device, so that a graph can hold the update; see
             `make_capturable`.
@@ -97,14 +97,14 @@ class Optimizer:
 
     @property
     def rate(self) -> float:
-        """The learning rate; where it is a tensor of a device, that is waited for."""
+        """The learning rate; waits for the device if the rate is a tensor there."""
         return float(self.adamw.param_groups[0]["lr"])
 
     def set_rate(self, rate: float) -> None:
-        """Update with another learning rate from the next step on."""
+        """Set the learning rate for the next step and later ones."""
         held = {id(group["lr"]): group["lr"] for group in self.adamw.param_groups}
         for one in held.values():
-            if isinstance(one, Tensor):  # which all groups have in common
+            if isinstance(one, Tensor):  # all groups share this tensor
                 one.fill_(rate)
         for group in self.adamw.param_groups:
             if not isinstance(group["lr"], Tensor):
@@ -118,10 +118,10 @@ class Optimizer:
 
         Args:
             gradients: By stage and parameter name; every parameter needs one.
-            skip: Scalar of float32 on the parameters' device. Where it is 1 the device leaves
-                parameters, moments and step counts as they are; no host reads it.
-            scale: Scalar of float32 on the parameters' device, which the gradients are multiplied
-                by, in place where they have their target's type.
+            skip: Float32 scalar on the parameters' device. If it is 1, the device leaves
+                parameters, moments and step counts unchanged; no host reads it.
+            scale: Float32 scalar on the parameters' device; the gradients are multiplied by it,
+                in place if they have the type of their target.
 
         Raises:
             BackendError: A parameter has no gradient; nothing was updated.
@@ -158,12 +158,12 @@ class Optimizer:
                     [parameter for parameter, _ in self._pairs],
                     [master for _, master in self._pairs],
                 )
-        # Fused AdamW moves weights without moving their version counters, which are how a backend
-        # sees that its cache is stale.
+        # Fused AdamW changes weights without moving their version counters. A backend needs the
+        # counters to see that its cache is stale.
         torch.autograd.graph.increment_version(self._parameters)
 
     def state_tensors(self) -> Mapping[str, Tensor]:
-        """AdamW's state by parameter and kind, with the masters."""
+        """AdamW's state and the masters, by parameter and kind."""
         state = {
             f"{name}.{key}": value
             for name, target in self.named.items()
@@ -175,12 +175,12 @@ class Optimizer:
         return state
 
     def addresses(self) -> list[int]:
-        """Where everything of `state_tensors` is: what a graph that holds the update reads."""
-        # By the order in which AdamW made it: looked up by parameter this took a step's time.
+        """Addresses of all `state_tensors`: a graph that holds the update reads them."""
+        # In AdamW's order of creation: a lookup by parameter took as long as a step.
         held = [*chain.from_iterable(map(dict.values, self.adamw.state.values()))]
         try:
             found = [*map(_address, held)]
-        except TypeError:  # something of the state is no tensor
+        except TypeError:  # a value of the state is not a tensor
             found = [value.data_ptr() for value in held if isinstance(value, Tensor)]
         if self._pairs:
             found += map(_address, self.named.values())
@@ -188,11 +188,11 @@ class Optimizer:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """
-        Continue from what `state_tensors` of another optimizer over the same stages held.
+        Load the `state_tensors` of another optimizer over the same stages.
 
         Raises:
-            BackendError: A name is missing or one too many, or a tensor is none or of another
-                shape or type; nothing was loaded.
+            BackendError: A name is missing or unexpected, or a value is not a tensor or has
+                another shape or type; nothing was loaded.
         """
         if not isinstance(state, Mapping):
             raise BackendError(f"expected tensors by name, found {shown(state)}")
@@ -214,14 +214,14 @@ class Optimizer:
             held = self.adamw.state[target]
             for key in _ADAMW_STATE:
                 saved = state[f"{name}.{key}"].detach()
-                if key in held:  # in place: a graph that holds the update reads it there
+                if key in held:  # in place: a graph that holds the update reads this address
                     held[key].copy_(saved)
                 else:
                     held[key] = saved.to(target.device, copy=True)
 
 
 def _require_like(name: str, value: Any, target: Tensor, key: str) -> None:
-    """Require a tensor as AdamW holds one of a parameter: its count of steps, or of its form."""
+    """Require a tensor as AdamW holds it: a step count, or the parameter's shape and type."""
     shape, dtype = ((), torch.float32) if key == "step" else (tuple(target.shape), target.dtype)
     if not isinstance(value, Tensor):
         raise BackendError(f"optimizer state {name}: expected a tensor, found {shown(value)}")
@@ -233,7 +233,7 @@ def _require_like(name: str, value: Any, target: Tensor, key: str) -> None:
 
 
 def _multiply(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply in place, in float32: a device would round a factor of another type to theirs."""
+    """Multiply in place, in float32: a device would round the factor to the gradients' type."""
     same = [g for g in gradients if g.dtype == scale.dtype]
     if same:
         torch._foreach_mul_(same, scale)

@@ -1,8 +1,8 @@
 """
 Who performs the physical part of a step: the device, or a rehearsal that moves nothing.
 
-The guarded actions and the boundaries of an epoch ask the contract, and hand everything that
-touches memory, streams or other ranks to their performer. `ranks/rehearsal.py` has the second one.
+The guarded actions and the boundaries of an epoch ask the contract. Their performer does everything
+that touches memory, streams or other ranks. `ranks/rehearsal.py` has the rehearsal's performer.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ class Performer(Protocol):
     executor: Executor
     """Performs F, dI, dW and a refresh on a slot."""
     handoff: Handoff
-    """Orders the graph stream and the caller's."""
+    """Orders the graph stream and the caller's stream."""
 
     def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copy what an action is given into the static buffers of its slot."""
+        """Copy an action's inputs into the static buffers of its slot."""
 
     def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
-        """Sum a stage's gradients over the microbatches, by parameter name; once an epoch."""
+        """Sum a stage's gradients over the microbatches, by parameter name; once per epoch."""
 
     def forget_gradients(self) -> None:
-        """Drop the sums: their epoch is over, or begins again."""
+        """Drop the sums: their epoch is over, or restarts."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
         """
         Start a reduction.
 
         Args:
-            send: Sends it, and returns what ends it; None if it ended there and then.
-            waited: Whether the last reduction of that bucket had an end of its own.
+            send: Sends the reduction and returns an object to wait for; None if the reduction
+                has already ended.
+            waited: Whether the bucket's last reduction had to be waited for.
         """
 
 

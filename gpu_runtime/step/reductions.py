@@ -1,6 +1,8 @@
 """
-Reductions of a process's gradients over data-parallel ranks: its buckets, started early or at the
-end of an epoch, each told to the contract where it starts and where it ends.
+Reductions of a process's gradients over data-parallel ranks, bucket by bucket.
+
+A bucket's reduction starts early or at the end of the epoch. The contract is told when each
+reduction starts and when it ends.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from .memory.weight_copies import Copies, names_of
 __all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
 
 SCALING = "amax"
-"""The bucket that holds no gradient: the scaling state, where replicas share it."""
+"""The bucket of the scaling state, which replicas may share; it holds no gradient."""
 
 
 class Reduction(Protocol):
-    """A reduction that was started, as an asynchronous collective of torch returns it."""
+    """A started reduction, such as torch's asynchronous collectives return."""
 
     def wait(self) -> object:
         """Make the current stream, or the host, wait until it is done."""
@@ -39,10 +41,10 @@ class Sender(Protocol):
         """Start a reduction, as `Performer.reduce`."""
 
 
-#: What reduces: it is given a bucket's name and its gradients.
+#: Reduces a bucket, given its name and its gradients.
 Reducer = Callable[[int | str, Mapping[str, torch.Tensor]], Reduction | None]
 
-#: A bucket's stage, and the gradients that it holds.
+#: A bucket's stage, and the gradients in the bucket.
 Held = tuple[int, tuple[str, ...]]
 
 
@@ -56,19 +58,19 @@ def require_buckets(
     reduces: bool,
 ) -> dict[int | str, Held]:
     """
-    Return each bucket's stage and gradients, in the order in which they are started at the end.
+    Return each bucket's stage and gradients, in the order of their start at the end of an epoch.
 
     Args:
         stages: The process's stages.
-        buckets: Those that are configured; a stage that is not named has one of all its gradients.
-        order: The declared order of all buckets, or none.
+        buckets: Configured buckets; a stage that is not named has one bucket of all its gradients.
+        order: The declared order of all buckets; empty if none is declared.
         tied: Which matrices are one parameter.
-        copies: Copies of weights, which leave when all else is reduced, in buckets of their own.
-        reduces: Whether anything reduces.
+        copies: Copies of weights, which are reduced last, in buckets of their own.
+        reduces: Whether the runtime has a reducer.
 
     Raises:
-        BackendError: The buckets are not of these stages, nothing reduces them, or they do not
-            hold what a stage has.
+        BackendError: The buckets are of other stages, the runtime has no reducer, or the buckets
+            do not hold exactly the stage's gradients.
     """
     unknown = sorted(buckets.keys() - stages.keys())
     if unknown:
@@ -114,12 +116,12 @@ class Reductions:
     Args:
         contract: The process's contract.
         buckets: What `require_buckets` returned.
-        gradients: The gradients of a stage, summed, by name.
-        performer: Sends them.
+        gradients: Returns the summed gradients of a stage, by name.
+        performer: Sends the reductions.
         told: Whether the contract is told of reductions; a backend may leave them out.
-        copies: Copies of weights. The reducer is given all of this process's of one weight, under
-            its name, behind all other gradients; it leaves the same sum in each copy.
-        scaling: The scaling state, where the replicas share it: reduced behind all gradients.
+        copies: Copies of weights. After all other gradients, the reducer gets this process's copies
+            of each weight under the weight's name, and leaves the same sum in each copy.
+        scaling: The scaling state, if the replicas share it; reduced after all gradients.
     """
 
     def __init__(
@@ -140,12 +142,12 @@ class Reductions:
         self.scaling = scaling
         self._gradients = gradients
         self.performer: Sender = performer
-        self._waits: dict[int | str, bool] = {}  # whether what was sent has an end of its own
+        self._waits: dict[int | str, bool] = {}  # whether the last reduction had to be waited for
         self._running: dict[int | str, Reduction | None] = {}
         self._ended: set[int | str] = set()
 
     def start(self, reducer: Reducer, bucket: int | str, link: int) -> None:
-        """Start one; what the reducer raises fails it."""
+        """Start a bucket's reduction; an exception of the reducer fails the reduction."""
         self.contract.start_reduction(bucket, link)
         try:
             self._running[bucket] = self._begun(reducer, bucket)
@@ -154,13 +156,13 @@ class Reductions:
             raise
 
     def start_of(self, reducer: Reducer, stage: int, link: int) -> None:
-        """Start those of a stage that have not been started."""
+        """Start a stage's reductions that have not been started."""
         for bucket, (owner, _) in self.buckets.items():
             if owner == stage and bucket not in self._running:
                 self.start(reducer, bucket, link)
 
     def end(self, reducer: Reducer, link: int) -> None:
-        """Start what was not started, and wait for all of it."""
+        """Start the remaining reductions, and wait for all of them."""
         if not self.told:
             for bucket in self._every():
                 work = self._begun(reducer, bucket)
@@ -187,7 +189,7 @@ class Reductions:
         self._ended.add(bucket)
 
     def fail(self) -> None:
-        """End those that are in flight; what they write is of no use any more."""
+        """End the reductions in flight; their results are no longer used."""
         while self._running:
             bucket, work = self._running.popitem()
             if work is not None:
@@ -196,7 +198,7 @@ class Reductions:
             self.contract.fail_reduction(bucket)
 
     def forget(self) -> None:
-        """What was reduced is of an epoch that is over, or begins again."""
+        """Forget all reductions: their epoch is over, or restarts."""
         self._ended.clear()
 
     def _every(self) -> tuple[int | str, ...]:

@@ -1,12 +1,14 @@
 """
 One graph stream, and both halves of the handoff with the streams that call into it.
 
-Warmup, copies, capture and replay all run on one stream that the runtime owns. A caller's work must
-be visible to a replay (the graph stream waits for the caller), and a replay's results to the caller
-(the caller waits for an event at the graph's tail). With the first half only, a consumer reads
-half-updated state, silently. A CPU has no streams: there both halves are counted and do nothing, so
-that the completion guards run the same. So it is for a caller that runs on the graph stream itself:
-one stream's own order is both halves, and an event between its actions would only cost time.
+Warmup, copies, capture and replay all run on one stream that the runtime owns. A replay must see
+the caller's work (the graph stream waits for the caller), and the caller must see a replay's
+results (the caller waits for an event at the graph's tail). With the first half only, a consumer
+silently reads half-updated state.
+
+A CPU has no streams: both halves are only counted, so that the completion guards run unchanged. A
+caller that already runs on the graph stream needs no events either: the stream's own order is both
+halves.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import attrs
 import torch
 
 _UNCHANGED = nullcontext()
-"""A scope that changes nothing; it keeps no state, so one serves all."""
+"""A scope that changes nothing; it has no state, so all callers share it."""
 _MOST_CALLERS = 64
-"""Streams that a handoff remembers; torch's own pools have 32 of each priority."""
+"""How many streams a handoff remembers; torch's own pools have 32 per priority."""
 
 
 def _no_handle(device_index: int) -> int:
@@ -29,7 +31,7 @@ def _no_handle(device_index: int) -> int:
 
 
 _current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_handle)
-"""The driver's handle of the stream that is current on a device: three looks for each action."""
+"""The driver's handle of a device's current stream; each action reads it three times."""
 
 
 class Handoff(Protocol):
@@ -38,13 +40,13 @@ class Handoff(Protocol):
     handoffs: int
 
     def wait_for_caller(self) -> None:
-        """Make the graph stream wait for everything the current stream has been given."""
+        """Make the graph stream wait for all work submitted to the current stream so far."""
 
     def record_tail(self) -> None:
-        """Mark the end of what the graph stream has been given; in a capture, inside the graph."""
+        """Mark the end of the graph stream's work so far; in a capture, inside the graph."""
 
     def record(self, event: Any) -> None:
-        """Record an event of the caller's behind what the graph stream has been given."""
+        """Record a caller's event behind the graph stream's work so far."""
 
     def caller_waits(self) -> None:
         """Make the current stream wait for the latest tail."""
@@ -56,7 +58,7 @@ class Handoff(Protocol):
         """`wait_for_caller`, then make the graph stream current; `cross_back` takes the result."""
 
     def cross_back(self, caller: Any) -> None:
-        """Make the stream current again that was before `cross`, then `caller_waits`."""
+        """Restore the stream that was current before `cross`, then `caller_waits`."""
 
     def synchronize(self) -> None:
         """Let the host wait until the graph stream is empty."""
@@ -64,7 +66,7 @@ class Handoff(Protocol):
 
 @attrs.define
 class HostHandoff:
-    """A CPU's: program order is the only order there is."""
+    """The handoff of a CPU, where program order is the only order."""
 
     handoffs: int = 0
 
@@ -80,7 +82,7 @@ class HostHandoff:
         """Nothing to mark."""
 
     def record(self, event: Any) -> None:
-        """A stand-in for an event records what it likes."""
+        """Record the stand-in for an event."""
         event.record()
 
     def scope(self) -> Any:
@@ -100,14 +102,14 @@ class HostHandoff:
 
 
 class _Callers:
-    """Streams that are current, each made into an object once: that costs more than an event."""
+    """Current streams as objects, each made once: making one costs more than an event."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[int, Any] = {}
 
     def of(self, handle: int) -> Any:
-        """The stream that is current, by its driver's handle."""
+        """The current stream, found by its driver's handle."""
         found = self._known.get(handle)
         if found is None:
             if len(self._known) >= _MOST_CALLERS:
@@ -118,7 +120,7 @@ class _Callers:
 
 class SideStream:
     """
-    A stream whose work waits for no other, and for whose work a caller's stream waits.
+    A stream that waits for no other stream; the caller's stream waits for its work.
 
     Args:
         device: Its device.
@@ -132,7 +134,7 @@ class SideStream:
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """In it the stream is current; the caller's, which it gives, waits behind it."""
+        """Make the stream current and yield the caller's stream, which waits for it at the end."""
         caller = self._callers.of(_current_handle(self._index))
         with _current(self.stream, caller):
             yield caller
@@ -142,7 +144,7 @@ class SideStream:
 
 @contextmanager
 def _current(stream: Any, caller: Any) -> Iterator[None]:
-    """Make a stream current in the place of its device's current one."""
+    """Make a stream the current one of its device."""
     if torch.cuda.current_device() != stream.device_index:
         # Two devices have a current stream each; torch's context knows how to keep both.
         with torch.cuda.stream(stream):
@@ -161,8 +163,8 @@ class GraphStream:
 
     Args:
         device: The device.
-        two_way: False leaves the second half out. Only the test that shows why that is wrong
-            may do so.
+        two_way: False leaves out the second half. Only the test that shows why this is wrong may
+            do so.
     """
 
     def __init__(self, device: torch.device, *, two_way: bool = True) -> None:
@@ -179,7 +181,7 @@ class GraphStream:
 
     def is_current(self) -> bool:
         """Whether the calling code already runs on the graph stream."""
-        # The handle alone: a stream object costs more than all else that an action asks here.
+        # Compare handles: making a stream object costs more than all other work here.
         return bool(_current_handle(self._index) == self._handle)
 
     def wait_for_caller(self) -> None:
@@ -195,7 +197,7 @@ class GraphStream:
         self.tail.record(self.stream)
 
     def record(self, event: Any) -> None:
-        """Record an event on the graph stream, whichever is current."""
+        """Record an event on the graph stream, whichever stream is current."""
         event.record(self.stream)
 
     def caller_waits(self) -> None:
@@ -206,16 +208,16 @@ class GraphStream:
         self.handoffs += 1
 
     def scope(self) -> Any:
-        """Make the graph stream current; nothing changes where it already is."""
+        """Make the graph stream current; changes nothing if it already is."""
         return _UNCHANGED if self.is_current() else torch.cuda.stream(self.stream)
 
     def cross(self) -> Any:
         """
-        Let the graph stream wait for the caller and make it current: one look at where it stands.
+        Let the graph stream wait for the caller, and make the graph stream current.
 
         Returns:
-            None where the graph stream was current already; else the caller's stream, and the
-            context that was entered where another device was current.
+            None if the graph stream was already current; else the caller's stream, and the
+            context that was entered if another device was current.
         """
         self.handoffs += 1
         handle = _current_handle(self._index)

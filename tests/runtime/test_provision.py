@@ -69,7 +69,7 @@ class TestPlan:
         """Too few slots are refused with the number that the order needs."""
         order = table_order("ScheduleZBVZeroBubble", 1)
 
-        with pytest.raises(ValueError, match="stage 1 has 2 slots, this order needs 3"):
+        with pytest.raises(ValueError, match="stage 1 has 2 slots, but this order needs 3"):
             plan_slots(order, available={1: 2, 2: 2})
 
     def test_an_unknown_provisioning_is_refused_with_the_choices(self) -> None:

@@ -256,9 +256,9 @@ class TestRefused:
         """What is declared tied is one parameter."""
         order = Order.parse(FOLLOWS)
 
-        with pytest.raises(BackendError, match="are declared tied and are two parameters"):
+        with pytest.raises(BackendError, match="are declared tied but are two parameters"):
             _runtime(order, _stages(order, tie=False))
-        with pytest.raises(BackendError, match="no matrix"):
+        with pytest.raises(BackendError, match="which is declared tied, does not exist"):
             _runtime(order, _stages(order), tied=(((0, "w"), ACROSS[1]),))
 
     def test_copies_have_no_destination(self) -> None:

@@ -3,10 +3,10 @@ A transformer stage with delayed-scaling FP8 in plain PyTorch, for a CPU or a GP
 
 The rules that matter for the contract are Transformer Engine's: scales lag behind the amax history,
 every F rolls the forward histories of the domain and every dI the backward ones, a roll happens
-even if F raises, quantized weights are cached, and dW is deferred. One is its older, stricter rule:
-every history of the domain is rolled, where it now rolls those alone that have a new entry. So any
-two actions that change places show in the bits here. The products are not its own: operands are
-dequantized and multiplied in fp32, which is exact enough to compare as raw bits.
+even if F raises, quantized weights are cached, and dW is deferred. One rule is the library's older,
+stricter one: a roll covers every history of the domain, while the library now rolls only histories
+with a new entry. So here any two swapped actions show in the bits. The products differ from the
+library's: operands are dequantized and multiplied in fp32, exactly enough to compare raw bits.
 """
 
 from .scaling import ReferenceDomain

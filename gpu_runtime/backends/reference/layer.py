@@ -14,7 +14,7 @@ from .scaling import ReferenceDomain
 
 
 class ReferenceLayer(torch.nn.Module):
-    """Attention and MLP with residuals; four products, one layer's worth of scaling state."""
+    """Attention and MLP with residuals: four products, with the scaling state of one layer."""
 
     def __init__(
         self, name: str, config: LayerConfig, domain: ReferenceDomain, generator: torch.Generator
@@ -48,7 +48,7 @@ class ReferenceLayer(torch.nn.Module):
 
     @property
     def units(self) -> tuple[WgradUnit, ...]:
-        """One unit for each product."""
+        """One unit per product."""
         return tuple(linear.unit for linear in self.linears)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
@@ -62,7 +62,7 @@ class ReferenceLayer(torch.nn.Module):
         return result
 
     def attention(self, qkv: Tensor) -> Tensor:
-        """Causal attention in the activations' own type, by a deterministic kernel."""
+        """Causal attention in the type of the activations, by a deterministic kernel."""
         sequence, batch, _ = qkv.shape
         query, key, value = (
             part.view(sequence, batch, self.heads, -1).permute(1, 2, 0, 3)
@@ -77,7 +77,7 @@ class ReferenceLayer(torch.nn.Module):
 
 
 class ReferenceHead(torch.nn.Module):
-    """Final norm and the product over the vocabulary, with scaling state of its own."""
+    """Final norm and the product over the vocabulary, with its own scaling state."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ReferenceHead(torch.nn.Module):
 
 
 def _vectors(layer: torch.nn.Module, prefix: str) -> tuple[NonMatrix, ...]:
-    """The parameters that are no matrices, by their names in a layer."""
+    """The parameters that are not matrices, by their names in a layer."""
     return tuple(
         NonMatrix(f"{prefix}.{name}", parameter)
         for name, parameter in layer.named_parameters()

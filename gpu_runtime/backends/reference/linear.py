@@ -1,9 +1,9 @@
 """
-A linear layer over FP8 operands whose weight gradient may be computed now or deferred.
+A linear layer over FP8 operands, whose weight gradient is computed now or deferred.
 
-One layer is one product, and so one `WgradUnit`, over one weight or several stacked ones (split
-QKV). The weight is quantized into a cache of fixed addresses; F and dI read the cache, dW does not
-need it.
+One layer is one product and therefore one `WgradUnit`, over one weight or several stacked weights
+(split QKV). The weight is quantized into a cache at fixed addresses; F and dI read the cache, dW
+does not need it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..protocol import BackendError, Matrix, WgradUnit
 from .scaling import Quantized, ReferenceDomain, ScalingState
 
 Store = deque[tuple["ScaledLinear", tuple[Quantized, Quantized]]]
-"""Deferred operands in the order in which dI queued them; a bare queue, as the library's is."""
+"""Deferred operands in the order in which dI queued them; a bare queue, like the library's."""
 
 
 def product(a: Quantized, b: Quantized, *, a_t: bool = False, b_t: bool = False) -> Tensor:
-    """The fp32 product of two dequantized operands; exact operands, one scaling of the result."""
+    """The fp32 product of two FP8 operands: exact operands, the result scaled once."""
     left = a.data.float()
     right = b.data.float()
     result = (left.t() if a_t else left) @ (right.t() if b_t else right)
@@ -32,7 +32,7 @@ def product(a: Quantized, b: Quantized, *, a_t: bool = False, b_t: bool = False)
 
 
 def write_gradient(value: Tensor, destination: Tensor, *, accumulate: bool) -> None:
-    """Store an fp32 gradient, or add it and round once, as a fused accumulating product does."""
+    """Store an fp32 gradient, or add it and round once, as a fused product does."""
     if accumulate:
         destination.copy_(torch.add(destination, value))
     else:
@@ -49,9 +49,9 @@ class ScaledLinear(torch.nn.Module):
         width: Input features.
         domain: The domain whose rolls move its scales.
         scaling: Forward and backward state of its layer.
-        first_index: Index of its input in the forward state; its weight is the next one, and its
-            output gradient is at half of it in the backward state.
-        bias: Whether it has one.
+        first_index: Index of its input in the forward state; the weight has the next index. The
+            output gradient has half this index in the backward state.
+        bias: Whether it has a bias.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class ScaledLinear(torch.nn.Module):
 
     def tie(self, other: ScaledLinear) -> None:
         """
-        Use another product's weight instead of an own one; each keeps a cache and scales.
+        Use another product's weight; each product keeps its own cache and scales.
 
         Raises:
-            BackendError: One of the two stacks several weights, or the shapes differ.
+            BackendError: One of the two products stacks several weights, or the shapes differ.
         """
         mine, theirs = self.unit.matrices, other.unit.matrices
         if len(mine) > 1 or len(theirs) > 1 or mine[0].parameter.shape != theirs[0].parameter.shape:
             raise BackendError(
                 f"the weights of {self.unit.name} and {other.unit.name} cannot be one: expected "
-                "one matrix of each, of one shape"
+                "one matrix each, of the same shape"
             )
         (piece,) = self.pieces
         self.register_parameter(f"{piece}weight", theirs[0].parameter)
@@ -117,7 +117,7 @@ class ScaledLinear(torch.nn.Module):
 
     @staticmethod
     def product(wanted: Quantized, quantized: Quantized) -> Tensor:
-        """DW, of what dI retained."""
+        """dW, from the operands that dI retained."""
         return deferred_product(wanted, quantized)
 
     @property
@@ -127,7 +127,7 @@ class ScaledLinear(torch.nn.Module):
 
     @property
     def biases(self) -> tuple[torch.nn.Parameter, ...]:
-        """The stacked biases, or none."""
+        """The stacked biases; empty without a bias."""
         pieces = self.pieces if self.biased else ()
         return tuple(self.get_parameter(f"{piece}bias") for piece in pieces)
 
@@ -141,7 +141,7 @@ class ScaledLinear(torch.nn.Module):
         self._filled = (self.cache, fills + 1 if cache is self.cache else 1)
 
     def take_fills(self) -> int:
-        """How often the cache that F reads now was filled since the last call, by the host."""
+        """How often the host filled the cache that F reads now, since the last call."""
         cache, fills = self._filled
         self._filled = (self.cache, 0)
         return fills if cache is self.cache else 0
@@ -153,12 +153,12 @@ class ScaledLinear(torch.nn.Module):
         return result.view(*x.shape[:-1], result.shape[-1])
 
     def quantize_gradient(self, gradient: Tensor) -> Quantized:
-        """Record and quantize an output gradient; the only update that dI makes here."""
+        """Record and quantize an output gradient: this layer's only update in dI."""
         return self.scaling_backward.quantize(gradient, self.index // 2)
 
 
 class _Product(torch.autograd.Function):
-    """The product, its dI, and its dW done now, fused into `main_grad`, or deferred."""
+    """The product, its dI, and its dW: computed now, fused into `main_grad`, or deferred."""
 
     @staticmethod
     def forward(
@@ -181,7 +181,7 @@ class _Product(torch.autograd.Function):
         wanted = linear.quantize_gradient(gradient)
         live = linear.scaling_forward.live is not None
         linear.domain.use_scales(linear.quantized_at if live else ctx.at)
-        if live:  # what dW retains is as it was read here
+        if live:  # dW must use the factors that dI reads here
             quantized = Quantized(quantized.data, quantized.scale_inv.clone())
         dx = product(wanted, linear.cache).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         biases: tuple[Tensor, ...] = ()
@@ -204,5 +204,5 @@ class _Product(torch.autograd.Function):
 
 
 def deferred_product(wanted: Quantized, quantized: Quantized) -> Tensor:
-    """dW of one unit from what dI retained."""
+    """dW of one unit, from the operands that dI retained."""
     return product(wanted, quantized, a_t=True)

@@ -1,10 +1,10 @@
 """
 Delayed scaling: amax histories, scales, and the domain that rolls them.
 
-Quantizing records the tensor's amax in row 0 of its history and uses the scale of *before*; the
-roll that ends the action turns histories into the next scales. So a quantization belongs to the
-interval between two rolls in which it happens, and moving it into another interval (refreshing a
-weight cache too early, for one) changes numbers.
+Quantizing a tensor records its amax in row 0 of its history and uses the *previous* scale; the roll
+at the end of the action turns histories into the next scales. So a quantization belongs to its
+interval between two rolls: moving it into another interval (for example by refreshing a weight
+cache too early) changes numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 @attrs.frozen(eq=False)
 class Quantized:
-    """FP8 data with the factor that turns it back into values."""
+    """FP8 data, with the factor that converts them back into values."""
 
     data: Tensor
     scale_inv: Tensor
@@ -41,11 +41,11 @@ class ScalingState:
     Histories and scales of the tensors that one layer quantizes in one direction.
 
     Args:
-        history: amax by age and tensor; row 0 is the interval that is open now.
+        history: amax by age and tensor; row 0 is the open interval.
         scale: The factor that each tensor's next quantization uses.
         dtype: The FP8 type of this direction (HYBRID: E4M3 forward, E5M2 backward).
-        live: The factor that turns each tensor's latest quantization back into values, where tapes
-            refer to it; None where they carry a copy.
+        live: The factor that converts each tensor's latest quantization back into values, if tapes
+            refer to it; None if tapes carry a copy.
     """
 
     history: Tensor
@@ -57,7 +57,7 @@ class ScalingState:
     def empty(
         cls, length: int, tensors: int, dtype: torch.dtype, device: torch.device
     ) -> ScalingState:
-        """A state that has seen nothing: zero histories, unit scales."""
+        """A new state: zero histories, unit scales."""
         return cls(
             history=torch.zeros(length, tensors, device=device),
             scale=torch.ones(tensors, device=device),
@@ -65,7 +65,7 @@ class ScalingState:
         )
 
     def quantize(self, value: Tensor, index: int) -> Quantized:
-        """Record a tensor's amax in the open interval and quantize it with the scale of before."""
+        """Record a tensor's amax in the open interval, and quantize it with the previous scale."""
         seen = self.history[0, index]
         torch.maximum(seen, value.abs().amax().float(), out=seen)
         limit = torch.finfo(self.dtype).max
@@ -89,21 +89,21 @@ class ScalingState:
 @attrs.define(eq=False)
 class ReferenceDomain:
     """
-    Every reference stage whose scaling state moves together: one process's state domain.
+    The state domain of a process: all reference stages, whose scaling state moves together.
 
     Args:
         history_length: Entries of each amax history.
-        device: Where the stages run; `cuda` without an index is the current CUDA device.
+        device: Device of the stages; `cuda` without an index is the current CUDA device.
         margin: Powers of two kept free below the largest FP8 value.
-        tape_scales: ``carried`` where a tape copies the scales of its F, ``live`` where it refers
-            to those of the latest F, as old libraries did; a contract is configured with it.
+        tape_scales: ``carried`` if a tape copies the scales of its F; ``live`` if it refers to the
+            scales of the latest F, as old libraries did. The contract's configuration uses it.
 
     Attributes:
-        rolls: Scaling updates so far, as the host saw them: one for each F and dI that ended well
-            or not. Never set back: who compares it remembers where it began.
+        rolls: Scaling updates that the host has seen so far: one per F and dI, successful or not.
+            Never reset: a reader that compares it must remember the first value.
 
     Raises:
-        ValueError: The history has no entry, or tapes neither carry scales nor refer to them.
+        ValueError: `history_length` is not an int of at least 1, or `tape_scales` is unknown.
     """
 
     history_length: int = 4
@@ -141,8 +141,7 @@ class ReferenceDomain:
         Take a stage's scaling state into the domain.
 
         Raises:
-            BackendError: The domain is frozen: graphs that were captured would not roll the
-                newcomer.
+            BackendError: The domain is frozen: captured graphs would not roll the new stage.
         """
         if self.frozen:
             raise BackendError(
@@ -152,7 +151,7 @@ class ReferenceDomain:
         self._stages.append(stage)
 
     def scaling(self, *, forward: bool, tensors: int) -> ScalingState:
-        """New histories for one layer, rolled from now on with all others of that direction."""
+        """New histories for one layer, rolled from now on with all others of their direction."""
         held = self._forward if forward else self._backward
         state = ScalingState.empty(
             self.history_length, tensors, E4M3 if forward else E5M2, self.device
@@ -176,17 +175,17 @@ class ReferenceDomain:
                 self.roll(forward=True)
 
     def claim_first(self) -> bool:
-        """Whether the caller is the first FP8 module of this F: its backward rolls the rest."""
+        """Whether the caller is the first FP8 module of this F; its backward rolls the domain."""
         claimed, self._first_unclaimed = self._first_unclaimed, False
         return claimed
 
     def use_scales(self, at: int) -> None:
-        """Note that dI dequantized with scales of the F before which `rolls` was `at`."""
-        if len(self._used) < 2:  # two are as wrong as more
+        """Note that dI used the scales of the F before which `rolls` was `at`."""
+        if len(self._used) < 2:  # two are enough to see a mix
             self._used.add(at)
 
     def take_used(self) -> int | None:
-        """Where the F ran whose scales dI used since the last call; None for none or several."""
+        """Position of the F whose scales dI used since the last call; None if zero or several."""
         used, self._used = self._used, set()
         return used.pop() if len(used) == 1 else None
 
@@ -209,13 +208,13 @@ class ReferenceDomain:
         return {}
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """CUDA graphs want a CUDA device."""
+        """CUDA graphs need a CUDA device."""
         if self.device.type != "cuda":
             return (f"device {self.device} has no CUDA graphs",)
         return ()
 
     def environment(self) -> Mapping[str, str]:
-        """Torch's version, and its thread count, on which CPU results depend."""
+        """Torch's version and its thread count; CPU results depend on both."""
         return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
     def recipe(self) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
 """
 One pipeline stage of reference layers: the `StageBackend` that needs no GPU.
 
-The ordinary full backward (`native_forward`, then `torch.autograd.backward`) and the split one (F,
-dI, dW) run over the same modules, so one is the oracle of the other.
+The ordinary full backward (`native_forward`, then `torch.autograd.backward`) and the split backward
+(F, dI, dW) run over the same modules, so the full backward is the oracle of the split one.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class ReferenceStage(torch.nn.Module):
         index: The stage's index in the pipeline.
         domain: Its state domain; the stage joins it.
         config: Dimensions of every layer.
-        num_layers: Layers in the stage.
-        first: Whether the stage takes data, so that it has no input gradient.
-        loss: On a last stage, maps the hidden states, or the logits where the stage has a head,
-            and the stage's further inputs to a scalar.
-        extra_inputs: The further inputs that `loss` takes (targets).
+        num_layers: Number of layers in the stage.
+        first: Whether the stage takes data, and therefore has no input gradient.
+        loss: On a last stage, maps the hidden states (the logits if the stage has a head) and the
+            stage's further inputs to a scalar.
+        extra_inputs: The further inputs of `loss` (targets).
         seed: Seed of the initial parameters, drawn on the CPU so that devices agree.
         ends: Which ends of a language model the stage has; None for a stage of layers alone.
     """
@@ -113,13 +113,13 @@ class ReferenceStage(torch.nn.Module):
 
     @property
     def _layers(self) -> tuple[ReferenceLayer | ReferenceHead | DynamicHead, ...]:
-        """What has products, in the order of F."""
+        """All parts with products, in the order of F."""
         layers = tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
         return layers if self.head is None else (*layers, self.head)
 
     @property
     def _scaled(self) -> tuple[ReferenceLayer | ReferenceHead, ...]:
-        """What has scaling state and caches, in the order of F."""
+        """All parts with scaling state and caches, in the order of F."""
         return tuple(layer for layer in self._layers if not isinstance(layer, DynamicHead))
 
     @property
@@ -137,7 +137,7 @@ class ReferenceStage(torch.nn.Module):
         """
         Casts, scaling updates, and which scales dI used.
 
-        A captured cast or update has no condition on the device, so each replay does what its
+        The device does not decide about a captured cast or update, so each replay does what its
         capture recorded.
         """
         return Reports(
@@ -152,11 +152,11 @@ class ReferenceStage(torch.nn.Module):
         return [parameter._version for parameter in self._matrices]
 
     def new_tape(self, slot: int) -> Tape:
-        """A tape with one queue for each product."""
+        """A tape with one queue per product."""
         return Tape(slot, tuple(deque() for _ in self._all_linears))
 
     def warm(self) -> None:
-        """Nothing here is made on first use, but the cache holds no weight before a refresh."""
+        """Fill the cache: it holds no weight before a refresh. First use creates nothing else."""
         self.refresh_cache()
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -177,7 +177,7 @@ class ReferenceStage(torch.nn.Module):
         return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
-        """Remember where dW writes; this library reads the destination in dW."""
+        """Remember the destinations, which this backend reads in dW."""
         tape.bound = destinations
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
@@ -207,14 +207,14 @@ class ReferenceStage(torch.nn.Module):
 
     def tie(self, unit: str, other: ScaledLinear) -> None:
         """
-        Use another product's weight in one of this stage's, whose own is dropped.
+        Use another product's weight in a product of this stage, and drop its own weight.
 
         Args:
             unit: Name of a unit of this stage, of one matrix.
             other: The product, of this stage or another, with a weight of the same shape.
 
         Raises:
-            BackendError: There is no such unit, or the weights do not fit each other.
+            BackendError: The stage has no such unit, or the weights do not fit each other.
         """
         own = next((linear for linear in self.linears if linear.unit.name == unit), None)
         if own is None:
@@ -232,7 +232,7 @@ class ReferenceStage(torch.nn.Module):
         keep: bool = False,
         joining: Collection[str] = (),
     ) -> Wgrads:
-        """dW: each retained product once, into its destination or into fresh memory."""
+        """dW: run each retained product once, into its destination or into fresh memory."""
         by_unit: dict[str, Tensor] = {}
         adds = Adding(accumulate, joining)
         with torch.no_grad():
@@ -249,7 +249,7 @@ class ReferenceStage(torch.nn.Module):
         return Wgrads(covered, by_unit)
 
     def refresh_cache(self) -> None:
-        """Quantize every weight again, within the interval that is open now."""
+        """Quantize every weight again, in the open interval."""
         for linear in self.linears:
             linear.refresh()
         if isinstance(self.head, DynamicHead):
@@ -258,12 +258,12 @@ class ReferenceStage(torch.nn.Module):
 
     def filled(self) -> tuple[str, ...]:
         """
-        The matrices whose cache was filled since the last call, each as often as it was.
+        The matrices whose cache was filled since the last call, one entry per fill.
 
-        The host counts the casts that it launched, into the cache that F reads now: one that was
-        replaced since counts for nothing, and a replayed graph's casts are not seen. A head without
-        a cache, whose weight every F reads itself, is current by nature: it is named with each
-        refresh.
+        The host counts the casts that it launched into the cache that F reads now. Casts into a
+        cache that was replaced since do not count, and the host does not see a replayed graph's
+        casts. A head without a cache, whose weight every F reads directly, is always current: each
+        refresh lists it.
         """
         uncached, self._uncached = self._uncached, 0
         found = [
@@ -281,7 +281,7 @@ class ReferenceStage(torch.nn.Module):
         self._refreshed_at = self._versions()
 
     def cache_is_current(self) -> bool:
-        """Whether autograd's version counters still read what they did at the last refresh."""
+        """Whether autograd's version counters are the same as at the last refresh."""
         return self._refreshed_at == self._versions()
 
     def cached_weights(self) -> Mapping[str, Tensor]:
@@ -318,7 +318,7 @@ class ReferenceStage(torch.nn.Module):
         }
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
-        """The module tree, the scaling state of its layers, the caches of their products."""
+        """A probe of the module tree, of its layers' scaling state, and of its products' caches."""
         tree = module_probe(self)
         layers, linears = self._scaled, self.linears
 
@@ -334,7 +334,7 @@ class ReferenceStage(torch.nn.Module):
         return look
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """None of its own."""
+        """Empty: a stage adds no obstacle to its domain's."""
         return ()
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
@@ -349,7 +349,7 @@ class ReferenceStage(torch.nn.Module):
         return self._run(inputs)
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
-        """Accumulate into these buffers from inside the full backward; None means `.grad`."""
+        """Let the full backward accumulate into these buffers; None means `.grad`."""
         for linear in self._all_linears:
             linear.main_grad = None if destinations is None else destinations[linear.unit.name]
 

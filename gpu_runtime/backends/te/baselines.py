@@ -1,9 +1,9 @@
 """
-What users of Transformer Engine run today, for the benchmark's native columns.
+Transformer Engine as its users run it today, for the benchmark's native columns.
 
-Part of the Transformer Engine backend, so that the library is imported in this package alone; its
-names are looked up in `qeffect.gpu_runtime.backends.te.internals`. Nothing of the runtime is used:
-no slots, no tapes, no guards, so that the columns stay what they are called.
+This module is part of the backend, so that only this package imports the library; the names that it
+uses are listed in `qeffect.gpu_runtime.backends.te.internals`. It uses nothing of the runtime, no
+slots, tapes or guards, so that the columns stay native.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def autocast(recipe: Any) -> AbstractContextManager[None]:
 
 
 def layer(config: LayerConfig, *, fused: bool, seed: int) -> torch.nn.Module:
-    """One `TransformerLayer`; `fused` lets its weight gradients accumulate into `main_grad`."""
+    """One `TransformerLayer`; with `fused`, its weight gradients accumulate into `main_grad`."""
     torch.manual_seed(seed)
     made: torch.nn.Module = library().te.TransformerLayer(
         config.hidden,
@@ -67,7 +67,7 @@ def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 class Chain(torch.nn.Module):
-    """Layers in a row as one callable, so that one graph holds them all."""
+    """Consecutive layers as one callable, so that one graph holds them all."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ def graphed(
     The library's own graphs with weight caching.
 
     Args:
-        layers: The layers, one a chunk.
-        sample: A tensor of the shape that flows between them.
-        microbatches: Microbatches of a step.
+        layers: The layers, one per chunk.
+        sample: A tensor with the shape of the activations between layers.
+        microbatches: Microbatches per step.
         order: The library's `_order`; for `layers` and `model` one chunk of alternating F and B.
-        chunking: `chunks`: a chunk for each layer. `layers`: one chunk of several callables.
+        chunking: `chunks`: one chunk per layer. `layers`: one chunk of several callables.
             `model`: one chunk of one callable.
         recipe: The FP8 recipe.
-        reuse: Let the library use buffers of inputs, outputs and their gradients again for
+        reuse: Let the library reuse buffers of inputs, outputs and their gradients for
             microbatches that do not overlap.
 
     Returns:
@@ -137,11 +137,11 @@ def graphed(
 
 def _without_clones(make: Any) -> dict[str, bool]:
     """
-    The option that lets graphs return gradients as they did before 2.19, where there is one.
+    The option, if the library has it, that lets graphs return gradients as before 2.19.
 
-    From 2.19 on a replay clones every parameter gradient that it returns. A column reads a graph's
-    gradients in the step that replays it, before that graph is replayed again, so it needs no
-    clone: columns mean the same under every version, and the library is timed at its fastest.
+    From 2.19 on, a replay clones every parameter gradient that it returns. A column reads a graph's
+    gradients before the graph is replayed again, so it does not need clones. Without them, columns
+    mean the same under every version, and the library is timed at its fastest.
     """
     option = "clone_param_grads_on_return"
     return {option: False} if option in inspect.signature(make).parameters else {}
@@ -149,10 +149,10 @@ def _without_clones(make: Any) -> dict[str, bool]:
 
 def load_libraries(config: LayerConfig) -> None:
     """
-    Load every kernel that a step of these dimensions uses, and leave nothing else behind.
+    Load every kernel that a step of these dimensions uses, without other lasting effects.
 
-    Handles, plans and lazily loaded kernels cost the first step of a process seconds whichever
-    column it runs; without this they would be booked on whoever comes first.
+    Handles, plans and lazily loaded kernels cost the first step of a process several seconds. If
+    they were not loaded here, the first column would be charged for them.
     """
     recipe = delayed_scaling(16)
     shape = (config.sequence, config.batch, config.hidden)

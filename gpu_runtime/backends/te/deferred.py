@@ -2,11 +2,11 @@
 Transformer Engine's deferred weight gradients, taken out of its queues and given a destination.
 
 The library queues closures over the operands of each product in a `WeightGradStore`: a FIFO without
-key or owner. Its own `backward_dw` pops whatever the module's current store holds, overwrites
-`.grad` and loses the gradients of split QKV. Here every entry leaves its slot's stores at the end
-of dI, is matched with its unit, and is run later into the destination that was bound. Nothing in
-this module imports the library: a queue with `empty` and `get`, and a closure over a dictionary of
-GEMM arguments, are all it knows.
+key or owner. Its own `backward_dw` pops the entries of the module's current store, overwrites
+`.grad` and loses the gradients of split QKV. Here, the end of dI takes every entry out of the
+slot's stores and matches it with its unit; dW runs it later into the bound destination. This module
+does not import the library: it needs only a queue with `empty` and `get`, and closures over a
+dictionary of GEMM arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..protocol import BackendError, DeferredWork, WgradUnit
 
 GEMM_ARGUMENTS = "wgrad_gemm_kwargs"
-"""The closure variable that holds a deferred product's arguments ends in this."""
+"""Suffix of the closure variable that holds a deferred product's arguments."""
 
 _REBOUND = ("out", "out_dtype", "accumulate")
 
@@ -30,10 +30,10 @@ def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
 
     Args:
         store: A `WeightGradStore` of one slot.
-        units: The units whose work one dI queues there, in queue order.
+        units: The units whose work one dI queues in the store, in queue order.
 
     Raises:
-        BackendError: The store held more or fewer entries; it is empty now either way.
+        BackendError: The store held more or fewer entries; it is now empty in any case.
     """
     entries = []
     while not store.context.empty():
@@ -54,8 +54,8 @@ def gemm_arguments(compute: Callable[..., Any]) -> MutableMapping[str, Any]:
     The argument dictionary that a deferred product's closure reads when it runs.
 
     Raises:
-        BackendError: The closure has none, or they lack one that says where the gradient goes:
-            this version of the library is built differently.
+        BackendError: The closure has no such dictionary, or the dictionary lacks an argument for
+            the gradient's destination: this version of the library is built differently.
     """
     names = compute.__code__.co_freevars
     for name, cell in zip(names, compute.__closure__ or (), strict=True):
@@ -79,14 +79,14 @@ def run(work: DeferredWork, destination: Tensor | None, *, accumulate: bool) -> 
 
     Args:
         work: The product.
-        destination: Where the gradient goes, or None for fresh memory.
+        destination: Where the product writes the gradient; None for fresh memory.
         accumulate: Add to the destination instead of overwriting it.
 
     Returns:
         The destination, or the fresh gradient.
 
     Raises:
-        BackendError: The product landed elsewhere.
+        BackendError: The product did not write its destination.
     """
     if destination is not None:
         arguments = gemm_arguments(work.compute)
@@ -97,16 +97,16 @@ def run(work: DeferredWork, destination: Tensor | None, *, accumulate: bool) -> 
     if destination is None:
         return gradient
     if gradient is not None and gradient.data_ptr() != destination.data_ptr():
-        raise BackendError(f"{work.unit.name}: the product did not land in its destination")
+        raise BackendError(f"{work.unit.name}: the product did not write its destination")
     return destination
 
 
 def check_bound(units: Sequence[WgradUnit], bound: Mapping[str, Tensor]) -> None:
     """
-    Look whether every unit has a contiguous destination of its shape.
+    Check that every unit has a contiguous destination of its shape.
 
     Raises:
-        BackendError: One has not.
+        BackendError: A unit has no such destination.
     """
     for unit in units:
         tensor = bound.get(unit.name)

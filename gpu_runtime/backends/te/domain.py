@@ -1,11 +1,12 @@
 """
-Transformer Engine's state domain: the process. The only module that imports the library by name.
+Transformer Engine's state domain: the process. Only this module imports the library by name.
 
-Every update of the library goes over every registered module of the process, other chunks included,
-and rolls each history that has a new entry, whoever's it is (before its pull request 825, and under
-`NVTE_UNFUSED_FP8_UPDATE=1` still, it rolls all); graphs bake the set of modules in. So there is one
-domain, it refuses strangers and late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`)
-join it.
+Every update of the library goes over all registered modules of the process, other chunks included,
+and rolls each history that has a new entry, whichever module owns it. (Before the library's pull
+request 825, and still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all histories.) Graphs
+bake the set of modules in. So a process has one domain, which stages
+(`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules of others and modules
+that are made after the capture.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .internals import missing_imports
 
 TESTED = ((2, 18), (2, 20))
 """
-First and last version, by their first two numbers, whose internals this was made for. The device
-tests ran under both; the internals of those between were compared with theirs.
+First and last supported version, by their first two numbers. The device tests ran under both; the
+internals of the versions between were compared with theirs.
 """
 
 Scaling = Literal["delayed", "current", "block"]
@@ -45,7 +46,7 @@ def tested_versions() -> str:
 
 def version_problem(found: str) -> str | None:
     """
-    What to tell a user about a version of Transformer Engine; None when it is a tested one.
+    The message about an untested version of Transformer Engine; None for a tested version.
 
     >>> version_problem("2.18.0") is version_problem("2.20.2") is None
     True
@@ -70,8 +71,8 @@ def library() -> SimpleNamespace:
     The parts of Transformer Engine that are used, imported on first use.
 
     Raises:
-        BackendError: It is not installed, cannot load, is untested, or lacks a name that the
-            runtime reaches; the message says which.
+        BackendError: The library is not installed, cannot load, is untested, or lacks a name that
+            the runtime uses; the message says which.
     """
     try:
         import transformer_engine
@@ -102,14 +103,14 @@ def library() -> SimpleNamespace:
 
 def refuse_missing(version: str, missing: Sequence[str]) -> None:
     """
-    Refuse a library that lacks internals.
+    Refuse a library that lacks required internals.
 
     Args:
         version: The library's version.
-        missing: What `qeffect.gpu_runtime.backends.te.internals` did not find.
+        missing: Names that `qeffect.gpu_runtime.backends.te.internals` did not find.
 
     Raises:
-        BackendError: Something is missing; the message names all of it.
+        BackendError: A name is missing; the message lists all missing names.
     """
     if missing:
         raise BackendError(
@@ -119,7 +120,7 @@ def refuse_missing(version: str, missing: Sequence[str]) -> None:
 
 
 def reset_process() -> None:
-    """Forget every registered module of the process, so that a new domain can be made."""
+    """Forget every registered module of the process, so that a new domain can start."""
     library().manager.reset()
 
 
@@ -127,11 +128,11 @@ class Member(StageBackend, Protocol):
     """A stage of this library's layers."""
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
-        """Modules that hold FP8 state, once they are warm."""
+        """Modules that hold FP8 state once they are warm."""
         ...
 
     def require_warm(self) -> None:
-        """Raise `BackendError` where a module has no FP8 state yet."""
+        """Raise `BackendError` if a module has no FP8 state yet."""
         ...
 
 
@@ -141,12 +142,13 @@ class TransformerEngineDomain:
     The numerical state of all Transformer Engine modules of this process.
 
     Args:
-        scaling: Delayed, current or block scaling; only delayed has state that actions order.
+        scaling: Delayed, current or block scaling; only delayed scaling has state that depends on
+            the order of actions.
         history_length: Entries of each amax history, for delayed scaling.
-        device: The CUDA device; the current one when it is left out or has no index.
+        device: The CUDA device; the current one if it is left out or has no index.
 
     Raises:
-        BackendError: The library is missing, or modules of somebody else already share the state.
+        BackendError: The library is missing, or modules of other owners already share the state.
     """
 
     scaling: Scaling = "delayed"
@@ -183,7 +185,7 @@ class TransformerEngineDomain:
 
     @property
     def stages(self) -> tuple[Member, ...]:
-        """The stages that joined, in order."""
+        """The stages that have joined, in order."""
         return tuple(self._stages)
 
     def join(self, stage: Member) -> None:
@@ -222,8 +224,8 @@ class TransformerEngineDomain:
         Close the set of modules before capture.
 
         Raises:
-            BackendError: A stage is cold, a stranger shares the state, or the process-wide skip
-                flag exists, which would override every F's refresh flag.
+            BackendError: A stage is not warm, a module outside the domain shares the state, or the
+                process-wide skip flag exists, which would override every F's refresh flag.
         """
         for stage in self._stages:
             stage.require_warm()
@@ -242,10 +244,10 @@ class TransformerEngineDomain:
 
     def check_membership(self) -> None:
         """
-        Look whether a module appeared since `freeze`.
+        Check that no module was registered since `freeze`.
 
         Raises:
-            BackendError: One has: replays would not move its scales, eager actions would.
+            BackendError: A module was: replays would not move its scales, but eager actions would.
         """
         if self.frozen and self._registered() != self._frozen_members:
             raise BackendError(
@@ -269,7 +271,7 @@ class TransformerEngineDomain:
         }
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """The domain itself needs a CUDA device, and needs it to be the current one."""
+        """The domain needs a CUDA device, which must be the current device."""
         if not torch.cuda.is_available():
             return ("no CUDA device is available",)
         current = placed()
@@ -281,7 +283,7 @@ class TransformerEngineDomain:
         return ()
 
     def environment(self) -> Mapping[str, str]:
-        """Versions, the device, and the settings that results depend on."""
+        """Versions, the device, and the settings that affect results."""
         return {
             "torch": torch.__version__,
             "transformer_engine": self._lib.version,

@@ -1,10 +1,11 @@
 """
-Every name of Transformer Engine that the runtime reaches, and a look for those that are missing.
+Every name of Transformer Engine that the runtime uses, and checks for missing names.
 
-Most are private: a later version may rename or drop one without a word. Each is looked for where it
-first can be (at import, in a new layer, after its first F), so that such a version is refused with
-the names that it lacks instead of failing somewhere in a step. The README's table of internals has
-the same names. Nothing here imports the library; its modules are loaded by whoever looks.
+Most names are private: a later version may rename or drop a name without notice. Each name is
+checked as early as possible: at import, in a new layer, or after its first F. A version that lacks
+names is then refused with a list of them, instead of failing in the middle of a step. The README's
+table of internals has the same names. Importing this module does not import the library; the checks
+load its modules.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ STORES = (
     # LayerNormMLP queues FC2 before FC1 in its one store.
     ("layernorm_mlp", ("fc2", "fc1")),
 )
-"""Submodules of a layer that defer weight gradients, and the products that one dI queues there."""
+"""Submodules of a layer that defer weight gradients, with the products that dI queues in each."""
 
 
 @frozen
 class Imported:
     """
-    A name that is looked for when the library is imported.
+    A name that is checked when the library is imported.
 
     Args:
         module: The module that holds it.
         path: The name there, with dots for attributes.
-        parameters: Parameters that it is called with.
+        parameters: Parameters that the runtime passes to it.
     """
 
     module: str
@@ -57,14 +58,14 @@ class Imported:
 
     @property
     def name(self) -> str:
-        """The name in full."""
+        """The full name."""
         return f"{self.module}.{self.path}"
 
 
 @frozen
 class Member:
     """
-    A name that is looked for in the modules of a layer.
+    A name that is checked in the modules of a layer.
 
     Args:
         name: The attribute.
@@ -119,7 +120,7 @@ IMPORTED = (
     Imported(_QUANTIZATION, f"{_MANAGER}.quantization_state.global_amax_buffer"),
     Imported(_QUANTIZATION, f"{_MANAGER}.quantization_state.skip_fp8_weight_update_tensor"),
 )
-"""What every use of the library needs."""
+"""Names that every use of the library needs."""
 
 BASELINE = (
     Imported(
@@ -136,7 +137,7 @@ BASELINE = (
         ),
     ),
 )
-"""What the benchmark's columns of the library's own graphs need besides."""
+"""Additional names for the benchmark's columns of the library's own graphs."""
 
 LAYER = (
     Member("wgrad_store", _ALL),
@@ -149,10 +150,10 @@ LAYER = (
     Member("fc1_weight", _ALL[2:]),
     Member("fc2_weight", _ALL[2:]),
 )
-"""What the submodules of a new layer have."""
+"""Attributes of the submodules of a new layer."""
 
 STATE = ("amax_history", "scale")
-"""What delayed scaling keeps in `fp8_meta`, forward and backward, from the first F on."""
+"""Entries of `fp8_meta` under delayed scaling, forward and backward, from the first F on."""
 
 _CACHES = {_ALL[0]: ("weight",), _ALL[1]: ("weight",), _ALL[2]: ("fc1_weight", "fc2_weight")}
 _CACHE_MEMBERS = ("quantize_", "get_metadata")
@@ -165,11 +166,11 @@ def missing_imports(
     Names that an installed library lacks.
 
     Args:
-        reached: The names to look for.
+        reached: The names to check.
         load: Imports a module.
 
     Returns:
-        Full names; of one that is there without a parameter, `name(parameter=)`.
+        Full names; `name(parameter=)` for a name that exists but lacks a parameter.
     """
     found: list[str] = []
     for one in reached:
@@ -211,18 +212,18 @@ def missing_members(layer: torch.nn.Module) -> list[str]:
 
 
 def missing_in_head(head: torch.nn.Module) -> list[str]:
-    """Attributes that a new `LayerNormLinear` lacks, which stands alone behind the layers."""
+    """Attributes that a new `LayerNormLinear` lacks: the head, behind all layers."""
     wanted = [member.name for member in LAYER if _LINEAR[0] in member.paths]
     return [f"LayerNormLinear.{name}" for name in wanted if not hasattr(head, name)]
 
 
 def missing_state(layer: torch.nn.Module, *, delayed: bool) -> list[str]:
     """
-    What a layer lacks after its first F under FP8 with weight caching.
+    Names that a layer lacks after its first F under FP8 with weight caching.
 
     Args:
         layer: The layer, with every member of `LAYER`.
-        delayed: Whether the recipe is delayed scaling, which alone keeps histories.
+        delayed: Whether the recipe is delayed scaling, the only recipe with histories.
     """
     found: list[str] = []
     for path, names in _CACHES.items():

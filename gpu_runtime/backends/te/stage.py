@@ -1,10 +1,10 @@
 """
 One pipeline stage of Transformer Engine layers behind the backend protocol.
 
-Facts that shape it, read from versions 2.18 to 2.20: stores of deferred work are read at F and
+These facts about versions 2.18 to 2.20 shape the stage: stores of deferred work are read at F and
 filled at dI; `main_grad` is read at dI; F under autocast rolls scales even when it raises; weight
-caches are the modules' `_fp8_workspaces`, silently re-created when they do not fit, so their
-addresses are checked.
+caches are the modules' `_fp8_workspaces`, which are silently re-created if they do not fit, so
+their addresses are checked.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class TransformerEngineStage:
         index: The stage's index in the pipeline.
         domain: Its state domain; the stage joins it.
         config: Dimensions of every layer.
-        num_layers: Layers in the stage.
-        fuse_wgrad_accumulation: Give destinations to the library as `main_grad` at dI. Fused QKV
-            only; without it they are bound at dW, as split QKV needs.
-        first: Whether the stage takes data, so that it has no input gradient.
-        loss: On a last stage, maps the hidden states, or the logits where the stage has a head,
-            and the stage's further inputs to a scalar.
-        extra_inputs: The further inputs that `loss` takes (targets).
+        num_layers: Number of layers in the stage.
+        fuse_wgrad_accumulation: Give destinations to the library as `main_grad` at dI; fused QKV
+            only. If False, destinations are bound at dW, as split QKV needs.
+        first: Whether the stage takes data, and therefore has no input gradient.
+        loss: On a last stage, maps the hidden states (the logits if the stage has a head) and the
+            stage's further inputs to a scalar.
+        extra_inputs: The further inputs of `loss` (targets).
         seed: Seed of the initial parameters.
         ends: Which ends of a language model the stage has; None for a stage of layers alone. The
             head, with the final norm, is one `LayerNormLinear` of the library, or TorchAO's.
 
     Raises:
-        BackendError: Split QKV was asked to fuse its accumulation, which the library refuses; or
-            the library's layers lack a member that the runtime reaches.
+        BackendError: Fused accumulation was asked for with split QKV, which the library refuses;
+            or the library's layers lack a member that the runtime uses.
     """
 
     survives_restart = frozenset({"parameters", "numerical-state", "recipe"})
@@ -105,7 +105,7 @@ class TransformerEngineStage:
         self.loss = loss
         domain.join(self)
         torch.manual_seed(seed)
-        # One tree of all modules: names, parameters, caches and FP8 state are read from it.
+        # One tree of all modules, from which names, parameters, caches and FP8 state are read.
         self.root = torch.nn.Module()
         self.embedding: TokenEmbedding | None = None
         if ends is not None and ends.embedding:
@@ -183,7 +183,7 @@ class TransformerEngineStage:
 
     @property
     def relations(self) -> frozenset[str]:
-        """All of them under delayed scaling; no order of state without state."""
+        """All relations under delayed scaling; other recipes have no state, so no order."""
         unused = set() if self.domain.scaling == "delayed" else {"order"}
         return frozenset(RELATIONS) - unused
 
@@ -191,23 +191,23 @@ class TransformerEngineStage:
     def reports(self) -> Reports:
         """
         Nothing: the library decides in its own modules whether it casts or updates scales, and
-        tells nobody.
+        does not report it.
         """
         return Reports()
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
-        """Modules that hold FP8 state, once they are warm."""
+        """Modules that hold FP8 state once they are warm."""
         for name, module in self.root.named_modules():
             if getattr(module, "fp8_meta", None):
                 yield name, module
 
     def new_tape(self, slot: int) -> Tape:
-        """A tape with stores of its own."""
+        """A tape with its own stores."""
         last = () if self.dynamic is None else (deque[Any](),)
         return Tape(slot, (*(self._lib.WeightGradStore(True) for _ in self._holders), *last))
 
     def _install(self, stores: Sequence[Any]) -> None:
-        if self.dynamic is not None:  # the library's own backward runs where it has no store
+        if self.dynamic is not None:  # without a store the library's own backward runs
             self.dynamic.store = stores[-1] if len(stores) > len(self._holders) else None
         for module, store in zip(self._holders, stores, strict=False):
             module.wgrad_store = store
@@ -230,7 +230,7 @@ class TransformerEngineStage:
         Run one F that creates FP8 state and caches; numerical state moves.
 
         Raises:
-            BackendError: The F left state or caches out, or under names that are unknown here.
+            BackendError: F did not create state or caches, or created them under unknown names.
         """
         self._install(self._off)
         self._run([spec.buffer() for spec in self.inputs], first=True)
@@ -241,10 +241,10 @@ class TransformerEngineStage:
 
     def require_warm(self) -> None:
         """
-        Look whether state and caches exist.
+        Check that state and caches exist.
 
         Raises:
-            BackendError: They do not: a first use would create them inside a captured graph.
+            BackendError: They are missing: the first use would create them inside a captured graph.
         """
         cached = len(list(self._caches()))
         expected = len(self.units) - (self.dynamic is not None)
@@ -263,16 +263,16 @@ class TransformerEngineStage:
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
         """
-        Say where gradients go; must precede dI, where the library reads `main_grad`.
+        Set the gradient destinations; must precede dI, where the library reads `main_grad`.
 
         Raises:
-            BackendError: A unit has no destination, or the library needs one and gets none.
+            BackendError: A unit has no destination, or the stage needs destinations but got None.
         """
         if destinations is not None:
             deferred.check_bound(self.units, destinations)
         elif self.fuse:
             raise BackendError(
-                "copied gradients need a stage made with fuse_wgrad_accumulation=False: with it "
+                "copied gradients need a stage made with fuse_wgrad_accumulation=False: fused, "
                 "the library writes into main_grad"
             )
         tape.bound = destinations
@@ -283,7 +283,7 @@ class TransformerEngineStage:
             matrix.parameter.main_grad = destinations[unit.name]  # type: ignore[attr-defined]
 
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
-        """dI; deferred products leave the tape's stores for the tape."""
+        """dI; deferred products move from the stores onto the tape."""
         if not tape.outputs:
             raise BackendError(
                 f"slot {tape.slot} of stage {self.index} holds no forward's outputs; run F of this "
@@ -318,7 +318,7 @@ class TransformerEngineStage:
         keep: bool = False,
         joining: Collection[str] = (),
     ) -> Wgrads:
-        """dW: every retained product once, into its destination or into the library's memory."""
+        """dW: run every retained product once, into its destination or the library's memory."""
         by_unit: dict[str, Tensor] = {}
         adds = Adding(accumulate, joining)
         with torch.no_grad():
@@ -363,7 +363,7 @@ class TransformerEngineStage:
         return tuple(m.parameter._version for unit in self.units for m in unit.matrices)
 
     def cache_is_current(self) -> bool:
-        """Whether autograd's version counters still read what they did at the last refresh."""
+        """Whether autograd's version counters are the same as at the last refresh."""
         return self._refreshed_at == self._versions()
 
     def cached_weights(self) -> Mapping[str, Tensor]:
@@ -401,7 +401,7 @@ class TransformerEngineStage:
         }
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
-        """The module tree, and what the FP8 state and workspaces of its modules hold by then."""
+        """A probe of the module tree, and of its modules' current FP8 state and workspaces."""
         tree = module_probe(self.root)
         modules: list[Any] = list(self.root.modules())
         stateful = [module for module in modules if hasattr(module, "fp8_meta")]
@@ -429,7 +429,7 @@ class TransformerEngineStage:
         return look
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """Modes in which a graph would replay host decisions or another library's streams."""
+        """Modes in which a graph would replay host decisions or streams of another library."""
         found = []
         for name, module in self.root.named_modules():
             if not module.training:
@@ -455,7 +455,7 @@ class TransformerEngineStage:
         Let the full backward accumulate into `main_grad`, or into `.grad` when None.
 
         Raises:
-            BackendError: The stage was built for the other one.
+            BackendError: The stage was made for the other kind of accumulation.
         """
         if (destinations is not None) != self.fuse:
             raise BackendError(

@@ -1,20 +1,20 @@
 """
-Physical gradient destinations, and what must stay true of them.
+Physical gradient destinations, described to the kernel at every bind.
 
 Three rules say where dW writes and what the optimizer then reads:
 
 `copied`
     The library's own memory, cloned after every dW; summed at finalize. The conservative path.
 `per_microbatch`
-    One fixed buffer for every matrix and microbatch; summed at finalize. The paper's direct
-    placement, `M * sum(sizeof(W))` bytes.
+    One fixed buffer per matrix and microbatch; summed at finalize. The paper's direct placement,
+    `M * sum(sizeof(W))` bytes.
 `accumulate`
-    One fixed buffer for every matrix: the first dW of an epoch overwrites it, later ones add to it.
-    Its size does not depend on the number of microbatches, its value depends on the order of dW.
+    One fixed buffer per matrix: the first dW of an epoch overwrites it, later ones add to it. Its
+    size does not depend on the number of microbatches; its value depends on the order of dW.
 
-The kernel's arena ledger decides which microbatch may write, whether all have, and whether what is
-bound is what was configured. This module holds the memory, and describes it to the kernel as it is
-now: shape, dtype, device and address are read again at every bind.
+The kernel's arena ledger decides which microbatch may write, whether all microbatches have written,
+and whether the bound memory is the configured memory. This module holds the memory and describes
+its current state to the kernel: every bind reads shape, dtype, device and address again.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Arena:
         units: The stage's units of deferred work.
         rule: Where dW writes.
         num_microbatches: Microbatches of an epoch.
-        dtype: Type of the destinations. Where it differs from the parameters', the optimizer needs
-            master weights of that type.
-        device: Where they live.
-        tied: By unit, the name of the destination that another unit has too.
+        dtype: Type of the destinations. If it differs from the parameters' type, the optimizer
+            needs master weights of that type.
+        device: Device of the destinations.
+        tied: By unit, the name of the destination that it shares with another unit.
         lent: By name, the sets of destinations that were made for an earlier unit; the arena adds
-            those that it makes.
+            the sets that it makes.
     """
 
     units: tuple[WgradUnit, ...]
@@ -72,7 +72,7 @@ class Arena:
         if self.rule not in RULES:
             raise ValueError(f"unknown destination rule {self.rule!r}; choose {', '.join(RULES)}")
         if self.tied and not self.direct:
-            raise ValueError("tied weights share a destination, and under 'copied' there is none")
+            raise ValueError("tied weights share a destination, but rule 'copied' has none")
         terms = 1 if self.rule == "accumulate" else self.num_microbatches
         self._sum = OrderedSum.prepared(terms, self.dtype, self.device)
         sets = {"copied": 0, "per_microbatch": self.num_microbatches, "accumulate": 1}[self.rule]
@@ -91,7 +91,7 @@ class Arena:
             self._identities.append(TensorIdentity(held))
 
     def _buffer(self, unit: WgradUnit, index: int) -> Tensor:
-        """Make the destination of a unit in one set, or take the one that it shares."""
+        """Make the destination of a unit in one set, or take the shared destination."""
         sets = self.lent.setdefault(self.tied[unit.name], []) if unit.name in self.tied else []
         if unit.name not in self._own:
             return sets[index]
@@ -122,7 +122,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Reserved destination memory, lent one aside; copies under `copied` are not counted."""
+        """Reserved destination memory in bytes, without lent destinations and `copied` clones."""
         return sum(
             buffers[name].numel() * buffers[name].element_size()
             for buffers in self._buffers
@@ -142,15 +142,15 @@ class Arena:
         return self.buffers(self.index_of(microbatch))
 
     def configured(self) -> tuple[Destination, ...]:
-        """Every destination, as the kernel is configured with."""
+        """Every destination, as in the kernel's configuration."""
         return tuple(d for described in self._configured for d in described)
 
     def present(self, microbatch: int) -> tuple[Destination, ...]:
         """
-        What a microbatch's dW would write now, for the kernel to compare with what it should.
+        Where a microbatch's dW would write now, for the kernel to compare with the configuration.
 
-        The tensors are looked at each time. Where nothing about them has changed, the configured
-        description itself is returned, which the kernel compares by identity.
+        Every call looks at the tensors again. If they are unchanged, it returns the configured
+        description itself, which the kernel compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
         return (
@@ -160,7 +160,7 @@ class Arena:
         )
 
     def in_place(self) -> bool:
-        """Whether `present` says of every microbatch what the kernel is configured with."""
+        """Whether `present` gives the configured destinations for every microbatch."""
         return all(look.unchanged() for look in self._identities)
 
     def _described(self, index: int) -> tuple[Destination, ...]:
@@ -184,7 +184,7 @@ class Arena:
         return tuple(sorted(found, key=lambda d: d.matrix))
 
     def keep_copies(self, microbatch: int, by_unit: Mapping[str, Tensor]) -> None:
-        """Under `copied`, clone what dW left in the library's memory before its slot is reused."""
+        """Under `copied`, clone the gradients in the library's memory before the slot is reused."""
         self._copies[microbatch] = {name: tensor.clone() for name, tensor in by_unit.items()}
 
     def written(self, microbatch: int) -> Mapping[str, Tensor]:
@@ -201,7 +201,7 @@ class Arena:
         The gradient of each unit for the epoch, summed in the given order of microbatches.
 
         The order matters: an eight-term sum in another order differs in most of its elements. A
-        unit whose destination is lent has no gradient here: it is the other's, summed once.
+        unit with a lent destination has no gradient here: the unit that lends it has the sum.
         """
         names = list(self._own)
         if self.rule == "accumulate":
@@ -213,11 +213,11 @@ class Arena:
 
     @property
     def one_pass_obstacle(self) -> str:
-        """Why `total` adds one buffer after another instead of reading each once; empty if not."""
+        """Why `total` adds buffers one by one instead of in one pass; empty if in one pass."""
         return self._sum.obstacle
 
     def zero(self) -> None:
-        """Clear the buffers, as they were when the arena was made."""
+        """Clear the buffers: the state of a new arena."""
         for buffers in self._buffers:
             for tensor in buffers.values():
                 tensor.zero_()
@@ -228,6 +228,6 @@ class Arena:
 
 
 def by_matrix(units: Iterable[WgradUnit], by_unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each matrix's rows of its unit's gradient, by name; of the units that have one."""
+    """Each matrix's rows of its unit's gradient, by name; skips units without a gradient."""
     found = [unit for unit in units if unit.name in by_unit]
     return {m.name: rows for unit in found for m, rows in unit.rows(by_unit[unit.name])}

@@ -1,11 +1,11 @@
 """
-Counters in device memory: what the device itself says that it ran.
+Counters in device memory: the device's own record of the actions that it ran.
 
-One small kernel goes with every F, dI, dW and refresh, in the same captured graph: it adds one to
+One small kernel goes with every F, dI, dW and refresh, in the same captured graph. It adds one to
 the counter of the stage and the kind of action, and folds the action's mark into the digest of the
-state domain (`qeffect.counts`). So a graph counts whoever replays it. A step reads the counters
-back once, into pinned memory. The device can also compare them itself with what the contract
-expects, so that it skips the update where they differ and no host has to wait.
+state domain (`qeffect.counts`). So a graph counts its replays, whoever launches them. A step reads
+the counters back once, into pinned memory. The device can also compare them with the counts that
+the contract expects: it then skips the update if they differ, and no host waits.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class DeviceCounters:
 
     Args:
         places: (stage, slot) of every slot of the domain, by the process's index.
-        device: Where they live; on a CPU nothing is asynchronous.
+        device: Device of the counters; on a CPU nothing is asynchronous.
     """
 
     def __init__(self, places: Iterable[tuple[int, int]], device: torch.device) -> None:
         slots = list(places)
         self.stages = tuple(dict.fromkeys(stage for stage, _ in slots))
         size = 1 + len(COUNTED) * len(self.stages)
-        # The digest is multiplied before its mark is added; a counter is kept as it is.
+        # The digest is multiplied before its mark is added; a counter is multiplied by one.
         self._factors = torch.ones(size, dtype=torch.int64, device=device)
         self._factors[0] = MULTIPLIER
         self.values = torch.zeros(size, dtype=torch.int64, device=device)
         marked = [("refresh", stage, stage) for stage in self.stages]
         marked += [(action, stage, slot) for stage, slot in slots for action in COUNTED[1:]]
-        # Of an even length, so that every row begins at an address of which a compiled kernel knows
-        # as much: another variant would have to be compiled in the middle of a capture.
+        # An even length gives every row the same alignment. Otherwise another variant of the kernel
+        # would have to be compiled in the middle of a capture.
         rows = torch.zeros((len(marked), size + size % 2), dtype=torch.int64)
         for n, (action, stage, place) in enumerate(marked):
             rows[n, 0] = mark(action, place)
@@ -73,27 +73,28 @@ class DeviceCounters:
             torch.addcmul(term, self._factors, self.values, out=self.values)
 
     def zero(self) -> None:
-        """Begin again, on the current stream, as the contract does at a restore."""
+        """Set all counts to zero on the current stream, as the contract does at a restore."""
         self.values.zero_()
 
     def warm(self) -> None:
-        """Run the kernels once, so that no capture has to load them, and begin at zero."""
+        """Run the kernels once, so that no capture has to load them, then set counts to zero."""
         self.ran(*next(iter(self._terms)))
         self.gate(DeviceCounts(0, {stage: (0,) * len(COUNTED) for stage in self.stages}))
         self.zero()
 
     def gate(self, expected: DeviceCounts) -> torch.Tensor:
         """
-        Compare on the device, behind everything that the current stream was given; do not wait.
+        Compare on the device, behind all work of the current stream; do not wait.
 
-        What is compared is read, so that the host learns of it by `taken`, before the next call.
+        The compared counts are copied for the host, which gets them from `taken`, before the next
+        call.
 
         Args:
             expected: What the device must have counted.
 
         Returns:
-            Scalar of float32 on the device: 1 where the counters differ, else 0. It is overwritten
-            by the next call.
+            Float32 scalar on the device: 1 if the counters differ, else 0. The next call
+            overwrites it.
         """
         self._given.copy_(torch.tensor(self.numbers_of(expected), dtype=torch.int64))
         if self._kernels is None:
@@ -105,13 +106,13 @@ class DeviceCounters:
         return self._skip
 
     def read(self) -> None:
-        """Copy the counters behind everything that the current stream was given; do not wait."""
+        """Copy the counters to the host, behind all work of the current stream; do not wait."""
         self._read.copy_(self.values, non_blocking=True)
         if self._done is not None:
             self._done.record()
 
     def taken(self) -> DeviceCounts:
-        """Wait for the latest `read`, and return what it read."""
+        """Wait for the latest `read`, and return its counts."""
         if self._done is not None:
             self._done.synchronize()
         return self.counts_of(self._read.tolist())
@@ -121,7 +122,7 @@ class DeviceCounters:
         return [counts.digest, *(n for stage in self.stages for n in counts.stages[stage])]
 
     def counts_of(self, numbers: Sequence[int]) -> DeviceCounts:
-        """What numbers in the order of `values` say."""
+        """The counts for numbers in the order of `values`."""
         (digest, *counted), width = numbers, len(COUNTED)
         return DeviceCounts(
             digest,
@@ -133,7 +134,7 @@ class DeviceCounters:
 
 
 def _kernels() -> ModuleType | None:
-    """Kernels of one launch each; without a compiler for them torch's operations do the same."""
+    """Kernels of one launch each, or torch operations that do the same without a compiler."""
     try:
         from . import counters_kernel
     except ImportError:

@@ -1,8 +1,8 @@
 """
 Two kernels of one thread block for the counters: count an action, compare all counters.
 
-Torch's own operations do the same (`counters`), in four times as many launches; these stand in
-every captured action and in every update.
+Torch's own operations do the same (`counters`), in four times as many launches; every captured
+action and every update contains these kernels.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def _compare(values, expected, read, skip, SIZE: tl.constexpr, BLOCK: tl.constex
 
 def count(values: Tensor, terms: Tensor, factors: Tensor) -> None:
     """
-    Replace the counters by themselves times the factors, plus the terms; integers wrap around.
+    Multiply the counters by the factors and add the terms, in place; integers wrap around.
 
     Args:
         values: Counters, int64, on the device.
@@ -50,13 +50,13 @@ def count(values: Tensor, terms: Tensor, factors: Tensor) -> None:
 
 def compare(values: Tensor, expected: Tensor, read: Tensor, skip: Tensor) -> None:
     """
-    Compare the counters with what they should be, and copy them where the host can read them.
+    Compare the counters with the expected values, and copy them into host memory.
 
     Args:
         values: Counters, int64, on the device.
         expected: As many int64, in pinned host memory.
         read: As many int64, in pinned host memory; overwritten.
-        skip: Scalar of float32 on the device; 1 where any differs, else 0.
+        skip: Float32 scalar on the device; set to 1 if any counter differs, else 0.
     """
     size = values.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
@@ -64,5 +64,5 @@ def compare(values: Tensor, expected: Tensor, read: Tensor, skip: Tensor) -> Non
 
 
 def block_of(size: int) -> Any:
-    """The power of two that a block needs to hold so many."""
+    """The smallest block size, a power of two, that holds all elements."""
     return triton.next_power_of_2(size)

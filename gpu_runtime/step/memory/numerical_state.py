@@ -1,8 +1,8 @@
 """
-Numerical state out of a domain and into one: snapshots, restores, raw-bit equality.
+Snapshots, restores and raw-bit comparison of a domain's numerical state.
 
-The snapshot of the last commit is what makes a failed F or dI survivable: the library rolls its
-scales even when F raises, and no abort can rewind that.
+The snapshot of the last commit makes a failed F or dI recoverable: the library rolls its scales
+even when F raises, and an abort cannot undo that.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def raw_bits(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, flat."""
+    """A tensor's bytes as one flat tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @attrs.frozen(eq=False)
 class NumericalState:
     """
-    A detached copy of a domain's numerical state, with the recipe that gives it meaning.
+    A detached copy of a domain's numerical state, with the recipe that it belongs to.
 
     Args:
         tensors: The copies by name.
@@ -55,7 +55,7 @@ class NumericalState:
 
     @classmethod
     def of(cls, domain: StateDomain) -> NumericalState:
-        """Copy what a domain holds now."""
+        """Copy a domain's current numerical state."""
         copies = {name: tensor.detach().clone() for name, tensor in live_state(domain).items()}
         return cls(copies, dict(domain.recipe()))
 
@@ -88,7 +88,7 @@ class NumericalState:
                 tensor.copy_(self.tensors[name])
 
     def differences(self, other: NumericalState) -> list[str]:
-        """Names whose raw bits differ, or that only one of the two has."""
+        """Names whose raw bits differ, or that only one of the two states has."""
         both = self.tensors.keys() & other.tensors.keys()
         return sorted(self.tensors.keys() ^ other.tensors.keys()) + sorted(
             name for name in both if not same_bits(self.tensors[name], other.tensors[name])
@@ -98,9 +98,9 @@ class NumericalState:
 @contextmanager
 def preserving(domain: StateDomain) -> Iterator[None]:
     """
-    Leave the numerical state as it was, whatever warms up inside.
+    Restore the numerical state after a warm-up inside.
 
-    State that only comes into being inside starts fresh afterwards: nothing seen, unit scales.
+    State that the warm-up creates is reset afterwards: empty histories, unit scales.
     """
     before = {name: tensor.detach().clone() for name, tensor in live_state(domain).items()}
     try:
@@ -143,13 +143,13 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the copy."""
+        """Bytes of the copy."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._kept)
 
 
 class GatedSnapshot:
     """
-    A copy of live tensors that the device takes, or leaves as it was, by a flag of its own.
+    A copy of live tensors that the device takes or skips, by a flag on the device.
 
     Args:
         live: The tensors to copy; their addresses must not change.
@@ -170,7 +170,7 @@ class GatedSnapshot:
         Copy the live tensors.
 
         Args:
-            skip: Scalar on the device; where it is not 0 the copy stays what it was.
+            skip: Scalar on the device; if it is not 0, the copy stays unchanged.
         """
         for live, placed, now, kept in self._parts:
             _copy(placed, live)

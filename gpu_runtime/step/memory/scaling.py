@@ -1,13 +1,16 @@
 """
-Scaling state that all replicas of a process's stages share: one of it instead of one each.
+Scaling state that all replicas of a process's stages share, instead of one state per replica.
 
-Brought together once an epoch, behind its last F and dI: of every amax entry the largest of all
-replicas, of every scale the smallest. All replicas roll at the same actions, in the same order, so
-that an entry means the same action on each; and a scale is a constant over the largest amax of a
-window, so that the smallest is what the last update would have given of the largest amax. (Where
-one replica's window has no amax, or one that is not finite, its update keeps the scale of before:
-the smallest of that and the others' is taken. Where Transformer Engine passes over an entry of
-exactly zero in one replica alone, its other entries of that epoch stand a place off.)
+The replicas combine their states once per epoch, after the last F and dI: the largest of each amax
+entry and the smallest of each scale over all replicas. All replicas roll at the same actions, in
+the same order, so an entry stands for the same action on each replica. A scale is a constant
+divided by the largest amax of a window; so the smallest scale is the one that the last update would
+have computed from the largest amax.
+
+(If one replica's window has no amax, or an amax that is not finite, that replica's update keeps its
+earlier scale, and the smallest of this and the other replicas' scales is taken. If Transformer
+Engine skips an entry of exactly zero on one replica alone, that replica's other entries of the
+epoch are shifted by one place.)
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ from ...backends.protocol import BackendError
 __all__ = ["AMAX", "SharedScaling"]
 
 AMAX = "replica", "replicas"
-"""Whose amax a scale is made of: the replica's own, or that of all replicas."""
+"""Source of a scale's amax: the replica itself, or all replicas."""
 
 _MAGNITUDE = 0x7FFFFFFF
 
 
 class Ended(Protocol):
-    """A collective that was started."""
+    """A started collective."""
 
     def wait(self) -> object:
         """Make the current stream, or the host, wait until it is done."""
@@ -37,23 +40,23 @@ class Ended(Protocol):
 
 class SharedScaling:
     """
-    The scaling state of one process, as words of which a collective takes the largest.
+    The scaling state of one process as int32 words, combined by a collective maximum.
 
-    Bits of floats that are not negative are ordered as the floats are, with NaN above all: so what
-    replicas get is the same bits whatever order a library compares in.
+    The bits of non-negative floats have the same order as the floats, with NaN above all others. So
+    all replicas get the same bits, in whatever order a library compares.
 
     Args:
-        live: The live tensors by name, of float32; names of scales end in ``scale``, all others are
+        live: The live float32 tensors by name; names of scales end in ``scale``, all others are
             amaxes. Their addresses must not change.
 
     Raises:
-        BackendError: There is none, or one is of another type.
+        BackendError: There are no live tensors, or a tensor has another type than float32.
     """
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         if not live:
             raise BackendError(
-                "amax='replicas' shares amax histories, and this recipe has none; leave it out"
+                "amax='replicas' shares amax histories, but this recipe has none; leave amax out"
             )
         for name, tensor in live.items():
             if tensor.dtype != torch.float32:
@@ -72,10 +75,10 @@ class SharedScaling:
 
     def start(self, largest: Callable[[Tensor], Ended]) -> SharedScaling:
         """
-        Begin to bring it together.
+        Start to combine the replicas' scaling states.
 
         Args:
-            largest: Starts to replace int32 words of all replicas by the largest of each.
+            largest: Starts a collective that replaces each int32 word by its largest over replicas.
         """
         with torch.no_grad():
             torch._foreach_copy_(self._held, self.live)
@@ -85,7 +88,7 @@ class SharedScaling:
         return self
 
     def wait(self) -> None:
-        """Wait for it, and take it over in place; what fails before that moves nothing."""
+        """Wait for the collective, then store its result; a failed wait changes nothing."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -95,5 +98,5 @@ class SharedScaling:
             torch._foreach_copy_(self.live, self._held)
 
     def _turn(self) -> None:
-        """The largest of what is turned over is the smallest; twice is once back."""
+        """Invert the order of the scales, so that a maximum finds the smallest; its own inverse."""
         self._scales.neg_().add_(_MAGNITUDE)

@@ -2,8 +2,8 @@
 The physical side of a stage's slots: static buffers, retained tapes, and what F and dI left.
 
 A table owns its slots' input and output-gradient buffers, so that a receive can fill them in place
-before F or dI, and keeps outputs and input gradients alive until the slot is used again, so that a
-send can read them. It never decides anything: which slot may be touched is the kernel's answer.
+before F or dI. It keeps outputs and input gradients alive until the slot is used again, so that a
+send can read them. The kernel decides which slot may be touched; the table decides nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from qeffect.text import shown
 from ...backends.protocol import BackendError, StageBackend, Tape, TensorSpec
 
 _form = attrgetter("shape", "dtype", "device")
-"""What a tensor and the specification of one both have."""
+"""Attributes that a tensor and its specification share."""
 
 
 @attrs.define(eq=False)
 class Boundary:
     """
-    The tensors that cross into a stage, and the check of those that a caller passes.
+    The tensors that enter a stage, and the check of tensors that a caller passes.
 
     Args:
         stage: The stage's index.
-        what: What they are, for messages.
-        specs: What is expected of each.
+        what: Name of these tensors in messages.
+        specs: Specification of each tensor.
     """
 
     stage: int
@@ -48,17 +48,17 @@ class Boundary:
         Compare tensors that a caller passes with what the stage takes.
 
         Raises:
-            BackendError: They are no tensors; or their number, or the shape, dtype or device of
-                one differs.
+            BackendError: A value is not a tensor; or the number of tensors, or a tensor's shape,
+                dtype or device differs.
         """
         try:
             forms = self._forms
             if len(values) == 1 == len(forms):
-                # Most stages take one tensor, and a list of one costs more than what is looked at.
+                # Most stages take one tensor; making a list of it costs more than the comparison.
                 value, (shape, dtype, device) = values[0], forms[0]
                 if value.shape == shape and value.dtype is dtype and value.device == device:
                     return
-            # One comparison in C; only where it fails is looked for what differs.
+            # One comparison in C; only if it fails, find the difference.
             elif [*map(_form, values)] == forms:
                 return
             if len(values) != len(self.specs):
@@ -83,13 +83,13 @@ class Slot:
 
     Args:
         index: Its index in the process's pool, as the kernel counts.
-        tape: What it retains between F and dW.
+        tape: Work retained between F and dW.
         inputs: Static buffers that F reads.
         output_gradients: Static buffers that dI reads.
-        outputs: What its last F returned.
-        dgrads: What its last dI returned.
-        non_matrix: Its last dI's non-matrix gradients, already added to the stage's sums.
-        wgrads: What its last dW left in the library's memory, under `copied`.
+        outputs: Outputs of its last F.
+        dgrads: Input gradients of its last dI.
+        non_matrix: Non-matrix gradients of its last dI, already added to the stage's sums.
+        wgrads: Gradients of its last dW in the library's memory, under `copied`.
     """
 
     index: int
@@ -100,14 +100,14 @@ class Slot:
     dgrads: tuple[Tensor, ...] = ()
     non_matrix: tuple[Tensor, ...] = ()
     wgrads: Mapping[str, Tensor] = attrs.field(factory=dict)
-    # Aliases without autograd: filling a buffer is not part of any graph.
+    # Aliases without autograd: filling a buffer must not be part of an autograd graph.
     input_views: tuple[Tensor, ...] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.input_views = tuple(buffer.detach() for buffer in self.inputs)
 
     def forget(self) -> None:
-        """Drop what the last tenant left, buffers excepted."""
+        """Drop the last tape's results; keep the buffers."""
         self.outputs = ()
         self.dgrads = ()
         self.non_matrix = ()
@@ -122,7 +122,7 @@ class SlotTable:
     Args:
         stage: The stage.
         first_index: Index of its first slot in the process's pool.
-        num_slots: How many it has.
+        num_slots: Number of slots.
     """
 
     stage: StageBackend
@@ -156,7 +156,7 @@ class SlotTable:
         return self._slots[index - self.first_index]
 
     def rebuild(self) -> None:
-        """Give every slot an empty tape with fresh stores: a failed dI may have half filled one."""
+        """Give every slot an empty tape with fresh stores: a failed dI may half fill a store."""
         for slot in self._slots:
             slot.forget()
             slot.tape.clear()
@@ -164,7 +164,7 @@ class SlotTable:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the static buffers."""
+        """Bytes of the static buffers."""
         return sum(
             buffer.numel() * buffer.element_size()
             for slot in self._slots
@@ -174,9 +174,9 @@ class SlotTable:
 
 def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """
-    Copy values into static buffers, several of them at once where the device can.
+    Copy values into static buffers, several at once if the device can.
 
-    A value that is its buffer was filled in place already.
+    A value that is the buffer itself needs no copy.
     """
     if len(values) == 1:
         value, buffer = values[0], buffers[0]
@@ -188,7 +188,7 @@ def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
         if value.data_ptr() != buffer.data_ptr():
             into.append(buffer)
-            # A copy from a tensor with a graph would make the buffer part of it.
+            # A copy from a tensor with an autograd graph would add the buffer to that graph.
             out_of.append(value.detach() if value.requires_grad else value)
     if into:
         torch._foreach_copy_(into, out_of)

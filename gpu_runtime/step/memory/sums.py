@@ -1,9 +1,9 @@
 """
-The sum of an epoch's gradients over its microbatches: one pass where a device allows, else adds.
+The sum of an epoch's gradients over its microbatches: one pass if the device can, else additions.
 
-`M - 1` additions over whole buffers move `3 (M - 1)` elements for each one of the result. A kernel
-that reads every buffer once moves `M + 1`, and rounds to the buffers' type after every term, which
-is what the additions do: the bits are the same, in the same order, in the same place.
+`M - 1` additions over whole buffers move `3 (M - 1)` elements per element of the result. A kernel
+that reads every buffer once moves `M + 1`. The kernel adds in the same order, in the same place,
+and rounds to the buffers' type after every term, as the additions do: the bits are the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_TERMS = 16
-"""Terms of one launch; a longer sum is continued by the next."""
+"""Most terms per launch; the next launch continues a longer sum."""
 _MULTIPLE = 16
 _CHECKED = 4096
 
 Launcher = Callable[[Tensor, int, torch.dtype, int], None]
-"""A table, its terms, the elements' type, the elements of the largest matrix."""
+"""Arguments: a table, terms per row, the elements' type, elements of the largest matrix."""
 
 
 def add_up(sets: Sequence[Sequence[Tensor]]) -> None:
@@ -33,7 +33,7 @@ def add_up(sets: Sequence[Sequence[Tensor]]) -> None:
 
 
 class Launch(NamedTuple):
-    """One launch: a row of addresses for each matrix, the first of which receives the sum."""
+    """One launch: a row of addresses per matrix; the first address receives the sum."""
 
     rows: tuple[tuple[int, ...], ...]
     terms: int
@@ -43,8 +43,8 @@ def launches(sets: Sequence[Sequence[Tensor]]) -> tuple[Launch, ...]:
     """
     The launches that add all sets to the first, in their order.
 
-    Each row is a matrix's number of elements and the addresses of its terms. Sums of more than
-    `MOST_TERMS` terms go on from what the launch before left in the first buffer.
+    Each row holds a matrix's number of elements and the addresses of its terms. A sum of more
+    than `MOST_TERMS` terms continues from the previous launch's result in the first buffer.
     """
     found = []
     begin = 1
@@ -60,7 +60,7 @@ def launches(sets: Sequence[Sequence[Tensor]]) -> tuple[Launch, ...]:
 
 
 def suits(sets: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the kernel can add these up: one type that it knows, whole, aligned, of one size."""
+    """Whether the kernel can add these: one supported type, contiguous, aligned, equal sizes."""
     first = sets[0][0]
     return first.dtype in DTYPES and all(
         term.dtype == first.dtype
@@ -76,11 +76,11 @@ def suits(sets: Sequence[Sequence[Tensor]]) -> bool:
 
 def compiled(num_sets: int, dtype: torch.dtype, device: torch.device) -> Launcher:
     """
-    Compile the kernel for sums of so many terms, and compare it with additions on a small sum.
+    Compile the kernel for sums of `num_sets` terms, and compare it with additions on a small sum.
 
     Raises:
-        RuntimeError: It gave other bits than additions.
-        Exception: Whatever the compiler raises where it, or what it needs, is missing.
+        RuntimeError: The kernel's bits differ from those of additions.
+        Exception: Any error of the compiler, for example if a part of it is missing.
     """
     from .sums_kernel import launch
 
@@ -91,19 +91,19 @@ def compiled(num_sets: int, dtype: torch.dtype, device: torch.device) -> Launche
     for part in launches(sets):
         launch(torch.tensor(part.rows, device=device), part.terms, dtype, _CHECKED)
     if not torch.equal(sets[0][0], by_adds[0][0]):
-        raise RuntimeError("one pass over the gradients gives other bits than additions")
+        raise RuntimeError("one pass over the gradients gives other bits than additions do")
     return launch
 
 
 @attrs.define(eq=False)
 class OrderedSum:
     """
-    Adds up the buffers of one stage, in one launch where the device and the buffers allow.
+    Adds up the buffers of one stage, by the kernel if the device and the buffers allow.
 
     Args:
-        device: Where the buffers live.
+        device: Device of the buffers.
         launch: The compiled kernel; None adds one set after another.
-        obstacle: Why there is no kernel, in a line.
+        obstacle: Why the kernel is missing, in one line.
     """
 
     device: torch.device
@@ -115,7 +115,7 @@ class OrderedSum:
 
     @classmethod
     def prepared(cls, num_sets: int, dtype: torch.dtype, device: torch.device) -> OrderedSum:
-        """Compile the kernel now, so that no step does; without one, say why and add."""
+        """Compile the kernel now, so that no step has to; if that fails, note why and add."""
         if num_sets < 2 or device.type != "cuda" or dtype not in DTYPES:
             return cls(device, None, f"{num_sets} sets of {dtype} on {device}")
         try:
@@ -139,7 +139,7 @@ class OrderedSum:
             self.launch(table, terms, sets[0][0].dtype, self._most)
 
     def _tabled(self, sets: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the kernel suits the sets; then the tables are theirs."""
+        """Whether the kernel suits the sets; if so, `_tables` is made for them."""
         addresses = [term.data_ptr() for terms in sets for term in terms]
         if addresses != self._addresses:
             parts = launches(sets) if suits(sets) else ()

@@ -1,4 +1,4 @@
-"""A kernel for finalize: buffers of many matrices, summed in order, each read once."""
+"""A kernel for finalize that sums the buffers of many matrices in order, reading each once."""
 
 from typing import Any
 
@@ -23,18 +23,18 @@ def _sum_in_order(table, TERMS: tl.constexpr, ELEMENT: tl.constexpr, SIZE: tl.co
     for n in tl.static_range(1, TERMS):
         term = tl.multiple_of(tl.load(row + 1 + n).to(tl.pointer_type(ELEMENT)), 16)
         value = tl.load(term + offsets, mask=inside)
-        # Rounded after every term, as additions one after another round.
+        # Rounded after every term, as separate additions do.
         total = (total.to(tl.float32) + value.to(tl.float32)).to(ELEMENT)
     tl.store(first + offsets, total, mask=inside)
 
 
 def launch(table: Tensor, terms: int, dtype: Any, most: int) -> None:
     """
-    Add up every row of a table of addresses, into the memory of its first.
+    Add up every row of a table of addresses, into the memory of the row's first address.
 
     Args:
-        table: For each matrix its number of elements, then the addresses of its terms, in order.
-        terms: Terms of a row.
+        table: Per matrix: its number of elements, then the addresses of its terms, in order.
+        terms: Terms per row.
         dtype: Type of the elements.
         most: Elements of the largest matrix.
     """

@@ -1,11 +1,10 @@
 """
-A look at tensors: whether each still is where, and what, it was.
+A check whether tensors kept their address, shape, dtype and device.
 
-A step looks at every destination of every microbatch twice, so the look is as short as torch lets
-it be: the addresses one by one, and the rest (shape, dtype, device) in one call of the guards that
-torch's compiler has for this very question. They are no public interface: where they are missing,
-or where they answer no, as they do for a change that matters to a compiler alone, every tensor is
-looked at by its attributes.
+A step checks every destination of every microbatch twice, so the check must be short. It compares
+addresses one by one, and everything else (shape, dtype, device) in one call of the guards of
+torch's compiler. These guards are not a public interface, and they also report changes that matter
+only to a compiler. If they are missing or report a change, every tensor's attributes are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _form = attrgetter("shape", "dtype", "device")
 
 
 def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
-    """Torch's own check that tensors have the form they have now; None where there is none."""
+    """Torch's own check that tensors keep their form; None if torch lacks this interface."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -31,16 +30,16 @@ def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
         return check if check(*tensors) else None
     except (
         Exception
-    ):  # whatever a torch without this interface raises: the attributes are looked at
+    ):  # whatever a torch without this interface raises: attributes are compared instead
         return None
 
 
 class TensorIdentity:
     """
-    What identifies some tensors now, and whether it still does.
+    The identity of some tensors, recorded now, and whether it still holds.
 
     Args:
-        tensors: The tensors; a captured graph writes to exactly these.
+        tensors: The tensors that a captured graph writes.
     """
 
     __slots__ = ("_addresses", "_forms", "_guard", "_tensors")
@@ -52,7 +51,7 @@ class TensorIdentity:
         self._guard = _guard(self._tensors) if self._tensors else None
 
     def unchanged(self) -> bool:
-        """Look at every tensor again: address, shape, dtype and device."""
+        """Whether every tensor has the recorded address, shape, dtype and device."""
         tensors = self._tensors
         if [*map(_address, tensors)] != self._addresses:
             return False

@@ -1,10 +1,10 @@
 """
 Tied weights: which matrices are one parameter, and the destination that their products share.
 
-Two matrices, of one stage or of two, are tied where they are one `torch.nn.Parameter`. Their
-gradient is then one sum, written by every dW of both, and the parameter is updated from it once: it
-is the first matrix's, and the other one has none of its own. The kernel refuses two matrices of one
-parameter that the configuration does not declare tied.
+Two matrices, of one stage or of two stages, are tied if they are one `torch.nn.Parameter`. Their
+gradient is one sum, written by every dW of both, and updates the parameter once. The first matrix
+owns the gradient; the second matrix has none. The kernel refuses two matrices of one parameter that
+the configuration does not declare tied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...backends.protocol import BackendError, Matrix, StageBackend, WgradUnit
 
 Place = tuple[int, str]
-"""A matrix: its stage, and its name there."""
+"""A matrix: its stage, and its name within the stage."""
 
 
 @attrs.frozen
@@ -26,10 +26,9 @@ class TiedWeights:
     The tied matrices of one process.
 
     Args:
-        names: By stage and matrix, the name of the destination, where another matrix is of the same
-            parameter.
+        names: By stage and matrix, the name of the shared destination; tied matrices only.
         declared: The matrices that are declared tied.
-        sharers: By stage, the other one that writes one of its destinations.
+        sharers: By stage, the other stage that writes one of its destinations.
         memory: By name, the sets of destinations that were made for the first matrix.
     """
 
@@ -41,15 +40,15 @@ class TiedWeights:
     @classmethod
     def of(cls, stages: Sequence[StageBackend], declared: Sequence[Sequence[Place]]) -> TiedWeights:
         """
-        Find the matrices that are one parameter, and compare them with those declared tied.
+        Find the matrices that are one parameter, and compare them with the declared ones.
 
         Args:
             stages: The stages of the process.
-            declared: Groups of matrices, each of one parameter.
+            declared: Groups of matrices; the matrices of a group are one parameter.
 
         Raises:
-            BackendError: A declared matrix is not there, is another parameter than the rest of its
-                group, or is one of several in one product; or a stage shares with two others.
+            BackendError: A declared matrix does not exist, is another parameter than the rest of
+                its group, or is one of several in one product; or a stage shares with two others.
         """
         found: dict[int, list[Place]] = {}
         units: dict[Place, WgradUnit] = {}
@@ -63,10 +62,10 @@ class TiedWeights:
         for group in declared:
             for place in group:
                 if place not in matrices:
-                    raise BackendError(f"no matrix {place} is there to be tied")
+                    raise BackendError(f"matrix {place}, which is declared tied, does not exist")
                 if matrices[place].parameter is not matrices[group[0]].parameter:
                     raise BackendError(
-                        f"{group[0]} and {place} are declared tied and are two parameters; make "
+                        f"{group[0]} and {place} are declared tied but are two parameters; make "
                         "them one torch.nn.Parameter"
                     )
         names: dict[int, dict[str, str]] = {}
@@ -77,8 +76,8 @@ class TiedWeights:
             for place in group:
                 if len(units[place].matrices) > 1:
                     raise BackendError(
-                        f"{place} is one of several matrices of the product {units[place].name!r} "
-                        "and is tied; only a matrix with a product of its own can be"
+                        f"{place} is declared tied but is one of several matrices of the product "
+                        f"{units[place].name!r}; only a matrix with its own product can be tied"
                     )
                 names.setdefault(place[0], {})[place[1]] = "stages.{}.{}".format(*group[0])
             of = sorted({index for index, _ in group})
@@ -86,14 +85,14 @@ class TiedWeights:
                 others = {sharers.get(index, index), *of} - {index}
                 if len(others) > 1:
                     raise BackendError(
-                        f"stage {index} has weights tied with the stages {sorted(others)}; with "
-                        "one other at most"
+                        f"stage {index} has weights tied with the stages {sorted(others)}; "
+                        "expected at most one other stage"
                     )
                 (sharers[index],) = others
         return cls(names, frozenset(p for group in declared for p in group), sharers)
 
     def buffers(self, stage: int) -> Mapping[str, str]:
-        """By matrix of a stage, the name of the destination that another matrix has too."""
+        """By matrix of a stage, the name of the destination that it shares with another matrix."""
         return self.names.get(stage, {})
 
     def tied(self, stage: int) -> tuple[str, ...]:
@@ -101,12 +100,12 @@ class TiedWeights:
         return tuple(name for owner, name in sorted(self.declared) if owner == stage)
 
     def owned(self, stage: int, matrix: str) -> bool:
-        """Whether a matrix's parameter is its own, or the first one's of those that have it."""
+        """Whether a matrix owns its parameter: it is not tied, or is the first of its group."""
         name = self.buffers(stage).get(matrix)
         return name is None or name == f"stages.{stage}.{matrix}"
 
     def units(self, stage: StageBackend) -> dict[str, str]:
-        """By unit of a stage, the name of the destination that another unit has too."""
+        """By unit of a stage, the name of the destination that it shares with another unit."""
         names = self.buffers(stage.index)
         return {
             unit.name: names[unit.matrices[0].name]
@@ -115,7 +114,7 @@ class TiedWeights:
         }
 
     def with_sharer(self, stage: StageBackend) -> frozenset[str]:
-        """The units of a stage whose destination another stage writes too."""
+        """The units of a stage whose destination another stage also writes."""
         other = self.sharers.get(stage.index)
         theirs = set(self.buffers(other).values()) if other is not None else set()
         return frozenset(unit for unit, name in self.units(stage).items() if name in theirs)

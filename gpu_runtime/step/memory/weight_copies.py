@@ -1,10 +1,10 @@
 """
-Copies of one weight, each a parameter with a gradient of its own, whose gradients become one sum.
+Copies of one weight: separate parameters, whose gradients become one sum.
 
-Two matrices that are one `torch.nn.Parameter` are `tied.py`'s. Copies are
-for what has no memory in common: stages on two ranks, or an embedding, whose gradient comes out of
-dI, and a head, whose gradient comes out of dW. They begin with the same bits, get the same sum and
-the same update, and so stay the same weight.
+Two matrices that are one `torch.nn.Parameter` are tied (`tied_weights.py`). Copies are for weights
+that cannot share memory: weights of stages on two ranks; or an embedding and a head, since the
+embedding's gradient comes out of dI and the head's out of dW. Copies start with the same bits and
+get the same sum and the same update, so they stay equal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["Copies", "buckets_of", "names_of", "require_copies"]
 
 
 Copies = Mapping[str, Sequence[Place]]
-"""The copies that a process has: by the weight's name, each by stage and name there."""
+"""A process's copies: by the weight's name, the stage and local name of each copy."""
 
 
 def names_of(copies: Copies, stage: int) -> dict[str, str]:
     """
-    Names of the weights that a stage has copies of, by the copies' own names.
+    Names of the weights of which a stage has copies, by the copies' local names.
 
     >>> names_of({"table": [(0, "embedding"), (3, "head")]}, 3)
     {'head': 'table'}
@@ -43,28 +43,28 @@ def require_copies(
     reduces: bool,
 ) -> None:
     """
-    Require copies that this process has, and something that makes their gradients one.
+    Require that the process has these copies, and a reducer that sums their gradients.
 
     Args:
         stages: The process's stages.
         copies: The copies.
-        buckets: Those that are configured.
-        reduces: Whether anything reduces.
+        buckets: The configured buckets.
+        reduces: Whether the runtime has a reducer.
 
     Raises:
-        BackendError: A copy is not there, two of one weight have different forms, its stage has
-            buckets of its own, or nothing reduces.
+        BackendError: A copy does not exist, two copies of one weight have different forms, a copy's
+            stage has configured buckets, or the runtime has no reducer.
     """
     for name, places in copies.items():
         if places and not reduces:
             raise BackendError(
-                f"{name!r} has copies, and nothing makes their gradients one: pass a reducer"
+                f"{name!r} has copies, but no reducer sums their gradients: pass a reducer"
             )
         forms = set()
         for stage, local in places:
             own = parameters(stages[stage]) if stage in stages else {}
             if local not in own:
-                raise BackendError(f"no parameter {local!r} of stage {stage} is there to be a copy")
+                raise BackendError(f"stage {stage} has no parameter {local!r}, named as a copy")
             if stage in buckets:
                 raise BackendError(
                     f"stage {stage} has a copy of {name!r} and buckets of its own; leave its "
@@ -77,9 +77,9 @@ def require_copies(
 
 def buckets_of(stage: StageBackend, copies: Copies) -> tuple[Bucket, ...]:
     """
-    Buckets of a stage that has copies: the rest of it, and one of each weight's name.
+    Buckets of a stage with copies: one per copied weight, by its name, and one for the rest.
 
-    The bucket of a copy that is no matrix holds none: it is whole when the stage is.
+    A copy that is not a matrix has a bucket without matrices, which is whole when the stage is.
     """
     own = names_of(copies, stage.index)
     if not own:

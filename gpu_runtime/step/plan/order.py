@@ -1,8 +1,8 @@
 """
 The order of a process's F, dI and dW.
 
-An order is one rank's row of a schedule table. Both sides of a comparison run the same one: the
-state domain is moved by every F and dI of the process, so another order may be another computation.
+An order is one rank's row of a schedule table. Both sides of a comparison must run the same order:
+every F and dI of the process moves the state domain, so another order may compute other values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Order:
 
     Args:
         steps: The actions.
-        source: Where they come from, for people.
+        source: Where the actions come from, for messages.
     """
 
     steps: tuple[Step, ...]
@@ -56,7 +56,7 @@ class Order:
     @classmethod
     def of_rank(cls, schedule: Schedule, rank: int) -> Order:
         """
-        One rank's row of a schedule; a full backward is its dI, then its dW.
+        One rank's row of a schedule; a full backward becomes its dI, then its dW.
 
         Raises:
             ValueError: The schedule has no such rank.
@@ -94,10 +94,10 @@ class Order:
 
     def require_whole(self) -> None:
         """
-        Require one F, dI and dW of every microbatch of every stage, and the three in this order.
+        Require one F, dI and dW per microbatch and stage, in this order.
 
         Raises:
-            BackendError: One is missing, is there twice, or comes too early.
+            BackendError: An action is missing, repeated, or too early.
         """
         seen: set[Step] = set()
         for step in self.steps:
@@ -108,8 +108,8 @@ class Order:
             for kind in _KINDS[: _KINDS.index(step.kind)]:
                 if (before := step._replace(kind=kind)) not in seen:
                     raise BackendError(
-                        f"the order has {step} without {before} before it; put F before dI before "
-                        "dW of each microbatch"
+                        f"the order has {step} without {before} before it; expected F, then dI, "
+                        "then dW of each microbatch"
                     )
             seen.add(step)
         for stage in self.stages:
@@ -130,5 +130,5 @@ class Order:
 
     @property
     def peaks(self) -> dict[int, int]:
-        """The most tapes that are live at once, by stage: a tape lives from its F to its dW."""
+        """Most live tapes at once, by stage; a tape lives from its F to its dW."""
         return dict(assign(self.steps, own_readers(self.steps)).peaks)

@@ -1,11 +1,11 @@
 """
-One rank's row of a table with messages, as it is walked: what is sent first, where a send is
-awaited, and which slot each microbatch uses when messages count among its consumers.
+One rank's row of a table with messages, with waits for its sends and with slots.
 
-A table says when messages are posted; up to torch 2.14 it does not say when a send has to be done.
-A slot is taken again by a receive or an F, and what still leaves from it must be gone by then, so a
-wait stands directly before that: no earlier, since a wait holds the stream, and in the table, so
-that `qeffect check` sees it too. Lifetimes begin where a slot is received into, not at F.
+A table says when messages are posted; up to torch 2.14 it does not say when a send must be done. A
+receive or an F takes a slot again, and every send from the slot must be done by then. So the walked
+row has a wait directly before: not earlier, since a wait holds the stream; and in the table, so
+that `qeffect check` sees the wait. A slot's lifetime begins when its receive is posted, not at F,
+and messages count among its consumers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .slots import Provisioning, SlotPlan, local_readers
 
 __all__ = ["Row", "ScheduleRefusedError", "feeds_of", "walked"]
 
-#: How messages are carried here: a queue for each directed pair of ranks, and a send that ends only
-#: when its receive is posted, as it does on NCCL.
+#: How messages are carried here: one queue per directed pair of ranks, and a send ends only when
+#: its receive is posted, as on NCCL.
 TRANSPORT = Transport("edge", rendezvous="queue")
 
 _TAKES = (Kind.RECV_F, Kind.FORWARD)
@@ -45,10 +45,10 @@ _SOURCE_OF = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
 
 class ScheduleRefusedError(ScheduleError):
     """
-    A table that `qeffect check` refuses, so that no rank may begin to walk it.
+    `qeffect check` refuses the table, so no rank may start to walk it.
 
     Args:
-        finding: The first finding, which is the cause.
+        finding: The first finding: the cause of the refusal.
     """
 
     def __init__(self, finding: Finding) -> None:
@@ -59,11 +59,11 @@ class ScheduleRefusedError(ScheduleError):
 @attrs.frozen
 class Row:
     """
-    What one rank does in a step, and the slots that it does it in.
+    One rank's actions in a step, and the slots that they use.
 
     Args:
         table: The whole table as it is walked; `walked` makes it.
-        rank: Whose row this is.
+        rank: The rank of this row.
         atoms: The row's indivisible steps.
         order: Its F, dI and dW.
         slots: Which slot each microbatch uses.
@@ -86,7 +86,7 @@ class Row:
             ScheduleError: The table has no such rank, or the rank does nothing.
         """
         if not 0 <= rank < table.num_ranks or not table.stages_of(rank):
-            raise ScheduleError(f"{table.source}: there is nothing for rank {rank} to do")
+            raise ScheduleError(f"{table.source}: rank {rank} has no actions")
         atoms = table.atoms[rank]
         made = _assign(table, rank, _steps(atoms), reuse=provisioning == "live")
         order = Order.of_rank(table, rank)
@@ -117,8 +117,8 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
     """
     A table as it is walked, checked before and after.
 
-    A full backward becomes its dI and its dW, and what it sends leaves before the dW; a send that
-    the table does not await is awaited before its slot is taken again, or at the end of the row.
+    A full backward becomes its dI and its dW, and its sends are posted before the dW. If the table
+    does not await a send, the row awaits it before its slot is taken again, or at its end.
 
     >>> from qeffect.schedule.infer import from_actions
     >>> rows = [["0F0", "0SEND_F0", "0RECV_B0", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
@@ -129,7 +129,7 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
 
     Args:
         schedule: A table of all ranks, with messages where there is more than one.
-        provisioning: How slots are counted: a slot that is never taken again is awaited at the end.
+        provisioning: How slots are counted; sends from a slot that is not reused are awaited last.
 
     Raises:
         ScheduleRefusedError: `qeffect check` refuses the table, or the walk over it.
@@ -158,9 +158,9 @@ def _require(table: Schedule) -> None:
 
 
 def _split(row: Iterable[Action | None]) -> Iterator[Action]:
-    """Take computations apart and let what they send leave directly behind its source."""
+    """Split full backwards, and move each send directly behind the action that produces it."""
     done: list[Action] = []
-    latest: list[Action] = []  # the latest computation, and what it has sent since
+    latest: list[Action] = []  # the latest computation, and its sends so far
     for action in row:
         if action is None or action.kind in SHARDING:
             continue
@@ -177,7 +177,7 @@ def _split(row: Iterable[Action | None]) -> Iterator[Action]:
 
 
 def _awaited(table: Schedule, rank: int, provisioning: Provisioning) -> tuple[Action, ...]:
-    """A row with a wait for every send: before its slot is taken again, or at the end."""
+    """A row with a wait for every send: before the send's slot is reused, or at the end."""
     made = _assign(table, rank, _steps(table.atoms[rank]), reuse=provisioning == "live")
     leaving: dict[tuple[int, int], list[Action]] = {}
     taken: set[Tape] = set()
@@ -200,7 +200,7 @@ def _steps(atoms: Sequence[Atom]) -> list[Step]:
 
 
 def _assign(table: Schedule, rank: int, steps: Sequence[Step], *, reuse: bool) -> Assignment:
-    """Assign slots from the receive on: free when dW, local readers and messages are done."""
+    """Assign slots from the receive on; free once dW, local readers and messages are done."""
     ends = SEND_WAITS if table.awaits_sends else SENDS
     readers = local_readers(
         table.stages_of(rank), range(table.num_microbatches), feeds_of(table, rank)

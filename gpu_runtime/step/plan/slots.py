@@ -2,9 +2,9 @@
 How many slots a stage gets, and which microbatch uses which: a pure function of the order.
 
 Live-slot provisioning reserves the order's peak of live tapes and reuses a slot as soon as its dW
-is done; the paper's provisioning reserves one slot for each microbatch. Because the assignment does
-not depend on anything that happens at run time, it can be captured: each slot's graphs know which
-destinations their microbatches write, and whether one of them is the first to write.
+is done; the paper's provisioning reserves one slot per microbatch. The assignment does not depend
+on events at run time, so it can be captured: each slot's graphs know which destinations their
+microbatches write, and whether one of these microbatches is the first to write.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PROVISIONINGS: tuple[Provisioning, ...] = ("live", "static")
 
 class WgradVariant(NamedTuple):
     """
-    One thing that a slot's dW may have to do; captured graphs have one for each.
+    One variant of a slot's dW; each variant has its own captured graph.
 
     Args:
         destination: Index of the set of destinations, -1 for the library's own memory.
-        accumulate: Whether it adds.
-        joins: Whether it adds to what its stage shares with another one, though it overwrites its
-            own: that other stage has opened it.
+        accumulate: Whether it adds to the destinations.
+        joins: Whether it overwrites the stage's own destinations but adds to those shared with
+            another stage, because the other stage has written them first.
     """
 
     destination: int
@@ -45,11 +45,11 @@ class SlotPlan:
     Which slot each microbatch of each stage uses.
 
     Args:
-        order: What runs.
+        order: The order of the actions.
         provisioning: How slots were counted.
         slot_of: Local slot by stage and microbatch.
         num_slots: Slots by stage.
-        sharers: By stage, the other one that writes a destination of tied weights with it.
+        sharers: By stage, the other stage that writes the same destination of tied weights.
     """
 
     order: Order
@@ -81,7 +81,7 @@ class SlotPlan:
         return False
 
     def variants(self, stage: int, slot: int, rule: Rule) -> tuple[WgradVariant, ...]:
-        """Everything that the dW of one slot has to do in an epoch, each once."""
+        """All variants of one slot's dW in an epoch, each once."""
         return tuple(
             sorted(
                 {
@@ -101,20 +101,20 @@ def plan_slots(
     feeds: Mapping[int, int] | None = None,
 ) -> SlotPlan:
     """
-    Assign slots by walking the order: the lowest free slot at F, free again when all is consumed.
+    Assign slots by walking the order: the lowest free slot at F, free again once all is consumed.
 
-    A tape is consumed by its dW and by the readers of what it produced. Where a stage feeds another
-    one of the same process, the other's F reads its output, and its dI reads the other's input
-    gradient, which may be later than the other's dW.
+    The dW of a tape and the readers of its results consume the tape. If a stage feeds another
+    stage of the same process, that stage's F reads the feeding stage's output. The feeding stage's
+    dI reads that stage's input gradient, perhaps after that stage's dW.
 
     >>> plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
     >>> plan.num_slots, [plan.slot_of[0, m] for m in range(3)]
     ({0: 2}, [0, 1, 0])
 
     Args:
-        order: What runs.
+        order: The order of the actions.
         provisioning: `live` or `static`.
-        available: Slots that a stage may have at most; unlimited where left out.
+        available: Most slots per stage; unlimited for a stage that is not named.
         feeds: Which local stage each local stage feeds.
 
     Raises:
@@ -130,8 +130,8 @@ def plan_slots(
     for stage, limit in (available or {}).items():
         if needed.get(stage, 0) > limit:
             raise ValueError(
-                f"stage {stage} has {limit} slots, this order needs {needed[stage]} with "
-                f"{provisioning} provisioning; give it {needed[stage]}"
+                f"stage {stage} has {limit} slots, but this order needs {needed[stage]} with "
+                f"{provisioning} provisioning; give the stage {needed[stage]}"
             )
     return SlotPlan(order, provisioning, made.slot_of, needed)
 
@@ -140,7 +140,7 @@ def local_readers(
     stages: Iterable[int], microbatches: Iterable[int], feeds: Mapping[int, int]
 ) -> dict[Step, list[Tape]]:
     """
-    Who reads each tape: its dW, the stage that it feeds, and the dI of the one that feeds it.
+    Consumers of each tape: its dW, the stage that it feeds, and the feeding stage's dI.
 
     Args:
         stages: Stages of the process.

@@ -1,0 +1,95 @@
+"""The table of a `torch.distributed.pipelining` schedule, and a walk that a guard can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Protocol
+
+from qeffect.keys import Cell, cell_of
+from qeffect.schedule.actions import Kind, Schedule
+from qeffect.schedule.infer import from_actions
+from qeffect.schedule.torch_tables import SINGLE, torch_schedule
+
+__all__ = ["Event", "GuardedRow", "RowGuard", "declared_order", "event_of", "table_of"]
+
+Event = tuple[str, int, int]
+"""An action: torch's name of its kind, its stage, and its microbatch (-1 without one)."""
+
+
+class RowGuard(Protocol):
+    """Follows a walk over a row."""
+
+    def begin(self, step: int, action: Any) -> None:
+        """Check an action of the row before torch runs it."""
+
+    def end(self, action: Any) -> None:
+        """Commit an action of the row after torch has run it."""
+
+
+def event_of(action: Any) -> Event:
+    """Return torch's action as an event."""
+    microbatch = -1 if action.microbatch_index is None else action.microbatch_index
+    return action.computation_type.value, action.stage_index, microbatch
+
+
+class GuardedRow(list[Any]):
+    """
+    A rank's row whose first walk tells a guard of each action, before and after it runs.
+
+    The first walk is the step's. torch walks the row again to print it when an action fails.
+
+    Args:
+        row: torch's actions.
+        guard: Follows the first walk.
+    """
+
+    def __init__(self, row: list[Any], guard: RowGuard) -> None:
+        super().__init__(row)
+        self._guard: RowGuard | None = guard
+
+    def __iter__(self) -> Iterator[Any]:
+        guard, self._guard = self._guard, None
+        if guard is None:
+            yield from super().__iter__()
+            return
+        for step, action in enumerate(super().__iter__()):
+            guard.begin(step, action)
+            yield action
+            guard.end(action)
+
+
+def table_of(schedule: Any) -> Schedule | None:
+    """Return the table that a schedule executes; None for a user's own class without a table."""
+    name = type(schedule).__name__
+    order: Mapping[int, Any] | None = getattr(schedule, "pipeline_order_with_comms", None)
+    if order is not None:
+        return from_actions(
+            {rank: list(row) for rank, row in order.items()},
+            source=name,
+            num_stages=schedule._num_stages,
+            num_microbatches=schedule._n_microbatches,
+        )
+    if name in SINGLE and type(schedule).__module__.startswith("torch."):
+        return torch_schedule(
+            name, pp=schedule._num_stages, microbatches=schedule._n_microbatches, comms=True
+        )
+    return None
+
+
+def declared_order(table: Schedule, stages: list[Any]) -> Mapping[Hashable, list[tuple[str, Cell]]]:
+    """
+    Return the order of F and dI on one rank, as a contract declares it.
+
+    Args:
+        table: The table.
+        stages: torch's stages of the rank.
+    """
+    rank = table.stage_to_rank[stages[0].stage_index]
+    names = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
+    return {
+        0: [
+            (names[atom.kind], cell_of(atom.stage, atom.microbatch, 0, 0))
+            for atom in table.atoms[rank]
+            if atom.kind in names
+        ]
+    }

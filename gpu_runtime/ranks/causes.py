@@ -1,0 +1,254 @@
+"""The one cause why a step stopped on every rank, chosen from what the ranks published."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from qeffect.refusals import Refused
+from qeffect.schedule.actions import SENDS, Atom, Schedule
+
+from .channels import Ends, LostError, Message, first_difference
+
+__all__ = [
+    "Cause",
+    "DisagreementError",
+    "StoppedError",
+    "TerminatedError",
+    "Verdicts",
+    "name_of",
+    "verdict_of",
+]
+
+
+class DisagreementError(RuntimeError):
+    """All ranks came to the commit, with different epochs, messages or gradients."""
+
+
+class TerminatedError(RuntimeError):
+    """The launcher ends this rank, as it does when another rank has died."""
+
+    unrecoverable = True
+
+
+@attrs.frozen
+class Cause:
+    """
+    Why a step ended on every rank.
+
+    Args:
+        kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
+            (epochs, messages or gradients differ), `gone` (a process ended), `late` (a rank missed
+            the deadline), `ended` (by the launcher) or `lost` (a connection broke).
+        rank: The rank where the cause began.
+        stage: The action's stage, or None.
+        action: The action in the table's notation, or `commit`.
+        clause: The clause that refused the action, or None.
+        text: The whole cause in one line.
+        recoverable: Whether every rank is still there to rebuild the epoch from the last commit.
+    """
+
+    kind: str
+    rank: int
+    stage: int | None
+    action: str | None
+    clause: str | None
+    text: str
+    recoverable: bool
+
+
+class StoppedError(RuntimeError):
+    """The step stopped on every rank for one cause; no rank has updated its weights."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.text)
+        self.cause = cause
+
+
+@attrs.frozen
+class Verdicts:
+    """
+    The reasons that ranks published for stopping a step, from which one cause is chosen.
+
+    Args:
+        said: By rank, its verdict from `verdict_of`; a rank that published none is missing. A
+            verdict also has `row`, the rank's row in the table, or None.
+        world: Number of ranks.
+        every: Every channel of the world, in the same order on all ranks.
+        table: The table that the ranks walk.
+    """
+
+    said: Mapping[int, dict[str, Any]]
+    world: int
+    every: Sequence[Ends]
+    table: Schedule
+
+    def cause(self, epoch: int) -> Cause:
+        """
+        Choose the one cause, by precedence: a refusal or an error, then a skipped message, then a
+        disagreement, then a rank that is gone or late.
+
+        Args:
+            epoch: The epoch of the rank that chooses.
+        """
+        said = self.said
+        alive = self._recoverable() and len({v["epoch"] for v in said.values()}) == 1
+        for rank, v in sorted(said.items()):
+            if v["kind"] in ("refused", "raised"):
+                return _cause(v["kind"], rank, v, v["text"], alive)
+        for rank, v in sorted(said.items()):
+            if (skipped := self._skipped(v)) is not None:
+                text = "the rank passed this action without sending the message"
+                return _cause("dropped", rank, {**v, **skipped}, text, alive)
+        unlike = [r for r, v in sorted(said.items()) if v["kind"] == "disagreed"]
+        if (found := self._different(whole=bool(unlike))) is not None:
+            return found
+        if unlike:
+            v = said[unlike[0]]
+            return _cause("disagreed", unlike[0], v, v["text"], alive)
+        for rank in sorted(set(range(self.world)) - said.keys()):
+            seen = sorted(
+                (v for v in said.values() if v["peer"] == rank), key=self._place_of_awaited
+            )
+            late = all(v["kind"] == "late" for v in (seen or said.values()))
+            awaited = self._awaited_of(seen[0]) if seen else {"stage": None, "action": None}
+            text = "the process did not reach it in time" if late else "the process has ended"
+            if seen:
+                text += f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})"
+            known = {"epoch": epoch, "clause": None, **awaited}
+            return _cause("late" if late else "gone", rank, known, text, False)
+        order = ("late", "ended", "lost")
+        rank, v = min(said.items(), key=lambda item: (order.index(item[1]["kind"]), item[0]))
+        return _cause(v["kind"], rank, v, v["text"], alive)
+
+    def _recoverable(self) -> bool:
+        """Whether every rank has published a verdict from which it can rebuild the epoch."""
+        return len(self.said) == self.world and all(v["recoverable"] for v in self.said.values())
+
+    def _skipped(self, v: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The first send that a rank has passed but not posted."""
+        if v["row"] is None:
+            return None
+        posted = {number for numbers in v["posted"].values() for number in numbers}
+        for atom in self.table.atoms[v["row"]][: v["passed"]]:
+            if atom.kind in SENDS:
+                message = Message(atom.stage, atom.microbatch, "B" in atom.kind.value)
+                if message.number not in posted:
+                    return {"stage": atom.stage, "action": message.sent, "clause": None}
+        return None
+
+    def _different(self, *, whole: bool) -> Cause | None:
+        """
+        Return the first difference between the ends of a channel as a cause, or None.
+
+        Args:
+            whole: Whether both ends reached the end of their row; if not, one end may have more
+                messages than the other.
+        """
+        said = self.said
+        for ends in self.every:
+            if ends.source not in said or ends.to not in said:
+                continue
+            name = f"{ends.source}>{ends.to}"
+            a, b = (said[r]["posted"].get(name, ()) for r in ends)
+            if (found := first_difference(a, b)) is None:
+                continue
+            place, sent, received = found
+            if not whole and (sent is None or received is None):
+                continue  # one end stopped earlier
+            v = said[ends.source]
+            where = {
+                "epoch": v["epoch"], "clause": None,
+                "stage": (sent or received or Message(0, 0, False)).stage,
+                "action": sent.sent if sent else received.sent if received else None,
+            }  # fmt: skip
+            text = (
+                f"message {place} of the channel from rank {ends.source} to rank {ends.to}: the "
+                f"sender posted {sent.sent if sent else 'nothing'}, the receiver posted "
+                f"{received.received if received else 'nothing'}"
+            )
+            return _cause("disagreed", ends.source, where, text, self._recoverable())
+        return None
+
+    def _place_of_awaited(self, v: Mapping[str, Any]) -> int:
+        """Place, in the peer's row, of the action that a rank waited for."""
+        owed = self._awaited_of(v)["action"]
+        for atoms in self.table.atoms:
+            for place, atom in enumerate(atoms):
+                if name_of(atom) == owed:
+                    return place
+        return sys.maxsize
+
+    def _awaited_of(self, v: Mapping[str, Any]) -> dict[str, Any]:
+        """The peer's action at the other end of the transfer that a rank waited for."""
+        for atoms in self.table.atoms:
+            for atom in atoms:
+                if atom.kind in SENDS:
+                    message = Message(atom.stage, atom.microbatch, "B" in atom.kind.value)
+                    if message.received == v["awaits"]:
+                        return {"stage": atom.stage, "action": message.sent}
+                    if message.sent == v["awaits"]:
+                        to = message.stage + (-1 if message.gradient else 1)
+                        return {"stage": to, "action": message.received}
+        return {"stage": None, "action": v["awaits"]}
+
+
+def _first(said: Mapping[int, dict[str, Any]], v: Mapping[str, Any]) -> int:
+    return next(rank for rank, other in sorted(said.items()) if other is v)
+
+
+def verdict_of(
+    error: BaseException,
+    epoch: int,
+    atom: Atom | None,
+    passed: int,
+    posted: Mapping[Ends, Sequence[int]],
+    at: str,
+) -> dict[str, Any]:
+    """
+    Describe why a rank stopped, as plain data for the store.
+
+    Args:
+        error: The reason.
+        epoch: The epoch of the error.
+        atom: The action of the error; None outside the row.
+        passed: Steps of its row that the rank has completed.
+        posted: Numbers of the messages that the rank posted in this step, by channel.
+        at: Name of the place of the error if `atom` is None.
+    """
+    kind = "refused" if isinstance(error, Refused) else "raised"
+    if isinstance(error, LostError):
+        kind = "late" if error.late else "lost"
+    elif isinstance(error, DisagreementError):
+        kind = "disagreed"
+    elif isinstance(error, TerminatedError):
+        kind = "ended"
+    text = " ".join(str(error).split())
+    return {
+        "kind": kind,
+        "epoch": epoch,
+        "stage": None if atom is None else atom.stage,
+        "action": at if atom is None else name_of(atom),
+        "clause": getattr(error, "clause", None),
+        "text": f"{type(error).__name__}: {text}" if kind == "raised" else text,
+        "peer": getattr(error, "peer", None),
+        "awaits": getattr(error, "action", None),
+        "passed": passed,
+        "posted": {f"{e.source}>{e.to}": list(numbers) for e, numbers in posted.items()},
+        "recoverable": not getattr(error, "unrecoverable", False),
+    }
+
+
+def name_of(atom: Atom) -> str:
+    """Return an indivisible step in a table's notation, such as ``1W2``."""
+    return f"{atom.stage}{atom.kind.value}{atom.microbatch if atom.microbatch >= 0 else ''}"
+
+
+def _cause(kind: str, rank: int, where: Mapping[str, Any], what: str, recoverable: bool) -> Cause:
+    at = where["action"] or "an unknown action"
+    text = f"rank {rank}, step {where['epoch']}, {at}: {what}"
+    stage, action, clause = where["stage"], where["action"], where["clause"]
+    return Cause(kind, rank, stage, action, clause, text, recoverable)
