@@ -172,7 +172,7 @@ class OneLaunch:
                 self._rehearse()
                 self._require_unmoved()
             except Exception:
-                # First the previous step's verdict; that step may still run and must not be aborted.
+                # First the verdict of the previous step, which may run and must not be aborted.
                 if contract.counts_awaited:
                     self._confirm(self._launched.pop(0))
                 raise
