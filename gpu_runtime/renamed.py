@@ -134,5 +134,6 @@ NAMES: Mapping[str, str] = {
     "parallel.one_launch.obstacles": "ranks.obstacles.obstacles",
     "parallel.rehearsal.Recorded": "ranks.rehearsal.CaptureRecord",
     "parallel.world.Worker": "ranks.worker.Worker",
+    "parallel.world.gathered": "ranks.world.all_gather",
     "parallel.world.launched": "ranks.world.launcher_ranks",
 }

@@ -12,7 +12,7 @@ from attrs import frozen
 from .engine.stage import TRANSITIONS
 from .keys import Cell, TapeKey, TapeRef
 from .refusals import Refused
-from .text import shown, spelled, within
+from .text import counted, shown, spelled, within
 
 __all__ = ["UNUSABLE", "Arguments"]
 
@@ -230,4 +230,5 @@ class Arguments:
         if not own:
             return f"one of the stages {list(self.slots)}"
         m, b, i = (max(cell[part] for cell in own) + 1 for part in (1, 2, 3))
-        return f"stage {shown(key.stage)}: {m} microbatches, {b} blocks, {i} invocations"
+        counts = counted(m, "microbatch"), counted(b, "block"), counted(i, "invocation")
+        return f"stage {shown(key.stage)}: {', '.join(counts)}"

@@ -1,8 +1,8 @@
 """
-An orderly caller of one process: it makes the calls that an action wants around it.
+A correct caller of one process: it makes all calls of the contract that an action needs.
 
-The fault table and the example logs say *what* runs, by stage and microbatch; this says *how* a
-runtime runs it through the contract. No device is touched.
+The fault table and the example logs say *what* runs, by stage and microbatch. This module makes the
+calls of the contract as a runtime makes them. No device is used.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Caller"]
 
 class Caller:
     """
-    A contract, and the references that its caller holds.
+    A contract, and the references of its live tapes.
 
     Args:
         contract: The contract that the calls go to.
 
     Attributes:
-        contract: The same.
+        contract: The contract that the calls go to.
         refs: The reference of each cell's latest forward.
-        scales: The token at which that forward ran.
+        scales: The token at which each cell's latest forward ran.
 
     >>> from qeffect import StageConfig
     >>> caller = Caller(Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))]))
@@ -44,15 +44,15 @@ class Caller:
         self._configs = {config.stage: config for config in self.contract.stages}
 
     def link(self, stage: int, caller: Hashable = "main") -> int:
-        """The link of a caller and the stage's graph stream."""
+        """The link between a caller and the stage's graph stream."""
         return self.contract.link(caller, self._configs[stage].domain)
 
     def key(self, stage: int, microbatch: int, block: int = 0) -> TapeKey:
-        """The key of an execution in the current epoch."""
+        """The key of a stage, microbatch and block in the current epoch."""
         return TapeKey(self.contract.epoch, stage, microbatch, block)
 
     def ref(self, stage: int, microbatch: int, block: int = 0) -> TapeRef:
-        """The reference that the execution's latest forward returned."""
+        """The reference that the latest forward of this stage, microbatch and block returned."""
         return self.refs[self.key(stage, microbatch, block).cell]
 
     def refresh(self, stage: int) -> None:
@@ -72,7 +72,7 @@ class Caller:
         self.refs[key.cell] = ref
 
     def dgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
-        """Bind the destinations, wait for what dI consumes, run it and queue every matrix."""
+        """Bind the destinations, wait for the inputs of dI, run dI and queue every matrix."""
         options.setdefault("link", self.link(stage))
         key = self.key(stage, microbatch, block)
         if "arena" in self.contract.transitions.relations:
@@ -110,10 +110,10 @@ class Caller:
         return epoch
 
     def _filled(self, stage: int) -> dict[str, int] | None:
-        """What a refresh reports where the stage's backend does: every cache, of these weights."""
+        """The report of a refresh, if the backend reports fills: every cache, this epoch."""
         config = self._configs[stage]
         return dict.fromkeys(config.matrices, self.contract.epoch) if config.reports_fills else None
 
     def _updates(self, stage: int) -> int | None:
-        """What F and dI report where the stage's backend does: one scaling update."""
+        """The report of F and dI, if the stage's backend reports updates: one scaling update."""
         return 1 if self._configs[stage].reports_updates else None

@@ -1,5 +1,5 @@
 """
-Whether a declared order can be carried to its end: a search, made once, when a contract is.
+A search, when a contract is constructed, whether a declared order can run to its end.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .keys import Cell
+from .text import counted
 
 __all__ = ["Places", "require_carried"]
 
-#: States that are looked at for each action of an order, and beside them; past that the order is
-#: taken as it is. One pool a slot needs one state for each action.
+#: Limit of the search: states per action of an order, and states in addition. Beyond the limit the
+#: order is accepted unproved. With one pool per slot the search needs one state per action.
 _EACH: Final = 20
 _BESIDE: Final = 20_000
 
 
 class Places(NamedTuple):
     """
-    Where tapes go: slots and the capture memory behind them.
+    The slots of tapes, and the capture memory of the slots.
 
     Args:
         slots: Slot indices of each stage.
@@ -34,7 +35,7 @@ class Places(NamedTuple):
 
 
 class _State(NamedTuple):
-    """How far an order came: its next action, each live tape's slot, and each pool's cursor."""
+    """Progress of an order: its next action, each live tape's slot, and each pool's cursor."""
 
     position: int
     tapes: frozenset[tuple[Cell, int, bool]]
@@ -43,18 +44,18 @@ class _State(NamedTuple):
 
 def require_carried(domain: Hashable, order: Sequence[tuple[str, Cell]], places: Places) -> None:
     """
-    Require that some choice of slots, and of moments for dW, carries a declared order to its end.
+    Require that some choice of slots, and of times for dW, lets a declared order run to its end.
 
-    A dW and the readers have no place in the order: they may come at any time after the dI, so
-    that a slot is free as early as can be.
+    The order does not place dW and readers: they may run at any time after the dI, so the search
+    frees each slot as early as possible.
 
     Args:
         domain: Name of the domain, for the message.
-        order: Its F and dI, each cell's once.
+        order: The domain's F and dI, one of each per cell.
         places: Slots, pools and capture ranks.
 
     Raises:
-        ValueError: No choice does; the message names the first action that none reaches.
+        ValueError: No choice does; the message names the first action that no choice reaches.
 
     >>> cells = [(0, m, 0, 0) for m in (0, 1)]
     >>> order = [("F", cells[0]), ("F", cells[1]), ("dI", cells[0]), ("dI", cells[1])]
@@ -64,7 +65,7 @@ def require_carried(domain: Hashable, order: Sequence[tuple[str, Cell]], places:
     Traceback (most recent call last):
     ...
     ValueError: the declared order of domain 'd' cannot be carried: after 1 of its 4 actions no \
-slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slots; ...
+slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
     """
     sizes = Counter(places.pool_of)
     shared = frozenset(pool for pool, size in sizes.items() if size > 1)
@@ -95,14 +96,15 @@ slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slots; ...
     raise ValueError(
         f"the declared order of domain {domain!r} cannot be carried: after {furthest} of its "
         f"{len(order)} actions no slot of stage {cell[0]} can take {kind} of {cell}; the stage has "
-        f"{number} slots; declare dI earlier, give it more slots, or each slot a pool of its own"
+        f"{counted(number, 'slot')}; declare dI earlier, give the stage more slots, or each slot a "
+        "pool of its own"
     )
 
 
 def _following(
     state: _State, order: Sequence[tuple[str, Cell]], places: Places, shared: frozenset[int]
 ) -> Iterator[_State]:
-    """Yield where one action leads; a dW that can hold nothing up is run at once and alone."""
+    """Yield the states after one action; a dW that cannot block anything runs at once and alone."""
     deferred = [tape for tape in state.tapes if tape[2]]
     for tape in deferred:
         if places.pool_of[tape[1]] not in shared:

@@ -97,7 +97,7 @@ class Checkpoint:
 
         >>> from qeffect import Contract, StageConfig
         >>> Contract([StageConfig(0, microbatches=2, slots=1)]).checkpoint().summary()
-        'stages 0 (M=2, 1 slots) under ...'
+        'stages 0 (M=2, 1 slot) under ...'
         """
         return self.configuration.summary()
 

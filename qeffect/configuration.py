@@ -17,7 +17,7 @@ from .destinations import Destination
 from .keys import Cell, cell_of
 from .layout import GRAPHS, share_buckets
 from .relations.constants import GENERATION_MAX
-from .text import is_name, shown
+from .text import counted, is_name, shown
 
 __all__ = ["Configuration", "Graph", "Positions", "write_destinations"]
 
@@ -122,7 +122,9 @@ class Configuration:
 
     def summary(self) -> str:
         """Return one line that names the stages and relations."""
-        stages = ", ".join(f"{c.stage} (M={c.microbatches}, {c.slots} slots)" for c in self.stages)
+        stages = ", ".join(
+            f"{c.stage} (M={c.microbatches}, {counted(c.slots, 'slot')})" for c in self.stages
+        )
         return f"stages {stages} under {', '.join(self.relations)}"
 
     # As plain data

@@ -1,9 +1,9 @@
 """
-The paper's fault table, run: seven injections in six families, each through the public API.
+Run the paper's fault table: seven injections in six families, each through the public API.
 
-Every injection begins with work that keeps the contract, makes one invalid call, and afterwards
-shows that what the table says was preserved really was: the tape, the epoch or the reduction is
-taken to its regular end. No device is touched.
+Every injection does some valid work, makes one invalid call, and then shows that the table's
+preserved state was preserved: it takes the tape, the epoch or the reduction to its regular end. No
+device is used.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ MATRICES: Final = ("fc1", "fc2")
 @frozen
 class FaultRow:
     """
-    One injection and what became of it.
+    One injection and its result.
 
     Args:
         injection: The injected violation, in the paper's words.
         family: The family it belongs to.
-        detected_at: Where it was detected, in the paper's words.
-        transition: The transition that refused it; empty when none did.
-        clause: The clause that refused it; empty when none did.
-        refused: It was refused, at its first invalid operation, under the clause of the table,
-            and the state was the same before and after.
-        result: What the paper's table says became of it; that it was not refused so, where it
-            was not.
-        preserved: What was preserved, as shown by using it afterwards; or what was not.
-        holds: Refused, and preserved.
-        accepted: Transitions that were accepted before it.
+        detected_at: The place of detection, in the paper's words.
+        transition: The transition that refused the violation; empty if none did.
+        clause: The clause of the refusal; empty without a refusal.
+        refused: Whether the first invalid operation was refused, under the table's clause, with the
+            same state before and after.
+        result: The result in the paper's table, or that the violation was not refused so.
+        preserved: The state that was preserved, as shown by its later use; or that it was not.
+        holds: Whether the violation was refused and the state preserved.
+        accepted: Number of transitions accepted before the violation.
     """
 
     injection: str
@@ -61,10 +60,10 @@ class FaultRow:
 @frozen
 class FaultReport:
     """
-    The fault table as it came out.
+    The results of the fault table.
 
     Args:
-        verdict: ``accepted`` when every row holds, else ``refused``.
+        verdict: ``accepted`` if every row holds, else ``refused``.
         rows: One row per injection, in the paper's order.
     """
 

@@ -173,7 +173,7 @@ class Consent:
         self.channels.commit()
         return agreed
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         """
         Gather a tensor from every rank over consent's connection: a rank that stops ends the wait.
 

@@ -99,7 +99,7 @@ class Job:
         Return the table with messages: torch's own, or the file's.
 
         Raises:
-            ScheduleError: torch is missing or refuses the combination, or the file is no valid
+            ScheduleError: torch is missing or refuses the combination, or the file is not a valid
                 table.
         """
         if not self.cls_name:

@@ -13,7 +13,7 @@ import torch
 
 from ..step.nested_graphs import nesting_obstacle
 from .worker import Worker
-from .world import Member, gathered
+from .world import Member, all_gather
 
 __all__ = ["first_obstacle", "obstacles", "obstacles_on"]
 
@@ -59,4 +59,4 @@ def first_obstacle(member: Member, found: Sequence[str]) -> str:
 
     Every rank calls it with its own obstacles; empty if no rank has any.
     """
-    return next((text for text in gathered(member, "; ".join(found)) if text), "")
+    return next((text for text in all_gather(member, "; ".join(found)) if text), "")

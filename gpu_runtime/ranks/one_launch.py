@@ -319,7 +319,7 @@ class OneLaunch:
         """How many launched steps have no verdict yet."""
         return len(self._launched)
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         """
         Gather a tensor of every rank between two steps, of which the last may still run.
 
@@ -335,7 +335,7 @@ class OneLaunch:
         """
         with self._ending():
             self._asking = self.ahead
-            found = self.worker.consent.gathered(own)
+            found = self.worker.consent.all_gather(own)
             self._asking = 0
         return found
 

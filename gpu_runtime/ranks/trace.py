@@ -33,7 +33,7 @@ from .channels import Channels, Ends, Message, Transfer
 from .consent import name_of
 from .pipeline import Entry, Passage
 from .worker import Worker
-from .world import Member, gathered
+from .world import Member, all_gather
 
 __all__ = ["Span", "Tracer", "chrome_trace"]
 
@@ -253,7 +253,7 @@ def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, A
         BackendError: The trace has only the send or only the receive of a message.
     """
     own = (socket.gethostname(), tracer.clock.host, [attrs.astuple(s) for s in tracer.spans()])
-    said = gathered(member, own)
+    said = all_gather(member, own)
     one_host = len({host for host, _, _ in said}) == 1
     ranks = []
     for _, zero, spans in said:

@@ -32,7 +32,7 @@ from .pipeline import Feed, Pipeline
 from .replicas import Replicas
 from .side_stream_feed import feed_for
 from .ties import Reducers, Tie, require_declared
-from .world import Limits, Member, agree_on, gathered
+from .world import Limits, Member, agree_on, all_gather
 
 __all__ = ["Worker"]
 
@@ -130,7 +130,7 @@ class Worker:
         self.row = Row.of(table, place, config.provisioning)
         self.feed = feed(self.replica)
         self.pp = pp
-        require_declared(gathered(member, self.ties), table.stage_to_rank, self.ranks)
+        require_declared(all_gather(member, self.ties), table.stage_to_rank, self.ranks)
         self._reduces = self._reducer()
         copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
         config = attrs.evolve(config, copies=copies)
@@ -156,7 +156,7 @@ class Worker:
         names = "clip_norm", "skip_nonfinite", "mean", "together", "amax"
         clipping = self.clipping.max_norm, self.clipping.skip_nonfinite
         own = (*clipping, self.mean, self.together, amax)
-        for rank, words in enumerate(said := gathered(self.member, own)):
+        for rank, words in enumerate(said := all_gather(self.member, own)):
             for name, word, first in zip(names, words, said[0], strict=True):
                 if word != first:
                     raise BackendError(
@@ -186,7 +186,7 @@ class Worker:
             )
             for stage in stages
         ]
-        ends = gathered(self.member, own)
+        ends = all_gather(self.member, own)
         require_meeting([end for rank in self.ranks for end in ends[rank]])
         if "main" not in config.callers:
             problem = f"callers are {config.callers}; a pipeline calls as 'main': name it too"
@@ -226,7 +226,7 @@ class Worker:
             for index, name in tie.of(list(held))
             if name in held[index]
         }
-        said = gathered(self.member, own) if self.ties else []
+        said = all_gather(self.member, own) if self.ties else []
         for tie in self.ties:
             every = [
                 (n, words[p]) for n, words in enumerate(said) for p in tie.copies if p in words

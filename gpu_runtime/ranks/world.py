@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..backends.protocol import BackendError
 
-__all__ = ["Limits", "Member", "agree_on", "gathered", "join", "launcher_ranks", "leave"]
+__all__ = ["Limits", "Member", "agree_on", "all_gather", "join", "launcher_ranks", "leave"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS, _MOST_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), 999_999_999
@@ -205,13 +205,13 @@ def agree_on(member: Member, problem: str, failed: Exception | None = None) -> N
     Raises:
         BackendError: A rank has a problem; the message is that of the first such rank.
     """
-    for text in gathered(member, problem):
+    for text in all_gather(member, problem):
         if text:
             raise BackendError(text) from failed
 
 
-def gathered(member: Member, own: Any) -> list[Any]:
-    """Gather one object of every rank, by rank; every rank calls it."""
+def all_gather(member: Member, own: Any) -> list[Any]:
+    """Gather one object from every rank, ordered by rank; every rank calls it."""
     found: list[Any] = [None] * member.world
     dist.all_gather_object(found, own)
     return found

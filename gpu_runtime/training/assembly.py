@@ -16,7 +16,7 @@ from qeffect.schedule.actions import ScheduleError
 
 from ..backends.dynamic import library
 from ..backends.protocol import BackendError
-from ..ranks.world import Member, agree_on, gathered
+from ..ranks.world import Member, agree_on, all_gather
 from ..runtime import mode_on
 from .balance import measured, slowest
 from .checkpoint import Checkpoints
@@ -191,7 +191,7 @@ def measure_cut(
         return config, data
     job, layers = data.job, config.model.layers
     saved = _times_saved(config) if resume and member.rank == 0 else None
-    fields = times if times is not None else gathered(member, saved)[0]
+    fields = times if times is not None else all_gather(member, saved)[0]
     if fields is None:
         own, problem = None, ""
         try:
@@ -201,7 +201,7 @@ def measure_cut(
         except (BackendError, RuntimeError, ValueError) as error:
             problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
         agree_on(member, problem)
-        fields = slowest(gathered(member, own)).fields(layers)
+        fields = slowest(all_gather(member, own)).fields(layers)
         gc.collect()
         if member.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..backends.protocol import BackendError, StageBackend
 from ..ranks.worker import Worker
-from ..ranks.world import Member, gathered
+from ..ranks.world import Member, all_gather
 from ..step.memory.numerical_state import Snapshot, live_state
 from .data import Loader
 from .model import Language
@@ -111,7 +111,7 @@ def mean_loss(placed: PlacedStages, job: Language, held_out: Loader, windows: in
         if loss is not None:
             mean = float(loss) * job.microbatches * job.dp
             total, count = total + mean * taken, count + taken
-    sums = gathered(placed.member, (total, count))
+    sums = all_gather(placed.member, (total, count))
     losses, counted = (sum(column) for column in zip(*sums, strict=True))
     return float(losses / counted)
 

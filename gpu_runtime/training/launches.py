@@ -21,7 +21,7 @@ from ..ranks.job import Batches, Job
 from ..ranks.obstacles import first_obstacle, obstacles, obstacles_on
 from ..ranks.one_launch import OneLaunch
 from ..ranks.worker import Worker
-from ..ranks.world import Member, gathered
+from ..ranks.world import Member, all_gather
 from ..runtime import Mode, mode_on
 from ..step.clipping import DeviceNorm, Norm
 
@@ -151,7 +151,7 @@ class StepRunner:
             self.whole.leave()
             self._left = True
 
-    def gathered(self, own: Sequence[float]) -> list[list[float]]:
+    def all_gather(self, own: Sequence[float]) -> list[list[float]]:
         """
         Gather equally many numbers of every rank between two steps, by rank.
 
@@ -159,8 +159,8 @@ class StepRunner:
             StoppedError: A rank has stopped in the current launch.
         """
         if self.whole is None:
-            return gathered(self.worker.member, list(own))
-        found: list[list[float]] = self.whole.gathered(
+            return all_gather(self.worker.member, list(own))
+        found: list[list[float]] = self.whole.all_gather(
             torch.tensor(own, dtype=torch.float64)
         ).tolist()
         return found

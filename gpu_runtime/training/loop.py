@@ -17,7 +17,7 @@ from qeffect.report import UnusableError, finite
 from ..backends.protocol import BackendError
 from ..ranks.assembly import build_worker
 from ..ranks.consent import StoppedError
-from ..ranks.world import Limits, Member, agree_on, gathered
+from ..ranks.world import Limits, Member, agree_on, all_gather
 from ..step.graphs import GraphExecutor
 from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints, EarlierSaveError
@@ -313,7 +313,7 @@ class Trainer:
             if self.log is not None:
                 self.log({"step": self._stopped_at, "stopped": stopped.cause.text})
         # One rank may have collected losses that another has not: all continue from the same step.
-        self._told = min(gathered(self.member, self._told))
+        self._told = min(all_gather(self.member, self._told))
 
     def _tell_launches(self) -> None:
         """Log whether steps are launches, and if not, why."""
@@ -333,7 +333,7 @@ class Trainer:
         results = [self.steps.result(step) for step in steps]
         none = [0.0] * self.job.microbatches
         shares = [share for one in results for share in one.losses or none]
-        ranks = self.steps.gathered([float(memory_bytes(self.member.device)), *shares])
+        ranks = self.steps.all_gather([float(memory_bytes(self.member.device)), *shares])
         each = (now - self._since) / len(steps)
         self.steps.forget(self._told)  # keeps the latest: a rank may collect them again
         for n, step in enumerate(steps):

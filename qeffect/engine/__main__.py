@@ -1,5 +1,5 @@
 """
-``python -m qeffect.engine``: write the composed transitions anew, or check that they are current.
+``python -m qeffect.engine``: write the composed transitions, or check that they are current.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def main(arguments: list[str] | None = None) -> int:
     Run the command.
 
     Returns:
-        0 when the page is current or was written, 1 when ``--check`` finds it stale, 2 when it
-        cannot be composed or written.
+        0 if the transitions are current or were written, 1 if ``--check`` finds them stale, 2 if
+        they cannot be composed or written.
     """
     parser = argparse.ArgumentParser(prog="python -m qeffect.engine", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
     options = parser.parse_args(arguments)
     try:
         if options.check:

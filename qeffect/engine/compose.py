@@ -2,18 +2,19 @@
 Composition: one flat transition function from the guards and writes that each relation exports.
 
 A relation module exports a transition as two halves, ``NAME_guards`` and ``NAME_writes``. The
-composed function runs every relation's guards in the normative order, then every write, so that a
-refusal has one name and leaves the state as it was. A guard half named
-``NAME_before_RELATION_guards`` runs before that relation's guards instead of in its own relation's
-place. The halves are joined as syntax trees rather than called one by one: a guarded action then
-costs a third less, and one function object is what runs beside the GPU, what the explorer walks,
-what Z3 proves and what NumPy batches.
+composed function runs the guards of every relation in the normative order, then all writes. So a
+refusal has one name and changes no state. A guard half named ``NAME_before_RELATION_guards`` runs
+before the guards of that relation instead of in its own relation's place.
+
+The halves are joined as syntax trees, not called one by one: a guarded action then costs a third
+less. The same function object guards a replay, is walked by the explorer, proved by Z3 and batched
+by NumPy.
 
 The composition of all relations is checked in as source, ``qeffect.engine.composed``; see
-``qeffect.engine.generate``. Every other composition is made when it is first asked for.
+``qeffect.engine.generate``. Every other composition is made on first use.
 
-Joining is refused where it could change a meaning: a guard that writes, a local name with two
-definitions, or a read of a column that an earlier half has already written.
+Joining fails if it could change a meaning: a guard that writes, a local name with two definitions,
+or a read of a column that an earlier half has already written.
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ __all__ = [
 
 _WIDTH = 100
 
-#: The function of a relation that refuses its own transitions where it is left out.
+#: The function that refuses a relation's own transitions if the relation is left out.
 LEFT_OUT: Final = "left_out"
 
 
 class CompositionError(Exception):
-    """A relation's half is outside what the readings understand."""
+    """A relation's half cannot be composed without changing its meaning."""
 
 
 @frozen
 class Half:
     """
-    What the name of a relation's half says.
+    The parsed name of a relation's half.
 
     Args:
-        transition: The transition it is a part of.
+        transition: The transition that the half belongs to.
         part: ``guards`` or ``writes``.
-        before: Relation whose guards it runs before; empty where it runs in its own place.
+        before: Relation before whose guards the half runs; empty if it runs in its own place.
 
     >>> half_name("checkpoint_before_order_guards")
     Half(transition='checkpoint', part='guards', before='order')
@@ -75,7 +76,7 @@ class Half:
 
 
 def half_name(name: str) -> Half | None:
-    """Read the name of a function; None for a helper."""
+    """Parse the name of a function; None for a helper."""
     transition, _, part = name.rpartition("_")
     if part not in ("guards", "writes") or not transition:
         return None
@@ -97,7 +98,7 @@ def halves(module: ModuleType, transition: str) -> list[tuple[str, FunctionType]
     """
     Return the ("guards" | "writes", function) pairs that a relation exports for a transition.
 
-    Guards come first, and among them those that run before another relation's.
+    Guards come first; among them, halves that run before another relation's guards come first.
     """
     found = []
     for name, function in vars(module).items():
@@ -123,7 +124,7 @@ class Joined:
     A composed transition as text.
 
     Args:
-        text: Its source, a function of the state and the parameters.
+        text: Source of one function of the state and the parameters.
         names: The globals that the source reads.
     """
 
@@ -143,13 +144,13 @@ def compose(
 
     Args:
         transition: Name of the transition, for example ``check_dgrad``.
-        parameters: Its parameters after the state.
+        parameters: Names of the parameters after the state.
         relations: The relation modules that take part, in the normative order.
         replaced: Halves or helpers to use in place of a module's own, by
             ``module.function`` name. A mutant is a composition with one replacement.
 
     Returns:
-        A function of the state and the parameters. A check returns the ticket it issued.
+        A function of the state and the parameters. A check returns the ticket that it issued.
 
     Raises:
         CompositionError: The halves cannot be joined without changing their meaning.
@@ -161,12 +162,12 @@ def refuse(
     transition: str, parameters: tuple[str, ...], relation: ModuleType
 ) -> Callable[..., Any]:
     """
-    Return a transition that is refused whatever its arguments: its relation was left out.
+    Return a transition that refuses every call because its relation is left out.
 
     Args:
         transition: Name of the transition.
-        parameters: Its parameters after the state.
-        relation: The relation's module, whose ``left_out`` refuses.
+        parameters: Names of the parameters after the state.
+        relation: The relation's module; its ``left_out`` function gives the refusal.
     """
     joiner = _Joiner(transition, parameters, {})
     refusal = half_source(getattr(relation, LEFT_OUT))
@@ -210,7 +211,7 @@ def join(
             before = half.before if half else ""
             at = (places.get(before, place), not before)
             exported.append(((part == "writes", *at), relation, part, function))
-    # Guards first, also because their locals must precede the writes'.
+    # Guards first; the writes use locals that the guards define.
     for _, relation, part, function in sorted(exported, key=lambda half: half[0]):
         joiner.add(relation, part, function)
     return joiner.join()
@@ -294,7 +295,7 @@ class _Joiner:
         return result
 
     def carry(self, module: ModuleType, node: ast.FunctionDef) -> None:
-        """Carry over the globals that a half reads."""
+        """Add the globals that a half reads."""
         for name in (n.id for n in ast.walk(node) if isinstance(n, ast.Name)):
             if name in vars(module):
                 value = vars(module)[name]

@@ -1,5 +1,5 @@
 """
-The free slots of one stage: a stack from which any slot can be taken at the same cost.
+The free slots of one stage: a stack from which any slot can be removed in constant time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ __all__ = ["FreeSlots"]
 
 class FreeSlots(dict[int, None]):
     """
-    Free slots in the order in which they became free, the next one to use last.
+    Free slots in the order in which they became free; the last one is used next.
 
-    A dictionary keeps that order and drops any of its keys without a search, in one call.
+    A dictionary keeps this order and removes any key in one call, without a search.
 
     Args:
-        slots: Slot indices, all of them free, in the order in which to use them.
+        slots: Indices of free slots, in the order in which to use them.
 
     >>> free = FreeSlots([0, 1, 2])
     >>> free.next, free.take(1), free.take(1), sorted(free)
@@ -30,7 +30,7 @@ class FreeSlots(dict[int, None]):
 
     @property
     def next(self) -> int:
-        """The slot to use next; there must be one."""
+        """The slot to use next; at least one slot must be free."""
         return next(reversed(self))
 
     def take(self, slot: int) -> bool:
@@ -38,14 +38,14 @@ class FreeSlots(dict[int, None]):
         return self.pop(slot, _TAKEN) is None
 
     def put(self, slot: int) -> None:
-        """Add a slot that became free, as the next one to use."""
+        """Add a slot that became free; it is used next."""
         self[slot] = None
 
     def retire(self, slot: int) -> None:
-        """Add a slot whose generations are exhausted, as the last one to use."""
+        """Add a slot whose generations are exhausted; it is used last."""
         others = tuple(self)
         self.clear()
         self.update(dict.fromkeys((slot, *others)))
 
 
-_TAKEN: None = object()  # type: ignore[assignment]  # what no key holds
+_TAKEN: None = object()  # type: ignore[assignment]  # a value that no key has

@@ -18,12 +18,11 @@ Snapshot = dict[str, tuple[Any, ...]]
 
 class Memory:
     """
-    Every column as a list, or as a dictionary where the index is a key's cell.
+    Every column as a list, or as a dictionary if cells index it.
 
     Args:
-        columns: The columns to hold, from the transitions that will run over it.
-        sorts: The members of each index sort: a count for the dense ones, the cells themselves
-            for ``cell``.
+        columns: The columns, from the transitions that will run over this memory.
+        sorts: Members of each index sort: their number, or the cells themselves for ``cell``.
         config: Value of each configured column, one entry per member of its index sort.
     """
 
@@ -49,11 +48,11 @@ class Memory:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Columns are lists or dictionaries; the halves that read them are duck-typed."""
+            """Columns are lists or dictionaries; the halves that read them are not typed."""
 
     @staticmethod
     def every(column: Any, value: Any) -> bool:
-        """Whether every entry of a column equals the value; the only quantifier there is."""
+        """Whether every entry of a column equals the value; transitions use no other quantifier."""
         if isinstance(column, dict):
             return all(entry == value for entry in column.values())
         return bool(column.count(value) == len(column))
@@ -68,7 +67,7 @@ class Memory:
             column[:] = [value] * len(column)
 
     def copy(self) -> Memory:
-        """Return a memory with the same contents, on which a transition can be rehearsed."""
+        """Return a memory with the same contents, for example to try a transition on."""
         twin = object.__new__(Memory)
         twin._names = self._names
         for name in self._names:
@@ -76,7 +75,7 @@ class Memory:
         return twin
 
     def snapshot(self) -> Snapshot:
-        """Return the contents as plain values; two memories are equal when these are."""
+        """Return the contents as plain values; equal memories have equal snapshots."""
         result: Snapshot = {}
         for name in self._names:
             column = getattr(self, name)

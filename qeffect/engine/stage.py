@@ -31,7 +31,7 @@ from .compose import compose, halves, refuse
 
 __all__ = ["OPTIONAL", "RELATIONS", "STATE", "TRANSITIONS", "Transitions", "transitions"]
 
-#: Relations in the normative order of their guards: a refusal names the first that fails.
+#: Relations in the normative order of their guards: a refusal names the first guard that fails.
 RELATIONS: Final[Mapping[str, ModuleType]] = {
     "ownership": ownership,
     "version": version,
@@ -45,7 +45,7 @@ RELATIONS: Final[Mapping[str, ModuleType]] = {
     "tickets": tickets,
 }
 
-#: Relations that a backend may leave out because it does not use what they protect.
+#: Relations that a backend without the protected state may leave out.
 OPTIONAL: Final = frozenset({"version", "order", "arena", "capture", "completion", "reduction"})
 
 #: Every transition and its parameters after the state, from the specification's table.
@@ -53,12 +53,12 @@ TRANSITIONS: Final[Mapping[str, tuple[str, ...]]] = {
     transition.name: transition.arguments for transition in WRITTEN
 }
 
-#: The relation without which a transition is refused, whatever its arguments.
+#: The relation that a transition needs; without the relation every call is refused.
 _NEEDS: Final[Mapping[str, str]] = {
     transition.name: transition.relation for transition in WRITTEN if transition.relation
 }
 
-#: Every column that some transition writes, with the relation that owns it.
+#: Every column that a transition writes.
 STATE: Final[Mapping[str, Column]] = {
     name: column for module in RELATIONS.values() for name, column in module.STATE.items()
 }
@@ -85,7 +85,7 @@ class Transitions:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Every column, configured ones first, that a memory for these transitions has."""
+        """The columns of a memory for these transitions, configured columns first."""
         return {**CONFIG, **STATE}
 
 
@@ -97,11 +97,11 @@ def transitions(
 
     Args:
         omit: Names from ``OPTIONAL``.
-        replaced: Halves or helpers to put in place of the relations' own, by
-            ``module.function``; how a mutant is made.
+        replaced: Halves or helpers that replace the relations' own, by ``module.function``; makes
+            a mutant.
 
     Raises:
-        ValueError: A name is unknown, or the relation may not be left out.
+        ValueError: A name is unknown, or names a relation that cannot be left out.
 
     >>> transitions(omit=["capture", "completion"]).relations[:4]
     ('ownership', 'version', 'order', 'arena')
@@ -119,7 +119,7 @@ def transitions(
 
 @cache
 def _composed(left_out: frozenset[str]) -> Transitions:
-    # Not imported with this module: what writes the page must run where the page is broken.
+    # Imported late: the generator imports this module and must run if the generated code is broken.
     from . import composed
 
     whole = {name: getattr(composed, name) for name in TRANSITIONS}

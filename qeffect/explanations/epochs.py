@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..relations.constants import NO_STAGE
+from ..text import counted
 from .words import Arguments, Explanation, nonzero_entries, other_indices, stages_of
 
 __all__ = ["EXPLANATIONS"]
@@ -83,8 +84,9 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "no action in flight",
     ),
     "persistence.mid-epoch": lambda st, a: (
-        f"an epoch with {sum(_values(st.forwards))} forwards and {sum(_values(st.wgrads))} weight "
-        f"gradients done, refreshed but not yet forwarded: {_waiting(st) or 'no stage'}",
+        f"an epoch with {counted(sum(_values(st.forwards)), 'forward')} and "
+        f"{counted(sum(_values(st.wgrads)), 'weight gradient')} done, "
+        f"refreshed but not yet forwarded: {_waiting(st) or 'no stage'}",
         "a checkpoint directly after a commit",
     ),
     "persistence.device-work": lambda st, a: (

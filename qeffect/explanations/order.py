@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..text import counted
 from .words import Arguments, Explanation, asked, domain_of, nonzero_entries, slot_of
 
 __all__ = ["EXPLANATIONS"]
@@ -57,7 +58,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"the scales of its own F, at token {st.scaled_at[a['slot']]}",
     ),
     "order.incomplete": lambda st, a: (
-        f"{st.forwards[a['stage']]} forwards and {st.dgrads[a['stage']]} input gradients",
+        f"{counted(st.forwards[a['stage']], 'forward')} and "
+        f"{counted(st.dgrads[a['stage']], 'input gradient')}",
         f"{st.cells[a['stage']]} of each",
     ),
 }

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ..relations.constants import NEVER
+from ..text import counted
 from .words import Explanation, asked, domain_of, nonzero_entries, stage_of
 
 __all__ = ["EXPLANATIONS"]
@@ -36,7 +37,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a stale cache; the cache already holds epoch {st.cache_epoch[stage_of(st, a)]}",
     ),
     "version.late-refresh": lambda st, a: (
-        f"a refresh of stage {stage_of(st, a)} after {st.forwards[stage_of(st, a)]} forwards",
+        f"a refresh of stage {stage_of(st, a)} after "
+        f"{counted(st.forwards[stage_of(st, a)], 'forward')}",
         "a refresh directly before the stage's first forward of the epoch",
     ),
     "version.refresh-interrupted": lambda st, a: (

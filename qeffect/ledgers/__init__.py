@@ -1,6 +1,5 @@
 """
 The ledgers of a contract: the parts that `qeffect.contract.Contract` is composed of.
 
-Each part is constructed from what it needs, keeps its own books, and runs its transitions through
-the one `Runner` that they share.
+Each part has its own state, and all parts run their transitions through one shared `Runner`.
 """

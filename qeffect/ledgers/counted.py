@@ -1,5 +1,5 @@
 """
-Committed actions as the device counts them, and the comparison of the two at a commit.
+The expected counts of committed actions, compared with the device's counts at a commit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Counted:
     Args:
         domains: Name of the state domain of each stage.
         slot_stage: Stage of each slot.
-        late: Whether a commit's counts are presented after it, and before the next one.
+        late: Whether a commit's counts are presented between this commit and the next.
 
     Attributes:
         awaited: Expected counts of the last commit, until they are presented; None if no commit
@@ -35,7 +35,7 @@ class Counted:
         self.late = late
         self.awaited: Mapping[Hashable, DeviceCounts] | None = None
         self._domains = dict(domains)
-        # What each action at each place touches, looked up at once: it stands in every commit.
+        # What each action at each place touches, computed once: every commit of an action uses it.
         self._places = {
             (action, place): (
                 stage,
@@ -53,13 +53,13 @@ class Counted:
         self.reset()
 
     def reset(self) -> None:
-        """Begin at zero, with a new incarnation."""
+        """Set all counts and digests to zero, for a new incarnation."""
         self._numbers = {stage: [0] * len(COUNTED) for stage in self._domains}
         self._digests = dict.fromkeys(self._domains.values(), 0)
         self.awaited = None
 
     def ran(self, action: str, place: int) -> None:
-        """Note a committed action; its place is a slot, or the stage of a refresh."""
+        """Count a committed action; its place is a slot, or the stage of a refresh."""
         stage, domain, at, number = self._places[action, place]
         self._numbers[stage][at] += 1
         self._digests[domain] = fold(self._digests[domain], number)
@@ -68,11 +68,11 @@ class Counted:
         self, folds: Mapping[Hashable, tuple[int, int]], counted: Mapping[int, Sequence[int]]
     ) -> None:
         """
-        Note all actions of a step that recurs.
+        Count all actions of a recurring step.
 
         Args:
-            folds: By state domain, what they multiply its digest by, and what they then add.
-            counted: By stage, how many of each kind they are.
+            folds: By state domain, the step's factor and addend of the domain's digest.
+            counted: By stage, the number of the step's actions of each kind.
         """
         for domain, (factor, term) in folds.items():
             self._digests[domain] = wrap(self._digests[domain] * factor + term)
@@ -93,14 +93,14 @@ class Counted:
         self, counted: Mapping[Hashable, DeviceCounts] | None, *, now: bool = False
     ) -> None:
         """
-        Require that a commit which brings these counts may be.
+        Require that a commit with these counts is allowed.
 
         Args:
-            counted: The counts; None where they come late.
-            now: Compare late counts, where they are given.
+            counted: The device's counts; None if the contract was made with ``late=True``.
+            now: Compare the counts now, also if the contract was made with ``late=True``.
 
         Raises:
-            Refused: They are missing or differ; or the commit before this one awaits its own.
+            Refused: The counts are missing or differ, or the previous commit awaits its counts.
             TypeError, ValueError: The counts do not match the contract's domains and stages.
         """
         if not self.late:
@@ -126,18 +126,18 @@ class Counted:
             )
 
     def committed(self) -> None:
-        """Note a commit: late counts cover the actions up to here."""
+        """Record a commit: late counts cover the actions up to it."""
         if self.late:
             self.awaited = self.own()
 
     def present(self, counted: Mapping[Hashable, DeviceCounts]) -> None:
         """
-        Compare what the device had counted at the last commit.
+        Compare the device's counts at the last commit.
 
         Raises:
-            Refused: They differ; they stay awaited, until a restore.
+            Refused: The counts differ; the commit awaits its counts until a restore.
             TypeError, ValueError: The counts do not match the contract's domains and stages, or no
-                commit awaits any.
+                commit awaits counts.
         """
         if self.awaited is None:
             raise ValueError("present_counts: no commit awaits its counts")
@@ -149,7 +149,7 @@ class Counted:
         own: Mapping[Hashable, DeviceCounts],
         counted: Mapping[Hashable, DeviceCounts] | None,
     ) -> None:
-        """Require that the counts agree; late counts too are refused as those of the commit."""
+        """Require that the counts agree; a refusal names the commit, also for late counts."""
         if counted is None:
             raise refused(
                 "epoch.uncounted", "commit_epoch", "no counts", "the counts of every state domain"

@@ -18,7 +18,7 @@ class Epochs:
 
     Args:
         runner: Runs the transitions.
-        stage: A stage of the process; all have one weight epoch, since commit is atomic.
+        stage: Any stage of the process; a commit is atomic, so all have the same weight epoch.
         buckets: Bucket index by name.
     """
 
@@ -44,11 +44,11 @@ class Epochs:
         """
         Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        By default the stream that finalize or another finish of this epoch named as the reader of
-        the gradients; otherwise the first caller's.
+        Without a link, the stream is the one that a finalize or finish of this epoch named as the
+        reader of the gradients; before such a call, the first caller's.
 
         Raises:
-            ValueError: No bucket has that name, or no link that index.
+            ValueError: No bucket has that name, or no link has that index.
             Refused: A clause of reduction or completion.
         """
         index = self._index(transition, bucket)
@@ -59,7 +59,7 @@ class Epochs:
 
     def default(self, bucket: int | str) -> tuple[int, int]:
         """
-        Return a bucket's index and the link that its reduction names where none is given.
+        Return a bucket's index and the default link of its reduction.
 
         Raises:
             ValueError: No bucket has that name.
@@ -68,9 +68,7 @@ class Epochs:
         return index, self.reader(index)
 
     def reader(self, index: int) -> int:
-        """
-        Return the link of the stream that reads a bucket's gradients; else the first caller's.
-        """
+        """Return the link of the named reader of a bucket's gradients, else the first caller's."""
         st = self._runner.memory
         stage = st.stage_at[index]
         named = st.named[0] == st.weight_epoch[stage]
@@ -79,7 +77,7 @@ class Epochs:
 
     def fail_reduction(self, bucket: int | str) -> None:
         """
-        Tell that a bucket's reduction failed.
+        Record that a bucket's reduction failed.
 
         Raises:
             ValueError: No bucket has that name.
@@ -108,13 +106,13 @@ class Epochs:
             raise runner.failure(error, "commit_epoch", given) from None
 
     def commit(self, epoch: int | None, caller: int) -> int:
-        """Advance every stage to the next weight epoch, updated on a caller's stream; return it."""
+        """Advance every stage to the next weight epoch and return that epoch."""
         current = self._named(epoch)
         self._runner.run("commit_epoch", current, caller)
         return current + 1
 
     def _named(self, epoch: int | None) -> int:
-        """Return the named epoch, or the current epoch if none is named."""
+        """Return the given epoch, by default the current one."""
         if epoch is None:
             return self.current
         self._runner.arguments.integer("commit_epoch", "epoch", epoch)

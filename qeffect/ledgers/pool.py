@@ -1,5 +1,5 @@
 """
-The pool: which slots are free, and which a key has reserved before its forward.
+The pool: the free slots, and the slots that keys have reserved before their forward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Pool:
     The free slots of every stage.
 
     Args:
-        memory: The contract's memory; its consumer masks say when a slot is free.
+        memory: The contract's memory; a slot is free if its consumer mask is empty.
         slots: Slot indices of each stage.
 
     Attributes:
@@ -41,17 +41,17 @@ class Pool:
         self.reserved.clear()
 
     def next_slot(self, key: TapeKey) -> int:
-        """Return the slot for a reservation; if no slot is free, one that the guards refuse."""
+        """Return the slot for a reservation; if no slot is free, a slot that the guards refuse."""
         free = self.free[key.stage]
         return free.next if free else int(self._memory.slot_of[key.cell])
 
     def reserve(self, key: TapeKey, slot: int) -> None:
-        """Note that a key reserved a slot."""
+        """Record that a key reserved a slot."""
         self.free[key.stage].take(slot)
         self.reserved[key.cell] = slot
 
     def reclaim(self, slot: int) -> None:
-        """Return a slot to the pool if no consumer and no transfer needs it any more."""
+        """Return a slot to the pool if no consumer and no transfer needs the slot any more."""
         st = self._memory
         if st.consumers[slot] == 0 and st.moving[slot] == 0:
             free = self.free[st.slot_stage[slot]]

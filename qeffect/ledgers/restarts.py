@@ -1,5 +1,5 @@
 """
-Restarts: checkpoints of a contract, and new incarnations that begin at one.
+Restarts: checkpoints of a contract, and restores, which begin new incarnations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Restarts:
     Args:
         runner: Runs the transitions.
         pool: The free slots; all are free after a restore.
-        epochs: Knows the current epoch.
+        epochs: Gives the current epoch.
         counted: Expected counts of the device, zero after a restore; None if nothing is counted.
     """
 

@@ -1,5 +1,5 @@
 """
-The runner: one memory, the transitions over it, and the exceptions of those that are refused.
+The runner: one memory, the transitions over it, and the exceptions of refused transitions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..refusals import Refused
 
 __all__ = ["FAILURES", "Observer", "Runner"]
 
-#: Exceptions of a transition that does not run: a refusal, or an argument that is not configured.
+#: Exceptions of a transition that did not run: a refusal, or an argument that is not configured.
 FAILURES = (Refused, *UNUSABLE)
 
 #: Called after every accepted transition with its name, its arguments and what it returned.
@@ -27,7 +27,7 @@ Observer = Callable[[str, tuple[Any, ...], Any], None]
 @define(slots=True)
 class Runner:
     """
-    Runs transitions over one memory; every part of a contract runs its own through it.
+    Runs the transitions of every part of a contract over one memory.
 
     Args:
         memory: The contract's memory.
@@ -57,8 +57,8 @@ class Runner:
         """
         Run a transition without calling the observer, and return its result.
 
-        A ledger updates its own state before `tell`: the observer may raise, and the transition
-        has happened.
+        A ledger updates its own state before it calls `tell`: the observer may raise although the
+        transition has happened.
 
         Raises:
             Refused, TypeError, ValueError: As `run`.
@@ -69,9 +69,7 @@ class Runner:
             raise self.failure(error, transition, arguments) from None
 
     def tell(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
-        """
-        Call the observer with an accepted transition; the caller gets what the observer raises.
-        """
+        """Call the observer with an accepted transition; its exceptions reach the caller."""
         if self.observer is not None:
             self.observer(transition, arguments, result)
 
@@ -82,7 +80,7 @@ class Runner:
         Args:
             error: One of `FAILURES`, as the transition raised it.
             transition: The transition.
-            arguments: Its arguments; None for an argument that the contract would have chosen.
+            arguments: The transition's arguments; None if the contract would have chosen one.
         """
         if isinstance(error, Refused):
             return explain(error, transition, self.memory, arguments)

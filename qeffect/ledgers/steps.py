@@ -1,5 +1,5 @@
 """
-Recorded steps over one contract: its state is compared with a step's start and overwritten.
+Recorded steps: compare a contract's state with a step's start, and write the step's end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Steps:
     Compare and commit recorded steps.
 
     Args:
-        runner: The runner, whose memory is compared and written.
-        pool: The free slots, which are compared and written too.
+        runner: The runner; its memory is compared and written.
+        pool: The free slots; they are compared and written too.
         counted: Expected counts of the devices; None if nothing is counted.
     """
 
@@ -44,7 +44,7 @@ class Steps:
 
         Raises:
             TypeError: The argument is not a recorded step.
-            ValueError: The step was recorded with other relations, so by another contract.
+            ValueError: The step was recorded by a contract with other relations.
         """
         if not isinstance(step, RecordedStep):
             raise TypeError(f"expected a RecordedStep, got {shown(step)}")

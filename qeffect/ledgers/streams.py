@@ -82,7 +82,7 @@ class Streams:
 
     def caller(self, call: str, caller: Hashable | None) -> int:
         """
-        Return the index of a caller; by default of the first.
+        Return the index of a caller, by default of the first caller.
 
         Raises:
             ValueError: No caller has that name.
@@ -110,9 +110,9 @@ class Streams:
 
     def _entering(self) -> Callable[[int], None]:
         """
-        Return `submit` of a link's caller and `join` of the link as one function.
+        Return a function that calls `submit` for a link's caller and `join` for the link.
 
-        Every F, dI and dW calls it, so its look-ups are bound once.
+        Every F, dI and dW calls the function, so its look-ups are bound once.
         """
         runner, memory = self._runner, self._memory
         submit, join = self._submit, runner.transitions.join

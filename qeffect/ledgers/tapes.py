@@ -17,24 +17,24 @@ from .runner import FAILURES, Runner
 
 __all__ = ["Tapes"]
 
-#: One end of a transfer: key, reference, whether a gradient moves, and the link.
+#: The beginning or end of a transfer: key, reference, whether a gradient moves, and the link.
 Transfer = Callable[[TapeKey, TapeRef, bool, int], None]
 
 
 class Tapes:
     """
-    What is asked and told of a tape beside its F, dI and dW; the refusals are `Contract`'s.
+    All calls about tapes but F, dI and dW; `Contract` documents their refusals.
 
     Args:
         runner: Runs the transitions.
-        pool: The free slots, into which a released one goes back.
+        pool: The free slots; a released slot returns there.
 
     Attributes:
         read: Check that a stream may read a tape's output, or its input gradient.
-        finish_read: Tell that a reader is done; the last consumer frees the slot.
+        finish_read: Record that a read has ended; the last consumer frees the slot.
         post_receive: Check that a stream may receive into a tape's slot.
-        finish_receive: Tell that a message has arrived; the slot of an aborted tape may then be
-            free.
+        finish_receive: Record that a message has arrived; this may free the slot of an aborted
+            tape.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Tapes:
     def __init__(self, runner: Runner, pool: Pool) -> None:
         self._runner = runner
         self._pool = pool
-        # What a bind reaches for, bound once: there is one for each dI.
+        # Look-ups of `bind`, made once: every dI calls `bind`.
         self._memory, self._arguments = runner.memory, runner.arguments
         self._destination_of = runner.memory.destination_of
         self._bind = runner.transitions.bind
@@ -130,9 +130,9 @@ class Tapes:
 
     def _moving(self, transition: str, bits: tuple[int, int], *, ends: bool = False) -> Transfer:
         """
-        Return the beginning or end of a transfer as a function, with its look-ups bound.
+        Return a function that begins or ends a transfer, with its look-ups bound.
 
-        Each F and dI has several, so each look-up would cost measurable time.
+        Each F and dI calls several of them, so each look-up would cost measurable time.
 
         Args:
             transition: The transition.
@@ -177,7 +177,7 @@ class Tapes:
         self._pool.reclaim(ref.slot)
 
     def purge(self, epoch: int) -> int:
-        """Abort every live tape of an epoch, or none of them; return how many there were."""
+        """Abort every live tape of an epoch, or none of them; return their number."""
         self._arguments.integer("purge", "epoch", epoch)
         tapes = [(key, ref) for key, ref in self.live().items() if key.epoch == epoch]
         rehearsal = self._runner.memory.copy()

@@ -18,7 +18,7 @@ from qeffect.spec.clauses import CLAUSES
 from ..contract import Contract
 from ..explain import explain
 from ..refusals import Refused
-from ..text import shown, within
+from ..text import counted, shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
 from .format import (
     COLUMNS_OF_FIRST,
@@ -202,7 +202,7 @@ class Player:
                 "log.closing",
                 number + 1,
                 "events",
-                f"the end of the log after {self.events} events",
+                f"the end of the log after {counted(self.events, 'event')}",
                 "a closing line",
             )
         if next(lines, None) is not None:
@@ -348,7 +348,7 @@ class Player:
                 number,
                 "events",
                 f"{closing['events']} events",
-                f"{self.events} events, the number in the log",
+                f"{counted(self.events, 'event')}, the number in the log",
             )
         for column, digest in state.items():
             if closing["state"][column] != digest:

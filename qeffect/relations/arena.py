@@ -1,6 +1,6 @@
 """
-Arena: each matrix gradient of each microbatch lands in its configured destination exactly once
-(paper, III-D).
+Arena: each matrix gradient of each microbatch is written to its configured destination exactly
+once (paper, III-D).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import ADDS, JOINS, NEVER, OPENS, State
 
-#: A dW writes a buffer of its stage's own and one that it shares, which is the same where there is
-#: no sharer. ``bound`` marks the epoch a cell's destination was bound in, ``opened`` the epoch of a
-#: buffer's first write; ``writing`` is the serial of the dW in flight on a buffer, or 0.
+#: A dW writes its stage's own buffer and a shared buffer; without a sharer both are the same.
+#: ``bound`` is the epoch in which a cell's destination was bound, ``opened`` the epoch of the
+#: gradients in a buffer; ``writing`` is the ticket of the dW in flight on a buffer, or 0.
 STATE = {
     "bound": Column("cell", initial=NEVER),
     "opened": Column("buffer", initial=NEVER),
@@ -54,7 +54,7 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
         raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
-    # Every dW writes both buffers: where the own is in flight, or open, the shared one is too.
+    # Every dW writes both buffers: if its own buffer is in flight, or open, so is the shared one.
     if st.writing[t] != 0:
         raise Refused("arena.in-flight")
     own = st.opened[b]

@@ -1,6 +1,7 @@
 """
-Capture memory: graphs that share a memory pool are right only when replayed in the order of their
-capture, because an earlier graph's freed tensors are a later graph's scratch.
+Capture memory: graphs that share a memory pool must be replayed in the order of their capture.
+
+Memory of tensors that an earlier graph freed is scratch memory of a later graph.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import READ_BITS, RESERVED, WGRAD_BIT, State
 
-#: ``cursor`` is the capture rank of the pool's latest replay, ``tenants`` how many tapes keep
-#: memory in the pool: live ones from the check of their forward on, aborted ones while they are
-#: read. Configured: ``pool_of`` a slot, and the capture ranks of its three graphs within that pool.
-#: A pool serves the slots of one state domain.
+#: ``cursor`` is the capture rank of the pool's latest replay. ``tenants`` counts the tapes that
+#: keep memory in the pool: live tapes from the check of their F on, aborted tapes while read.
+#: Configured are ``pool_of``, the pool of a slot, and the capture ranks of the slot's three graphs
+#: in that pool. A pool serves the slots of one state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
 

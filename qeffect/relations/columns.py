@@ -1,7 +1,7 @@
 """
-The memory's columns: what each is indexed by, what it holds, and how it starts.
+The memory's columns: index sort, value sort and initial value of each.
 
-Every reading builds its memory from these tables, so that a column exists once.
+The kernel, the explorer, the proofs and the batches build their memory from these tables.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Column:
         values: Sort of the values: an index sort, ``caller`` (a stream that calls), or ``int`` (a
             count or an epoch mark), ``flag`` (0 or 1), ``mask`` (consumer bits), ``generation``,
             ``ticket`` (a serial, or 0 for none), ``opaque`` (compared for equality only).
-        initial: The value every entry starts with; None where a configuration must give it, or
-            where any will do before the first write.
+        initial: Initial value of every entry; None if a configuration must give the value, or if
+            any value will do before the first write.
     """
 
     index: str
@@ -32,7 +32,7 @@ class Column:
 
     @property
     def number(self) -> int:
-        """What an entry holds before its first write: the first link or caller, or no member."""
+        """The initial value; without one 0 for a link or caller, else -1 (no member)."""
         if self.initial is not None:
             return self.initial
         return 0 if self.values in ("link", "caller") else -1
@@ -46,7 +46,7 @@ CONFIG = {
     "domain_at": Column("link", "domain", None),
     "caller_at": Column("link", "caller", None),
     "owes": Column("stage", "mask", None),  # consumers of a fresh tape
-    "receives": Column("stage", "mask", None),  # messages that F and dI of a tape wait for
+    "receives": Column("stage", "mask", None),  # messages that F and dI of a tape need
     "matrices": Column("stage", "opaque", None),  # the matrices a dW must cover
     "cells": Column("stage", "int", None),  # tapes of one epoch
     "declared": Column("domain", "flag", None),  # 1: the order of F and dI is declared
@@ -55,17 +55,17 @@ CONFIG = {
     "destination_of": Column("cell", "opaque", None),
     "buffer_of": Column("cell", "buffer", None),
     "shared_of": Column("buffer", "buffer", None),  # the one that a sharer writes too, or itself
-    "sharer_of": Column("stage", "stage", None),  # the stage that writes it too, or the same
+    "sharer_of": Column("stage", "stage", None),  # the stage that writes it too, or itself
     "pool_of": Column("slot", "pool", None),
     "forward_rank": Column("slot", "int", None),
     "dgrad_rank": Column("slot", "int", None),
     "wgrad_rank": Column("slot", "int", None),
-    "reports_fills": Column("stage", "flag", None),  # 1: what a refresh filled is reported
-    "reports_updates": Column("stage", "flag", None),  # 1: so are the scaling updates of F and dI
-    "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's scales of now
+    "reports_fills": Column("stage", "flag", None),  # 1: the backend reports fills
+    "reports_updates": Column("stage", "flag", None),  # 1: it reports updates of scales
+    "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's live scales
     "carried_scales": Column("stage", "flag", None),  # 1: dI reports whose F's scales it used
     "stage_at": Column("bucket", "stage", None),  # the stage whose gradients the bucket holds
-    "tied_at": Column("bucket", "stage", None),  # the other stage that writes it, or the same
-    "reduce_at": Column("bucket", "int", None),  # declared place of its reduction in the epoch
+    "tied_at": Column("bucket", "stage", None),  # the other stage that writes it, or itself
+    "reduce_at": Column("bucket", "int", None),  # declared place of the reduction
     "ordered": Column("one", "flag", None),  # 1: the order of reductions is declared
 }

@@ -9,16 +9,18 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import BACK_BIT, NEVER, State
 
-#: A link is one pair of a caller stream and a domain's graph stream. ``submitted`` counts the
-#: caller's work, ``joined`` how much of it the graph stream has waited for; ``replays`` counts the
-#: graph stream's work, ``waited`` how much of it the caller has waited for, ``undrained`` whether
-#: the host has yet to see it finish; a failed action may have enqueued some, and counts.
-#: ``produced`` and ``landed`` say which replay wrote a slot and a stage's gradients, ``vacated``
-#: after which one the slot's last tenant is done. ``ended_on`` and ``ended_at`` say on which link,
-#: and as which piece of its caller's work, the slot's latest transfer ended. ``consumer`` is the
-#: caller whose stream reads the gradients, ``named`` the last epoch in which it was named;
-#: ``updater`` the caller whose stream the latest optimizer update ran on, ``unawaited`` whether a
-#: graph stream has yet to wait for it.
+#: A link is a pair of a caller's stream and a domain's graph stream.
+#: ``submitted`` counts the caller's work, and ``joined`` how much of this work the graph stream has
+#: waited for. ``replays`` counts the graph stream's work, ``waited`` how much of this work the
+#: caller has waited for, and ``undrained`` is 1 until the host has seen the work finish. A failed
+#: action may have enqueued work, so it counts as a replay.
+#: ``produced`` is the number of the replay that last wrote a slot, ``landed`` that of a stage's
+#: latest dW, and ``vacated`` that of the replay after which the slot's last tenant is done.
+#: ``ended_on`` is the link on which the slot's latest transfer ended, ``ended_at`` the number of
+#: that end in the link's ``submitted``.
+#: ``consumer`` is the caller whose stream reads the gradients, ``named`` the last epoch in which a
+#: call named that stream. ``updater`` is the caller whose stream ran the latest optimizer update,
+#: and ``unawaited`` is 1 until the graph stream has waited for that update.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),
@@ -58,7 +60,7 @@ def drain_writes(st: State, domain):
 
 
 def require_join(st: State, d, link):
-    """The graph stream has waited for everything this caller submitted."""
+    """Require that the graph stream has waited for all work that this caller submitted."""
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
@@ -66,20 +68,20 @@ def require_join(st: State, d, link):
 
 
 def require_update_awaited(st: State, d):
-    """The graph stream has waited for the optimizer's latest update, or the host saw it finish."""
+    """Require that the graph stream has waited for the latest update, or the host saw it finish."""
     if st.unawaited[d] != 0:
         raise Refused("completion.update-to-graph")
 
 
 def replayed(st: State, d):
-    """One more replay was enqueued on the domain's graph stream."""
+    """Count a replay that was enqueued on the domain's graph stream."""
     replay = st.replays[d] + 1
     st.replays[d] = replay
     st.undrained[d] = 1
 
 
 def require_vacated(st: State, slot, d, link):
-    """The caller's stream has waited for the work of the slot's last tenant."""
+    """Require that the caller's stream has waited for the work of the slot's last tenant."""
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.vacated[slot]:
@@ -87,7 +89,7 @@ def require_vacated(st: State, slot, d, link):
 
 
 def require_one_end(st: State, slot, d, link):
-    """The graph stream can be told of one end at a time."""
+    """Require that the slot's latest end was on this link, or has been awaited."""
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
     if st.ended_on[slot] != link and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
@@ -95,7 +97,7 @@ def require_one_end(st: State, slot, d, link):
 
 
 def transferred(st: State, slot, link):
-    """A transfer ended on the caller's stream: work that later replays must see."""
+    """Count the end of a transfer on the caller's stream; later replays must come after it."""
     end = st.submitted[link] + 1
     st.submitted[link] = end
     st.ended_on[slot] = link

@@ -1,5 +1,5 @@
 """
-The specification's sentinels and consumer bits, as the transition functions name them.
+The specification's sentinels and masks, for the transition functions.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ __all__ = [
     "State",
 ]
 
-#: What a transition function is handed: any object whose attributes are indexable columns.
-#: Lists and dicts when running for real, Z3 arrays when proving, NumPy batches when exploring.
+#: The state of a transition function: any object whose attributes are indexable columns. The kernel
+#: passes lists and dicts, the proofs Z3 arrays, the batches NumPy arrays.
 State = Any
 
-#: The last generation a slot reaches with the default 64-bit counter.
+#: The last generation of a slot with the default 64-bit counter.
 GENERATION_MAX: Final = (1 << 64) - 1

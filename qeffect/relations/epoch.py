@@ -1,5 +1,6 @@
 """
-Epoch: an optimizer step is final only when whole, and a spoiled one never commits (paper, IV-E).
+Epoch: a stage is final only when its step is whole, and a spoiled epoch never commits (paper,
+IV-E).
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import NEVER, State
 
-#: ``weight_epoch`` counts a stage's optimizer updates; ``spoiled`` and ``final`` mark the epoch in
-#: which a stage was spoiled or finalized.
+#: ``weight_epoch`` counts a stage's optimizer updates; ``spoiled`` and ``final`` are the last epoch
+#: in which a stage was spoiled or finalized.
 STATE = {
     "weight_epoch": Column("stage"),
     "wgrads": Column("stage"),
@@ -47,7 +48,7 @@ def drop_writes(st: State, key, ref):
 
 def invalidate_writes(st: State, stage):
     d = st.domain_of[stage]
-    # Some dI is to come, or in flight; or the first F is in flight.
+    # A dI is still to come or in flight, or the first F is in flight.
     if st.forwards[stage] != 0 and st.dgrads[stage] != st.cells[stage]:
         st.spoiled[stage] = st.weight_epoch[stage]
     if st.refreshed[d] == stage and st.busy[d] != 0:

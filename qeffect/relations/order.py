@@ -1,5 +1,5 @@
 """
-Order: F and dI advance a state domain's effect token exactly once, dW never (paper, III-B;
+Order: each F and dI advances its domain's effect token by one, and dW never does (paper, III-B;
 Invariant 1).
 """
 
@@ -11,7 +11,7 @@ from .constants import State
 
 #: ``busy`` is the serial of the F, dI or refresh in flight on a domain, or 0; ``position`` counts
 #: the updates of this epoch. ``scaled_at`` is the token at which a tape's F ran, ``rolled_at`` the
-#: token at which the domain's latest F did.
+#: token at which the domain's latest F ran.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),
@@ -145,7 +145,7 @@ def finalize_guards(st: State, stage, link):
     d = st.domain_of[stage]
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
-    # Every dI had its F.
+    # Every dI follows its F, so the count of dI implies the count of F.
     if st.dgrads[stage] != st.cells[stage]:
         raise Refused("order.incomplete")
 

@@ -20,9 +20,9 @@ from .constants import (
 )
 
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
-#: ``forwarded`` marks the epoch of a cell's last forward. ``moving`` are the transfers under way
-#: out of a slot and into it, which outlive a tape that is aborted; ``arrived`` is what a live tape
-#: has received.
+#: ``forwarded`` is the epoch of a cell's last forward. ``moving`` is the mask of transfers under
+#: way out of a slot and into it, which continue after their tape is aborted; ``arrived`` is the
+#: mask of messages that a live tape has received.
 STATE = {
     "consumers": Column("slot", "mask"),
     "generation": Column("slot", "generation"),
@@ -37,7 +37,7 @@ STATE = {
 
 
 def release(st: State, slot):
-    """Free a slot for its next tenant; every outstanding reference to it dies here."""
+    """Free a slot for its next tenant; every outstanding reference to the slot becomes stale."""
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
     st.arrived[slot] = 0
@@ -45,7 +45,7 @@ def release(st: State, slot):
 
 
 def require_reference(st: State, key, ref):
-    """The reference names a live tape of this incarnation, and the key names the same tape."""
+    """Require that reference and key name the same live tape of this incarnation."""
     slot = ref.slot
     e = key.epoch
     c = key.cell
@@ -61,7 +61,7 @@ def require_reference(st: State, key, ref):
 
 
 def require_transfer(st: State, key, ref, bit):
-    """The reference names the tape of a transfer under way; an aborted tape keeps its slot."""
+    """Require that the reference names the tape, live or aborted, of a transfer under way."""
     slot = ref.slot
     e = key.epoch
     c = key.cell

@@ -2,8 +2,8 @@
 Persistence: a checkpoint is taken only when nothing is live, and a restore begins a new incarnation
 in which every older reference is refused (paper, III-E; Invariant 4).
 
-Its guards look at columns of every other relation, and raise no clause but their own. Where one of
-them must run before a guard of another relation, its half says so in its name.
+The guards read columns of every other relation and raise only their own clauses. If a guard must
+run before the guards of another relation, the name of its function names that relation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import NO_STAGE, State
 
-#: ``incarnation`` is the random number that this memory puts into the references it issues.
+#: ``incarnation`` is the random number in every reference that this memory issues.
 STATE = {"incarnation": Column("one")}
 
 

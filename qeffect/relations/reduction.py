@@ -1,6 +1,6 @@
 """
 Reduction: each bucket of gradients is reduced once, after its last dW and before the commit, in the
-order that all replicas declare (paper, IV-E).
+declared order of all replicas (paper, IV-E).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from .columns import Column
 from .constants import NEVER, State
 
 #: A bucket holds gradients of one stage, or of the two stages that share a tied destination.
-#: ``reducing`` is 1 while its reduction is in flight, ``reduced`` the epoch of the last one that
-#: finished; ``started`` counts the reductions that started in this epoch.
+#: ``reducing`` is 1 while the bucket's reduction is in flight, ``reduced`` the last epoch in which
+#: it finished; ``started`` counts the reductions that started in this epoch.
 STATE = {
     "reducing": Column("bucket", "flag"),
     "reduced": Column("bucket", initial=NEVER),

@@ -1,5 +1,6 @@
 """
-Tickets: every check issues the next serial, so that no commit can redeem another check's ticket.
+Tickets: every check issues the next serial number, so no commit can redeem another check's
+ticket.
 """
 
 from __future__ import annotations

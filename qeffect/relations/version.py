@@ -10,8 +10,8 @@ from .columns import Column
 from .constants import NEVER, NO_STAGE, State
 
 #: ``refreshed`` names the stage whose first forward must come next in the domain, or NO_STAGE;
-#: ``refreshing`` is the serial of the refresh in flight on a stage, ``filling`` that of the F in
-#: flight that refreshes the cache itself, or 0.
+#: ``refreshing`` is the ticket of the refresh in flight on a stage, ``filling`` the ticket of the F
+#: in flight that refreshes the cache itself, or 0.
 STATE = {
     "cache_epoch": Column("stage", initial=NEVER),
     "refreshed": Column("domain", "stage", NO_STAGE),
@@ -21,7 +21,7 @@ STATE = {
 
 
 def left_out(st: State):
-    """Where the relation is left out there is no cache, and its own transitions are refused."""
+    """Refuse the relation's own transitions: the stage left the relation out."""
     raise Refused("version.left-out")
 
 
@@ -131,7 +131,7 @@ def check_dgrad_guards(st: State, key, ref, token, link):
     s = key.stage
     e = key.epoch
     d = st.domain_of[s]
-    # The key is a live tape's (ownership.wrong-key), and no tape outlives its weight epoch.
+    # The key names a live tape (ownership.wrong-key), and no tape outlives its weight epoch.
     if st.cache_epoch[s] != e:
         raise Refused("version.stale-cache")
     if st.refreshed[d] != NO_STAGE:

@@ -1,16 +1,15 @@
 """
-Under which ways to carry messages a table is right, whichever one its runtime is taken to have.
+The ways to carry messages under which a table is right, whatever its runtime is assumed to use.
 
-Each way to share queues (`qeffect.schedule.transport.QUEUES`) is asked two things. Does every
-receive get the message that it names, if a queue's messages arrive in the order of their sends? And
-under rendezvous semantics, where a send ends only when its receive is posted, does every rank reach
-the end of its row?
+For each way to share queues (`qeffect.schedule.transport.QUEUES`) two questions are answered. Does
+every receive get the message that it names, if a queue's messages arrive in the order of their
+sends? And does every rank reach the end of its row under rendezvous semantics, where a send ends
+only when its receive is posted?
 
-More queues never make a table wrong. And a table that ends with buffered sends, and whose messages
-are in order in queues that go one way, ends under rendezvous semantics too, if a send holds its
-queue alone: in such a queue nothing but earlier sends stands in the way of a send, and the receives
-of these come earlier in the other rank's row. What is left to try are queues for both ways, and
-sends that hold their rank.
+More queues never make a table wrong. Take a table that ends with buffered sends, and whose messages
+are in order in one-way queues. It also ends under rendezvous semantics if a send blocks only its
+queue: in such a queue only earlier sends can delay a send, and their receives come earlier in the
+other rank's row. So the cases that remain are two-way queues, and sends that block their rank.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from .messages import check_message_order
 from .rendezvous import check_rendezvous
 from .transport import QUEUES, RENDEZVOUS, Transport
 
-#: A table that is refused for nothing else can still be asked about its messages.
+#: Clauses of findings after which the questions about messages still make sense.
 _ASKED = frozenset({"schedule.message-order", "schedule.outstanding-sends"})
 
 
 @attrs.frozen
 class Channel:
     """
-    What one way to share queues makes of a table.
+    The answers for a table and one way to share queues.
 
     Args:
         queues: Which messages share a queue; one of `QUEUES`.
-        exchanged: The first receive that gets another message than it names, if one does.
-        deadlocks: For each of `RENDEZVOUS`, where ranks wait for each other, if they do.
+        exchanged: The first receive that gets another message than it names, if any.
+        deadlocks: For each of `RENDEZVOUS`, the deadlock, if any.
     """
 
     queues: str
@@ -51,11 +50,11 @@ class Channel:
         return self.exchanged is None
 
     def can_deadlock(self, held: str) -> bool:
-        """Whether ranks can wait for each other if a send holds its `queue` or its `rank`."""
+        """Whether ranks can deadlock if a send holds its `queue` or its `rank`."""
         return self.deadlocks[held] is not None
 
     def record(self) -> dict[str, Any]:
-        """The answers as plain data, for JSON."""
+        """The answers as plain data for JSON."""
         return {
             "queues": self.queues,
             "one_queue_for": QUEUES[self.queues],
@@ -73,15 +72,15 @@ class Channel:
 
 def channels(schedule: Schedule, findings: tuple[Finding, ...]) -> tuple[Channel, ...]:
     """
-    Ask every way to share queues about a table.
+    Answer the questions about a table for every way to share queues.
 
     Args:
         schedule: The schedule.
-        findings: What `qeffect.schedule.ranks.check_ranks` found in it.
+        findings: The findings of `qeffect.schedule.ranks.check_ranks` for the table.
 
     Returns:
-        An answer for each of `QUEUES`; none if the table names no messages, lacks ranks, or is
-        wrong in a way that makes the question void: then it is wrong under all of them.
+        An answer for each of `QUEUES`; empty if the table names no messages, lacks ranks, or has
+        another finding, with which it is wrong under every way.
     """
     if not schedule.complete or not schedule.has_comms:
         return ()
@@ -103,5 +102,5 @@ def channels(schedule: Schedule, findings: tuple[Finding, ...]) -> tuple[Channel
 
 
 def _blocks(found: Finding) -> bool:
-    """Whether it is a deadlock under rendezvous semantics alone."""
+    """Whether the finding is a deadlock that occurs only under rendezvous semantics."""
     return found.clause == "schedule.deadlock" and found.message.startswith("under rendezvous")

@@ -1,18 +1,25 @@
 """
-The verdict on a schedule: what can be read off the table, then every action through the contract.
+The verdict on a schedule: checks of the table alone, then every action through the contract.
 
-Each rank becomes one process with one `Contract`: its stages share a state domain, as Transformer
-Engine's modules do, and each stage has as many slots as the plan says it needs, or more where an
-input is received long before its forward. The rank's row is then run as a runtime would run it:
-refresh before a stage's first forward, both halves of the stream handshake around every replay,
-destinations bound before dI, receives posted into slots and finished where their computation
-begins, sends as readers of what they send, finalize and reduce where the table says so or at the
-row's end, then commit, drain and checkpoint. A send or reduction ends where the table awaits it; in
-a table that awaits none, sends end at once and reductions at the row's end. The row is run for two
-optimizer steps, since a table is run again and again and must leave the contract as it found it.
+Each rank becomes one process with one `Contract`. Its stages share a state domain, as Transformer
+Engine's modules do. Each stage has the number of slots that the plan computes, and more if an input
+is received long before its forward. The rank's row then runs as in a runtime:
 
-Under another pairing than `contract`, dW presents the reference that the discipline would pick,
-and it is the contract that refuses it.
+- a refresh comes before a stage's first forward;
+- both halves of the stream handshake surround every replay;
+- destinations are bound before dI;
+- receives are posted into slots and end when their computation begins;
+- a send is a reader of the tape that it sends, and ends where the table awaits it, or at once in a
+  table that awaits none;
+- gradients are finalized and reduced where the table says so, or at the row's end; a reduction ends
+  where the table awaits it, or at the row's end;
+- commit, drain and checkpoint end the step.
+
+The row runs for two optimizer steps: a table is run repeatedly, so a step must leave the contract
+ready for the next one.
+
+Under another pairing than `contract`, dW presents the reference that the discipline would pick, and
+the contract refuses a wrong one.
 """
 
 from __future__ import annotations
@@ -50,18 +57,18 @@ _SHOWN = 100
 @attrs.frozen
 class Verdict:
     """
-    What was decided about a schedule.
+    The result of a check of a schedule.
 
     Args:
         verdict: `accepted` or `refused`.
         source: The schedule's source.
-        pairing: The pairing discipline that it was checked under.
-        findings: Why it was refused, the cause first; none if it was accepted.
-        counts: How often each action went through the contract, over all ranks and steps.
-        plan: What the schedule needs; `None` when the table alone is refused.
-        transport: How the runtime was taken to carry messages.
-        channels: What each way to share queues makes of the table, assumed or not; none if it
-            names no messages or is wrong under all of them.
+        pairing: The pairing discipline of the check.
+        findings: The reasons for a refusal, the cause first; empty if the schedule is accepted.
+        counts: Number of actions of each kind that the contract accepted, over all ranks and steps.
+        plan: The resources that the schedule needs; `None` if the table alone is refused.
+        transport: The assumed way in which the runtime carries messages.
+        channels: The answer for each way to share queues; empty if the table names no messages or
+            is wrong under all ways.
     """
 
     verdict: str
@@ -105,13 +112,13 @@ class Verdict:
 
     @property
     def slots_text(self) -> str:
-        """The slots of each stage, for people."""
+        """The slots of each stage as text."""
         if self.plan is None:
             return "unknown"
         return ", ".join(f"{stage}: {slots}" for stage, slots in sorted(self.plan.slots.items()))
 
     def record(self) -> dict[str, Any]:
-        """The verdict as plain data, for JSON; at most the first hundred findings."""
+        """The verdict as plain data for JSON, with at most the first hundred findings."""
         return {
             "verdict": self.verdict,
             "clause": self.clause,
@@ -142,18 +149,18 @@ def check(
     Check a schedule against the contract.
 
     Args:
-        schedule: The schedule; or a schedule object of torch.distributed.pipelining, of torch's own
-            classes or a subclass, whose table is read.
+        schedule: The schedule, or a schedule object of torch.distributed.pipelining (of torch's own
+            classes or a subclass).
         pairing: How the runtime pairs dW with retained work; see `qeffect.schedule.pairing`.
-        steps: Optimizer steps to run the table for.
-        shared_pool: Let all graphs of a rank share one capture-memory pool, captured all F, then
-            all dI, then all dW, instead of a pool for every slot.
-        transport: How the runtime carries messages; as torch does by default when left out.
+        steps: Number of optimizer steps to run.
+        shared_pool: All graphs of a rank share one capture-memory pool, in which all F are captured
+            first, then all dI, then all dW. By default each slot has its own pool.
+        transport: How the runtime carries messages; by default as torch does.
 
     Raises:
-        ScheduleError: The pairing is unknown, `steps` is below one, outstanding sends are limited
-            in a table that does not say when its sends end, or sends are to block in one that does
-            not name them.
+        ScheduleError: The pairing is unknown; `steps` is below one; outstanding sends are limited,
+            but the table does not say when its sends end; or sends block, but the table does not
+            name them.
     """
     if not isinstance(schedule, Schedule):
         schedule = read_object(schedule)
@@ -193,7 +200,7 @@ def check(
 
 
 class _Process:
-    """One rank as a process: its contract, and the references that its runtime holds."""
+    """One rank as a process: its contract, and its references to live tapes."""
 
     def __init__(
         self, schedule: Schedule, rank: int, needs: Plan, rule: Discipline, shared_pool: bool
@@ -234,7 +241,7 @@ class _Process:
         self.evidence = self.contract.stages[0].matrices
 
     def _peaks(self, begins: frozenset[Kind]) -> dict[int, int]:
-        """Count the most tapes of each stage that are live at once, from an action of theirs on."""
+        """Count the peak of live tapes per stage; a tape becomes live at one of these actions."""
         ends = {Kind.WGRAD, *(SEND_WAITS if self.schedule.awaits_sends else SENDS)}
         left = Counter((atom.stage, atom.microbatch) for atom in self.atoms if atom.kind in ends)
         live: set[Work] = set()
@@ -253,7 +260,7 @@ class _Process:
 
     def run_step(self) -> None:
         """
-        One optimizer step: the row, then everything that ends a step.
+        Run one optimizer step: the row, then finalize, commit, drain and checkpoint.
 
         Raises:
             Refused: An action breaks the contract; `at` is that action.
@@ -333,7 +340,7 @@ class _Process:
 
     def _wgrad(self, key: TapeKey) -> None:
         self.picked = self.discipline.pick((key.stage, key.microbatch))
-        # Every dW of a checked row follows a dI, so that something was left to pick.
+        # In a checked row every dW follows a dI, so retained work is left to pick.
         assert self.picked is not None
         self._hand_over()
         ticket = self.contract.check_wgrad(key, self.refs[self.picked])
@@ -342,7 +349,7 @@ class _Process:
         self.counts["dW"] += 1
 
     def _receive(self, key: TapeKey, gradient: bool) -> None:
-        """Post a receive where the table has it; it ends before its computation, as tables say."""
+        """Post a receive at its place in the table; it ends just before its computation."""
         work = (key.stage, key.microbatch)
         if not gradient:
             self.refs[work] = self.contract.reserve(key)
@@ -368,11 +375,11 @@ class _Process:
 
     def explain(self, refused: Refused, pairing: str) -> Finding:
         """
-        Turn a refusal of the contract into a finding at the action that met it.
+        Turn a refusal of the contract into a finding at the refused action.
 
         Args:
             refused: The refusal.
-            pairing: The discipline in force.
+            pairing: The pairing discipline of the check.
         """
         record = refused.record()
         atom = self.at
@@ -411,5 +418,5 @@ class _Process:
 
 
 def _where(ref: TapeRef) -> str:
-    # Without the incarnation, which is random, so that a report is the same each time.
+    # Without the random incarnation, so that a report is reproducible.
     return f"slot {ref.slot} generation {ref.generation}"

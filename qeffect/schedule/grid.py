@@ -1,5 +1,5 @@
 """
-A schedule as torch prints one: a row a step, a column a rank, with the refused entry marked.
+A schedule as torch prints it: a row per step, a column per rank, with the refused entry marked.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
     """
     Print a schedule as a grid.
 
-    The refused entry stands in `>..<`; entries that belong to the finding are marked `+` (what
-    should have been there, or stood there first) or `!` (what was taken instead, or waits as well).
+    The refused entry is marked `>..<`. Other entries of the finding are marked `+` (the expected,
+    first or needed entry) or `!` (the entry taken instead, or another entry that waits).
 
     Args:
         schedule: The schedule.
-        finding: What to mark.
-        context: Steps to show before and after the refused one; `None` shows all.
+        finding: The finding to mark.
+        context: Number of steps to show before and after the refused step; `None` shows all steps.
 
     Returns:
-        The rows, and below them what each mark that occurs means.
+        The rows, followed by the meaning of each mark that occurs.
     """
     marks = _marks(finding)
     digits = len(str(max(schedule.num_steps - 1, 0)))

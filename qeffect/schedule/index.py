@@ -1,5 +1,5 @@
 """
-One pass over a schedule that says where everything is; the checks then only compare positions.
+The positions of all events of a schedule, found in one pass; the checks compare positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Event = tuple[Kind, int, int]
 
 
 class Spot(NamedTuple):
-    """Where an indivisible step stands: its rank, and its position among the rank's steps."""
+    """The place of an indivisible step: its rank, and its position among the rank's steps."""
 
     rank: int
     position: int
@@ -25,16 +25,16 @@ class Spot(NamedTuple):
 @attrs.frozen
 class Index:
     """
-    The first occurrence of every event, and what cannot be indexed.
+    The first occurrence of every event, and the steps that cannot be indexed.
 
     Args:
-        schedule: What is indexed.
+        schedule: The indexed schedule.
         first: The first occurrence of each (kind, stage, microbatch), rows taken in rank order.
-        repeated: Later occurrences of messages, waits for sends and computations, each with the
-            first one.
+        repeated: Later occurrences of messages, waits for sends and computations, each with its
+            first occurrence.
         stray_stages: Actions of stages that the pipeline does not have.
-        misplaced: Actions on another rank than their stage's.
-        stray_microbatches: Actions of microbatches past the configured number.
+        misplaced: Actions on another rank than the rank of their stage.
+        stray_microbatches: Actions of microbatches beyond the configured number.
         per_stage: UNSHARD, RESHARD, REDUCE_GRAD and WAIT_REDUCE_GRAD, in order of position within
             each rank.
         transport: How the runtime carries messages.
@@ -50,15 +50,15 @@ class Index:
     transport: Transport = DEFAULT
 
     def get(self, kind: Kind, stage: int, microbatch: int) -> Spot | None:
-        """The first occurrence of an event, if there is one."""
+        """The first occurrence of an event; `None` without one."""
         return self.first.get((kind, stage, microbatch))
 
     def home(self, stage: int) -> int | None:
-        """The rank of a stage, if the pipeline has it and this table shows it."""
+        """The rank of a stage; `None` if the pipeline or this table lacks the stage."""
         return self.schedule.stage_to_rank.get(stage)
 
     def before(self, earlier: Spot | None, later: Spot) -> bool:
-        """Whether one step stands before another on the same rank."""
+        """Whether both steps are on one rank, the earlier one first."""
         return (
             earlier is not None and earlier.rank == later.rank and earlier.position < later.position
         )
@@ -70,7 +70,7 @@ def index_of(schedule: Schedule, transport: Transport | None = None) -> Index:
 
     Args:
         schedule: The schedule.
-        transport: How the runtime carries messages; as torch does by default when left out.
+        transport: How the runtime carries messages; by default as torch does.
     """
     index = Index(schedule, {}, [], [], [], [], [], transport or DEFAULT)
     homes = schedule.stage_to_rank
@@ -83,7 +83,7 @@ def index_of(schedule: Schedule, transport: Transport | None = None) -> Index:
                 continue
             if home != rank:
                 index.misplaced.append(spot)
-                # Indexed all the same: it is in the table, so its absence is not reported too.
+                # Indexed nevertheless, so that the action is not reported as missing too.
             if atom.kind in PER_STAGE:
                 index.per_stage.append(spot)
                 continue

@@ -1,12 +1,10 @@
 """
-What a table leaves unsaid: how many stages and microbatches there are, and which rank a stage
-lives on.
+Inference of the number of stages and microbatches of a table, and of the rank of each stage.
 
-A table that is wrong in one entry must still be read as the table it was meant to be, or one wrong
-entry would be reported as a hundred missing ones. So the counts are votes, not maxima: the
-microbatches are the most frequent number of distinct microbatches that a stage forwards, a stage
-exists when it has at least half the computations of the median stage, and it lives where most of
-its computations are.
+If a table is wrong in one entry, that entry should be reported, not a hundred missing entries. So
+the counts are votes, not maxima. The number of microbatches is the most frequent number of distinct
+microbatches that a stage forwards. A stage exists if it has at least half the computations of the
+median stage. A stage belongs to the rank with most of its computations.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..text import counted
 from .actions import COMPUTE, Action, Kind, Row, Schedule, ScheduleError, shorten
 
 MAX_ENTRIES = 1_000_000
@@ -33,20 +32,21 @@ def schedule_of(
     notes: Sequence[str] = (),
 ) -> Schedule:
     """
-    Build a schedule from rows of actions, inferring what is not given.
+    Build a schedule from rows of actions; numbers that are not given are inferred.
 
     Args:
-        rows: Per rank, its actions in order, `None` for an idle entry.
-        source: Where they came from, for people.
-        num_stages: Stages of the pipeline; inferred when left out.
-        num_microbatches: Microbatches; inferred when left out.
-        stage_to_rank: Where stages live; inferred when left out.
-        complete: Whether all ranks are present; inferred when left out (a single row whose stages
-            are not exactly 0, 1, 2, ... is one rank of a larger pipeline).
+        rows: Actions of each rank in order, `None` for an idle entry.
+        source: Origin of the rows, for messages.
+        num_stages: Number of stages of the pipeline; inferred by default.
+        num_microbatches: Number of microbatches; inferred by default.
+        stage_to_rank: Rank of each stage; inferred by default.
+        complete: Whether all ranks are present; inferred by default (a single row whose stages are
+            not exactly 0, 1, 2, ... is one rank of a larger pipeline).
         notes: Facts about the source that a reader should know.
 
     Raises:
-        ScheduleError: There is nothing to check, or more than the limits allow.
+        ScheduleError: The table has no computation, exceeds a limit, or contradicts the given
+            `stage_to_rank`.
     """
     table: tuple[Row, ...] = tuple(tuple(row) for row in rows)
     _check_size(table, num_microbatches)
@@ -76,7 +76,7 @@ def schedule_of(
         if not (0 <= stage < num_stages and 0 <= rank < len(table)):
             raise ScheduleError(
                 f"{source}: the stage map puts stage {stage} on rank {rank}, but there are "
-                f"{num_stages} stages and {len(table)} ranks"
+                f"{counted(num_stages, 'stage')} and {counted(len(table), 'rank')}"
             )
     return Schedule(
         rows=table,
@@ -102,9 +102,9 @@ def from_actions(
     """
     Read a plain Python list of actions.
 
-    An entry is an `Action`, a string as it stands in a table, a `(stage, kind, microbatch)` tuple,
-    anything that prints as an entry (torch's own actions do), or `None` or "" for idle. A flat list
-    is one rank; a list of lists, or a mapping from rank to list, is one row a rank.
+    An entry is an `Action`, a string as in a table, a `(stage, kind, microbatch)` tuple, any object
+    that prints as an entry (as torch's own actions do), or `None` or "" for idle. A flat list is
+    one rank; a list of lists, or a mapping from rank to list, has one row per rank.
 
     >>> from_actions([["0F0", "0I0", "0W0"]]).num_microbatches
     1
@@ -113,7 +113,7 @@ def from_actions(
 
     Args:
         rows: The entries.
-        source: Where they came from, for people.
+        source: Origin of the entries, for messages.
         num_stages: As in `schedule_of`.
         num_microbatches: As in `schedule_of`.
         stage_to_rank: As in `schedule_of`.
@@ -151,7 +151,7 @@ def from_actions(
 
 def parse_entry(text: str, rank: int, step: int) -> Action | None:
     """
-    Read one entry of a table, naming its place when it is not an action.
+    Read one entry of a table; the error for a wrong entry names its place.
 
     Raises:
         ScheduleError: The entry is neither blank nor exactly one action.
@@ -192,7 +192,7 @@ def _real_stages(votes: Mapping[int, Counter[int]]) -> list[int]:
 
 
 def _vote_microbatches(seen: Mapping[tuple[int, Kind], set[int]]) -> int:
-    # Stages may split B into I and W for some microbatches only: F alone names every microbatch.
+    # A stage may split B into I and W for some microbatches only, but F names every microbatch.
     counts = Counter(len(mbs) for (_, kind), mbs in seen.items() if kind is Kind.FORWARD)
     if not counts:
         counts = Counter(len(mbs) for mbs in seen.values())

@@ -1,10 +1,10 @@
 """
-When each entry of a schedule is drawn: the placement that timeline and trace share.
+The place in time of each entry of a schedule, for timelines and traces.
 
-A compute-only table is drawn as it stands, a column a step, since its idle entries say when it
-waits. A compute+comms table has no idle entries, so there the time is that of a dry run: F, I and W
-take one unit, `B` two, messages none; a receive is drawn where its message arrives. A schedule
-whose step was timed (`qeffect.schedule.steptime`) is drawn to scale: `timed_layout`.
+A compute-only table is drawn as it stands, one column per step, because its idle entries show the
+waits. A compute+comms table has no idle entries, so its times come from a dry run: F, I and W take
+one unit, `B` two, messages none, and a receive is drawn where its message arrives. `timed_layout`
+draws a schedule whose step was timed (`qeffect.schedule.steptime`) to scale.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .steptime import Span, StepTime
 @attrs.frozen
 class Placed:
     """
-    An entry and when it runs.
+    An entry and its place in time.
 
     Args:
-        rank: Its rank.
-        step: Its step.
-        action: What it does.
-        start: When it begins.
-        length: How long it takes; zero for messages, sharding and reductions.
-        ran: Whether the dry run came this far.
+        rank: Rank of the entry.
+        step: Step of the entry.
+        action: Action of the entry.
+        start: Start time.
+        length: Duration; zero for messages, sharding and reductions.
+        ran: Whether the dry run reached the entry.
     """
 
     rank: int
@@ -46,9 +46,9 @@ class Layout:
 
     Args:
         entries: The entries, by rank and then step.
-        unit: What a unit of time is: `step`, `time`, or that of the durations.
-        end: The end of the last entry; of the step, where that was timed.
-        timed: The times that entries are drawn by, where they are drawn to scale.
+        unit: Unit of time: `step`, `time`, or the unit of the durations.
+        end: End of the last entry, or of the step if the step was timed.
+        timed: The simulated times, if the entries are drawn to scale.
     """
 
     entries: tuple[Placed, ...]
@@ -61,7 +61,7 @@ def layout(schedule: Schedule) -> Layout:
     """
     Place every entry of a schedule in time.
 
-    Entries behind a deadlock are placed after the stop, one after the other, and marked as not run.
+    Entries after a deadlock are placed one after the other and marked as not run.
 
     Args:
         schedule: The schedule.
@@ -93,10 +93,10 @@ def layout(schedule: Schedule) -> Layout:
 
 def timed_layout(timed: StepTime) -> Layout:
     """
-    Place every computation of a schedule where its times have it.
+    Place every computation of a schedule at its simulated time.
 
-    An entry of several computations, as B, is placed from the first one's start to the last one's
-    end. Messages, reductions and updates are in `timed` alone: they are no boxes of a row.
+    An entry of several computations, such as B, extends from the start of the first to the end of
+    the last. Messages, reductions and updates are only in `timed`: a row has no boxes for them.
 
     Args:
         timed: The times of the schedule's step.
@@ -117,5 +117,5 @@ def timed_layout(timed: StepTime) -> Layout:
 def _run(schedule: Schedule) -> Run:
     index = index_of(schedule)
     run = simulate(index)
-    # Where ranks stop, the picture shows where; otherwise it shows when things really happen.
+    # A run that deadlocks shows where ranks stop; otherwise sends do not block in the picture.
     return run if run.waits else simulate(index, blocking=False)

@@ -1,21 +1,20 @@
 """
-What a schedule needs: live tapes, deferred weight gradients, slots, captured graphs and gradient
-memory.
+The resources that a schedule needs: live tapes, deferred weight gradients, slots, captured graphs
+and gradient memory.
 
 Two ways to provision are compared (paper, Section IV, "Static binding and resource cost"). The
 paper captures one F, dI and dW graph for every microbatch of every local stage, `3 * M * L`, and
 gives every matrix one destination for every microbatch, `M * sum(W)`. With generation-checked
-slots the same schedule needs graphs for as many slots as its stages have tapes live at once, and
-one destination for every matrix: the first weight gradient of a step overwrites it and the others
-accumulate.
+slots, each stage needs as many slots, with their graphs, as it has tapes live at once. Every matrix
+needs one destination: the first weight gradient of a step overwrites it, and the others accumulate.
 
-A tape is live from its forward until everybody is done with it: its weight gradient, and where the
-table shows messages, the sends that read its output and its input gradient. A send is done where
-the table awaits it (torch 2.15), and at once in a table that awaits none. The default tables of
-torch 2.15 await every send of a gradient at the end of the row, which keeps the tapes of all
-microbatches live; `max_outstanding_sends` is what brings them down. torch's own
-`analyze_pipeline_activation_liveness` leaves sends out: it counts the tapes that computations keep,
-`StagePlan.peak_live - StagePlan.held_by_sends`.
+A tape is live from its forward until its last reader is done. The readers are its weight gradient
+and, if the table shows messages, the sends of its output and of its input gradient. A send ends
+where the table awaits it (torch 2.15), and at once in a table that awaits none. The default tables
+of torch 2.15 await every send of a gradient at the end of the row, which keeps the tapes of all
+microbatches live; `max_outstanding_sends` reduces this. torch's own
+`analyze_pipeline_activation_liveness` leaves sends out: it counts the tapes that computations keep
+live, `StagePlan.peak_live - StagePlan.held_by_sends`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ GRAPHS_PER_TAPE = 3
 @attrs.frozen
 class Layers:
     """
-    The layers of one stage, as far as their matrix gradients go.
+    The layers of one stage, for the size of their matrix gradients.
 
     A transformer layer with fused QKV has four matrices: QKV `3h x h`, projection `h x h`, FC1
     `ffn x h` and FC2 `h x ffn`.
@@ -59,7 +58,7 @@ class Layers:
 
     def __attrs_post_init__(self) -> None:
         """
-        Refuse what has no size.
+        Check the dimensions.
 
         Raises:
             ScheduleError: A dimension is below one, or the type is unknown.
@@ -75,28 +74,28 @@ class Layers:
 
     @property
     def matrices(self) -> dict[str, int]:
-        """The elements of each matrix of one layer."""
+        """Number of elements of each matrix of one layer."""
         h, ffn = self.hidden, self.ffn
         return {"qkv": 3 * h * h, "proj": h * h, "fc1": ffn * h, "fc2": h * ffn}
 
     @property
     def bytes_per_stage(self) -> int:
-        """Bytes of one gradient of every matrix of a stage."""
+        """Bytes of the gradients of all matrices of a stage, each once."""
         return sum(self.matrices.values()) * self.per_stage * DTYPE_BYTES[self.dtype]
 
 
 @attrs.frozen
 class StagePlan:
     """
-    What one stage needs.
+    The needs of one stage.
 
     Args:
         stage: The stage.
-        forwards: Its forwards in one step.
-        peak_live: Tapes live at once: forwards whose last consumer is still to come.
-        peak_deferred: Weight gradients deferred at once: dI that ran and whose dW is to come.
-        held_by_sends: How many of `peak_live` there are only because sends read a tape longer than
-            its weight gradient.
+        forwards: Number of forwards per step.
+        peak_live: Peak number of live tapes: forwards whose last consumer has yet to run.
+        peak_deferred: Peak number of deferred weight gradients: dI ran, and dW has yet to run.
+        held_by_sends: Part of `peak_live` that exists only because sends read a tape after its
+            weight gradient ran.
     """
 
     stage: int
@@ -109,11 +108,11 @@ class StagePlan:
 @attrs.frozen
 class Provision:
     """
-    What one way to provision costs a rank.
+    The cost of one way to provision a rank.
 
     Args:
-        graphs: Graphs captured.
-        tapes: Tapes with storage of their own.
+        graphs: Number of captured graphs.
+        tapes: Number of tapes with storage of their own.
         arena_bytes: Bytes of gradient destinations; `None` without layer dimensions.
     """
 
@@ -125,21 +124,21 @@ class Provision:
 @attrs.frozen
 class RankPlan:
     """
-    What one rank needs.
+    The needs of one rank.
 
     Args:
         rank: The rank.
         stages: Its stages.
-        peak_live: Tapes live at once over all its stages.
-        peak_deferred: Weight gradients deferred at once over all its stages.
-        delayed: Weight gradients that do not directly follow their own input gradient.
-        slots: Slots to provide: the sum of its stages' peaks, since a slot's graphs belong to one
+        peak_live: Peak number of live tapes over all stages of the rank.
+        peak_deferred: Peak number of deferred weight gradients over all stages of the rank.
+        delayed: Number of weight gradients that do not directly follow their own input gradient.
+        slots: Slots to provide: the sum of the stages' peaks, because a slot's graphs belong to one
             stage.
-        paper: One tape and one destination for every microbatch.
-        live_slots: A tape for every slot, one cache refresh for every stage, accumulating
+        paper: Cost with one tape and one destination per microbatch.
+        live_slots: Cost with one tape per slot, one cache refresh per stage and accumulating
             destinations.
-        outstanding_sends: The most sends posted and not awaited at once; `None` where the table
-            does not say when sends end.
+        outstanding_sends: Peak number of sends posted and not yet awaited; `None` if the table does
+            not say when sends end.
     """
 
     rank: int
@@ -156,13 +155,13 @@ class RankPlan:
 @attrs.frozen
 class Plan:
     """
-    What a schedule needs.
+    The needs of a schedule.
 
     Args:
         source: The schedule's source.
-        num_microbatches: Its microbatches.
-        ranks: What each rank needs.
-        layers: The dimensions that were given.
+        num_microbatches: Number of microbatches per step.
+        ranks: The needs of each rank.
+        layers: The given dimensions of a stage's layers, if any.
     """
 
     source: str
@@ -172,7 +171,7 @@ class Plan:
 
     @property
     def slots(self) -> dict[int, int]:
-        """Slots to provide for each stage."""
+        """Number of slots by stage."""
         return {stage.stage: stage.peak_live for rank in self.ranks for stage in rank.stages}
 
     def record(self) -> dict[str, Any]:
@@ -185,8 +184,8 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
     Plan a schedule's tapes, graphs and gradient memory.
 
     Args:
-        schedule: The schedule, free of findings of `check_ranks`.
-        layers: The layers of each stage; without them there are no byte counts.
+        schedule: A schedule without findings of `check_ranks`.
+        layers: The layers of each stage; without them the byte counts are `None`.
     """
     return Plan(
         source=schedule.source,

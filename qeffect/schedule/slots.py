@@ -1,10 +1,10 @@
 """
-Which slot each tape uses, and how many are live at once: one walk for every planner.
+The slot of each tape, and the peak of live tapes: one walk for every planner.
 
-A tape is live from its forward, or from where its input is received into its slot, until its last
-reader has run. Who reads it is the caller's to say: its weight gradient always, a send of its
-output where a table shows messages, the next local stage where one stage feeds another. Slots
-belong to a stage, because a slot's captured graphs do.
+A tape is live from its forward, or from the receive of its input into its slot, until its last
+reader has run. The caller names the readers: always the weight gradient, a send of the output if
+the table shows messages, the next local stage if one stage feeds another. Slots belong to a stage,
+because a slot's captured graphs do.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import attrs
 from .actions import Kind
 
 Step = tuple[Kind, int, int]
-"""What runs, its stage and its microbatch."""
+"""An action's kind, stage and microbatch."""
 
 Tape = tuple[int, int]
 """A stage and a microbatch."""
 
 Readers = Mapping[Step, Sequence[Tape]]
-"""The tapes that each step reads for the last time on its own account."""
+"""The tapes that each step reads; a tape is free after all steps that read it."""
 
 
 @attrs.frozen
 class Assignment:
     """
-    What a walk over one rank's steps found.
+    The result of a walk over one rank's steps.
 
     Args:
         slot_of: The slot of each tape, counted within its stage.
-        num_slots: Slots of each stage that has a forward.
-        peaks: The most tapes of each such stage that are live at once.
-        peak: The most tapes of all stages together that are live at once.
+        num_slots: Number of slots of each stage that has a forward.
+        peaks: Peak number of live tapes of each such stage.
+        peak: Peak number of live tapes of all stages together.
     """
 
     slot_of: Mapping[Tape, int]
@@ -47,11 +47,11 @@ class Assignment:
 
 def own_readers(steps: Iterable[Step], kinds: Iterable[Kind] = (Kind.WGRAD,)) -> Readers:
     """
-    Readers that read the tape they are named after: every step of some kinds.
+    Return readers that each read the tape of their own stage and microbatch.
 
     Args:
-        steps: What runs.
-        kinds: The kinds of step that a tape lives for.
+        steps: The rank's steps.
+        kinds: The kinds of steps that are readers.
     """
     wanted = frozenset(kinds)
     return {(kind, stage, m): ((stage, m),) for kind, stage, m in steps if kind in wanted}
@@ -65,10 +65,10 @@ def assign(
     begins: Iterable[Kind] = (Kind.FORWARD,),
 ) -> Assignment:
     """
-    Walk over one rank's steps: the lowest free slot at F, free again after the last reader.
+    Walk over one rank's steps: F takes the lowest free slot, and the last reader frees the slot.
 
-    Because the lowest free slot is taken, a stage needs exactly as many slots as it has tapes live
-    at once.
+    Because F takes the lowest free slot, a stage needs exactly as many slots as its peak of live
+    tapes.
 
     >>> F, W = Kind.FORWARD, Kind.WGRAD
     >>> steps = [(F, 0, 0), (F, 0, 1), (W, 0, 0), (F, 0, 2), (W, 0, 1), (W, 0, 2)]
@@ -77,10 +77,11 @@ def assign(
     ([0, 1, 0], {0: 2}, 2)
 
     Args:
-        steps: The rank's steps in order; kinds that are neither F nor a reader are passed over.
-        readers: Which tapes each step reads. A tape that nobody reads stays live.
-        reuse: False gives every microbatch a slot of its own, as the paper does.
-        begins: Kinds of step that take a slot; a tape takes its own at the first of them.
+        steps: The rank's steps in order; steps that neither take a slot nor read are ignored.
+        readers: The tapes that each step reads. A tape without readers stays live.
+        reuse: Whether slots are reused; without reuse each microbatch has its own slot, as in the
+            paper.
+        begins: Kinds of steps that take a slot; a tape takes its slot at the first of them.
     """
     takes = frozenset(begins)
     left = Counter(tape for read in readers.values() for tape in read)

@@ -1,6 +1,6 @@
 """
-Checks of single ranks: each stage on its rank, each microbatch once, F before dI before dW,
-reductions last.
+Checks of single ranks: each stage is on its rank, each microbatch occurs once, F comes before dI
+and dI before dW, and reductions come last.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from ..text import counted
 from .actions import WAITS, Kind
 from .findings import Finding, finding, place
 from .index import Index, Spot
@@ -17,7 +18,7 @@ _SHOWN = 8
 
 
 def check_places(index: Index) -> Iterator[Finding]:
-    """Stages that exist, on their rank; microbatches within range."""
+    """Every action names an existing stage on its rank, and a microbatch within range."""
     schedule = index.schedule
     for spot in index.stray_stages:
         yield finding(
@@ -53,7 +54,7 @@ def check_places(index: Index) -> Iterator[Finding]:
 
 
 def check_repeats(index: Index) -> Iterator[Finding]:
-    """No computation and no message twice."""
+    """No computation and no message occurs twice."""
     for spot, earlier in index.repeated:
         atom = spot.atom
         if atom.kind in WAITS:
@@ -61,7 +62,7 @@ def check_repeats(index: Index) -> Iterator[Finding]:
         what = f"{atom.stage}{atom.kind.value}{atom.microbatch}"
         yield finding(
             "duplicate-action",
-            f"{what} occurs again; it stands already on rank {earlier.rank} at step "
+            f"{what} occurs again; it already occurs on rank {earlier.rank} at step "
             f"{earlier.atom.step} ({earlier.atom.action})",
             rank=spot.rank,
             atom=atom,
@@ -100,7 +101,7 @@ def check_missing(index: Index) -> Iterator[Finding]:
                 "microbatch-missing",
                 f"stage {stage} has no {name} of microbatch{'es' * (lacking > 1)} {absent}",
                 rank=rank,
-                expected=f"{stage}{kind.value} for {total} microbatches",
+                expected=f"{stage}{kind.value} for {counted(total, 'microbatch')}",
                 found=f"{total - lacking} of them",
             )
 
@@ -115,13 +116,13 @@ def check_order(index: Index) -> Iterator[Finding]:
         else:
             continue
         needed = index.get(needs, stage, microbatch)
-        # Absent, or on another rank: reported as such already.
+        # An absent or misplaced step is already reported.
         if needed is None or needed.rank != spot.rank or index.before(needed, spot):
             continue
         yield finding(
             name,
             f"the {_NAMES[kind]} {stage}{kind.value}{microbatch} comes before its {_NAMES[needs]} "
-            f"{stage}{needs.value}{microbatch}, which stands at step {needed.atom.step}",
+            f"{stage}{needs.value}{microbatch}, which is at step {needed.atom.step}",
             rank=spot.rank,
             atom=spot.atom,
             expected=f"{stage}{needs.value}{microbatch} earlier on rank {spot.rank}",
@@ -142,7 +143,7 @@ def check_reductions(index: Index) -> Iterator[Finding]:
         if earlier is not spot:
             yield finding(
                 "duplicate-action",
-                f"{spot.atom.action} occurs again; it stands already on rank {earlier.rank} at "
+                f"{spot.atom.action} occurs again; it already occurs on rank {earlier.rank} at "
                 f"step {earlier.atom.step}",
                 rank=spot.rank,
                 atom=spot.atom,
@@ -200,7 +201,7 @@ def check_reductions(index: Index) -> Iterator[Finding]:
 
 
 def check_sharding(index: Index) -> Iterator[Finding]:
-    """Where a table says when stages are unsharded, they compute only then."""
+    """If a table says when stages are unsharded, they compute only while unsharded."""
     schedule = index.schedule
     sharded = {s.atom.stage for s in index.per_stage if s.atom.kind is Kind.UNSHARD}
     for rank, atoms in enumerate(schedule.atoms):
@@ -236,7 +237,7 @@ def check_sharding(index: Index) -> Iterator[Finding]:
 
 
 def _once_per_entry(spots: list[Spot]) -> Iterator[Spot]:
-    # B stands for two indivisible steps; one wrong entry is one finding.
+    # B is two indivisible steps; one wrong entry gives one finding.
     last: tuple[int, int, int] | None = None
     for spot in spots:
         key = (spot.rank, spot.atom.step, spot.atom.stage)

@@ -2,13 +2,12 @@
 Transformer Engine's `_order` lists, as `make_graphed_callables` takes them.
 
 An entry names a model chunk, counted from one: `+chunk` is its forward, `-chunk` its backward, and
-`-chunk - 0.5` the weight gradient that was deferred from an earlier `-chunk`. Microbatches are not
-named: the k-th entry of a kind and chunk is microbatch k, as Transformer Engine counts them. A
-chunk that has a deferred weight gradient anywhere has all of them deferred; its backward is then
-the input gradient alone.
+`-chunk - 0.5` the weight gradient that was deferred from an earlier `-chunk`. Entries do not name
+microbatches: the k-th entry of a kind and chunk is microbatch k, as in Transformer Engine. If a
+chunk has one deferred weight gradient, all of its weight gradients are deferred, and its `-chunk`
+is the input gradient alone.
 
-One list is one rank. What it receives from other ranks is not in it, so nothing across ranks is
-checked.
+A list describes one rank and no messages, so nothing across ranks is checked.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ MAX_CHUNKS = 4096
 
 def te_order(order: str | Iterable[float | int | str], *, source: str = "te-order") -> Schedule:
     """
-    Read an `_order` list into a schedule of one rank, whose stages are the chunks counted from
-    zero.
+    Read an `_order` list as a schedule of one rank; its stages are the chunks, counted from zero.
 
     >>> [str(action) for action in te_order("1,1,-1,-1.5,-1,-1.5").rows[0]]
     ['0F0', '0F1', '0I0', '0W0', '0I1', '0W1']
 
     Args:
-        order: The entries, or their text with commas or blanks between, brackets allowed.
-        source: Where they came from, for people.
+        order: The entries, or their text, separated by commas or blanks; brackets are allowed.
+        source: Origin of the entries, for messages.
 
     Raises:
-        ScheduleError: An entry is not such a number, or a chunk's entries do not come in equal
-        numbers.
+        ScheduleError: An entry is not such a number, or a chunk has unequal numbers of entries of
+            its kinds.
     """
     entries = _split(order) if isinstance(order, str) else list(order)
     if not entries:
@@ -105,8 +103,8 @@ def _check_counts(counts: Counter[tuple[Kind, int]], source: str) -> None:
         ):
             if by_kind.get(kind, forwards) != forwards:
                 raise ScheduleError(
-                    f"{source}: chunk {chunk + 1} has {forwards} forwards but {by_kind[kind]} "
-                    f"entries {name}; microbatches cannot be counted"
+                    f"{source}: chunk {chunk + 1} has unequal numbers of entries: +{chunk + 1}: "
+                    f"{forwards}, {name}: {by_kind[kind]}; microbatches cannot be counted"
                 )
         if Kind.BACKWARD not in by_kind and Kind.DGRAD not in by_kind:
             raise ScheduleError(f"{source}: chunk {chunk + 1} has no backward -{chunk + 1}")

@@ -1,12 +1,12 @@
 """
 A schedule as Chrome trace JSON, which Perfetto and chrome://tracing open.
 
-A process is a rank; its threads are computation, messages, and sharding with reductions. Sends and
-their receives are joined by flow arrows. The refused entry carries its clause, and an instant event
+A process is a rank; its threads are computation, messages, and sharding with reductions. Flow
+arrows connect sends with their receives. The refused entry carries its clause, and an instant event
 marks it.
 
-`timed_trace` has the times of a step that was timed, in microseconds; there a rank's threads are
-its computation, its host, its reductions, and one for each direction of each of its links.
+`timed_trace` draws a timed step, in microseconds. There a rank's threads are its computation, its
+host, its reductions, and one thread for each direction of each of its links.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _BLINK = MICROSECONDS // 20
 
 def trace(schedule: Schedule, finding: Finding | None = None) -> dict[str, Any]:
     """
-    A schedule as the object that a Chrome trace file holds.
+    Return a schedule as the object of a Chrome trace file.
 
     Args:
         schedule: The schedule.
-        finding: What to mark.
+        finding: The finding to mark.
     """
     return {
         "traceEvents": list(_events(schedule, finding)),
@@ -61,7 +61,7 @@ def trace_json(schedule: Schedule, finding: Finding | None = None) -> str:
 
 def timed_trace(timed: StepTime) -> dict[str, Any]:
     """
-    A timed step as the object that a Chrome trace file holds, every time as it was simulated.
+    Return a timed step as the object of a Chrome trace file, with the simulated times.
 
     Args:
         timed: The times of a schedule's step.
@@ -84,7 +84,7 @@ def timed_trace_json(timed: StepTime) -> str:
 
 
 def _timed_events(timed: StepTime) -> Iterator[dict[str, Any]]:
-    # A thread is numbered when its rank first uses it, computation first.
+    # Threads of a rank are numbered by first use, computation first.
     threads: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
     critical = {(span.what, span.rank, span.name) for span in timed.critical}
@@ -98,14 +98,14 @@ def _timed_events(timed: StepTime) -> Iterator[dict[str, Any]]:
             name = "computation" if span.what in ("refresh", "update") else span.what
             events.append(_timed_slice(timed, span, span.rank, name, threads, marked))
             continue
-        # One queue of a link carries one message at a time; two queues of it may overlap.
+        # A queue carries one message at a time; the two queues of a link may overlap.
         kind = "activations" if Kind.SEND_F in span.name else "gradients"
         sent = _timed_slice(timed, span, span.rank, f"{kind} to rank {span.peer}", threads, marked)
         came = _timed_slice(
             timed, span, span.peer, f"{kind} from rank {span.rank}", threads, marked
         )
         for phase, event in (("s", sent), ("f", came)):
-            # An arrow ends in the slice that is there: just before the end of the transfer.
+            # An arrow must end within a slice: just before the end of the transfer.
             late = 0.0 if phase == "s" else 0.9 * event["dur"]
             flow = {"name": "message", "cat": "messages", "ph": phase, "id": number}
             flow |= {"pid": event["pid"], "tid": event["tid"], "ts": event["ts"] + late}

@@ -1,11 +1,11 @@
 """
-Checks of waits: each ends one send or one reduction, once, after it was started.
+Checks of waits: each wait ends one send or one reduction, once, after its start.
 
-A send reads its tape until it is done, and a reduction holds a stage's gradients. Tables up to
-torch 2.14 do not say when either ends; torch 2.15's do (`WAIT_SEND_F`, `WAIT_SEND_B`,
-`WAIT_REDUCE_GRAD`), since a step that is captured in a graph cannot ask whether a send is done
-(pytorch pull request 194121). A table that says so of one send must say so of all of them, or
-nobody ever learns that the slot of the others is free; and likewise for reductions.
+A send reads its tape until it ends, and a reduction holds a stage's gradients. Tables up to torch
+2.14 do not say when either ends. Tables of torch 2.15 do (`WAIT_SEND_F`, `WAIT_SEND_B`,
+`WAIT_REDUCE_GRAD`), because a step that is captured in a graph cannot ask whether a send has ended
+(pytorch pull request 194121). A table that awaits one send must await every send; otherwise the
+slots of the other sends never become free. The same holds for reductions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WAIT_OF = {start: wait for wait, start in WAITS.items()}
 
 
 def check_send_waits(index: Index) -> Iterator[Finding]:
-    """Every wait for a send follows its send, once; and where a table has any, every send has."""
+    """Each wait follows its send, once; if a table awaits a send, it awaits every send."""
     for spot, earlier in index.repeated:
         if spot.atom.kind in SEND_WAITS:
             yield _twice(spot, earlier)
@@ -34,7 +34,7 @@ def check_send_waits(index: Index) -> Iterator[Finding]:
 
 
 def check_reduction_waits(index: Index) -> Iterator[Finding]:
-    """Every wait for a reduction follows it, once; and where a table has any, every one has."""
+    """Each wait follows its reduction, once; if a table awaits one, it awaits every reduction."""
     started: dict[int, Spot] = {}
     awaited: dict[int, Spot] = {}
     for spot in index.per_stage:
@@ -53,7 +53,7 @@ def check_reduction_waits(index: Index) -> Iterator[Finding]:
 
 
 def check_outstanding(index: Index) -> Iterator[Finding]:
-    """No rank has more sends posted and not awaited than the runtime allows; the first place."""
+    """No rank exceeds the runtime's limit of outstanding sends; yields its first excess."""
     limit = index.transport.max_outstanding_sends
     if limit is None or not index.schedule.awaits_sends:
         return
@@ -94,7 +94,7 @@ def _check_start(wait: Spot, start: Spot | None) -> Iterator[Finding]:
             expected=f"{name} before step {atom.step}",
             found="none",
         )
-    # On another rank: reported as misplaced already.
+    # A start on another rank is already reported as misplaced.
     elif start.rank == wait.rank and start.position > wait.position:
         yield finding(
             "wait-before-start",
@@ -110,8 +110,8 @@ def _check_start(wait: Spot, start: Spot | None) -> Iterator[Finding]:
 def _twice(spot: Spot, earlier: Spot) -> Finding:
     return finding(
         "wait-twice",
-        f"{spot.atom.action} occurs again; it stands already on rank {earlier.rank} at step "
-        f"{earlier.atom.step}, and what it waits for has ended there",
+        f"{spot.atom.action} occurs again; it already occurs on rank {earlier.rank} at step "
+        f"{earlier.atom.step}, where its send or reduction ends",
         rank=spot.rank,
         atom=spot.atom,
         expected=f"{spot.atom.action} once",

@@ -133,9 +133,9 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("part", "expected"),
         [
-            ({"microbatch": 2}, "a key of stage 0: 2 microbatches, 1 blocks, 1 invocations"),
-            ({"block": 1}, "a key of stage 0: 2 microbatches, 1 blocks"),
-            ({"invocation": 1}, "1 invocations"),
+            ({"microbatch": 2}, "a key of stage 0: 2 microbatches, 1 block, 1 invocation"),
+            ({"block": 1}, "a key of stage 0: 2 microbatches, 1 block"),
+            ({"invocation": 1}, "1 invocation"),
             ({"stage": 5}, "a key of one of the stages [0]"),
         ],
     )

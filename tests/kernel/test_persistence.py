@@ -64,7 +64,7 @@ class TestCheckpoint:
         rig = Rig()
         rig.microbatch(0)
         rig.contract.drain()
-        with refused(rig, "persistence.mid-epoch", "1 forwards and 1 weight", "after a commit"):
+        with refused(rig, "persistence.mid-epoch", "1 forward and 1 weight", "after a commit"):
             rig.contract.checkpoint()
 
         rig = Rig()

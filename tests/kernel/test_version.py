@@ -145,9 +145,9 @@ class TestInvalidate:
         rig.contract.wait()
         rig.contract.invalidate(0)
 
-        with refused(rig, "version.late-refresh", "after 1 forwards", "first forward"):
+        with refused(rig, "version.late-refresh", "after 1 forward", "first forward"):
             rig.contract.check_refresh(0)
-        with refused(rig, "version.late-refresh", "after 1 forwards"):
+        with refused(rig, "version.late-refresh", "after 1 forward"):
             rig.check_forward(1, refresh=True)
         with refused(
             rig, "version.stale-cache", "microbatch 0 of stage 0 in epoch 0", "of epoch 0"

@@ -14,7 +14,7 @@ from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.pipeline import Entry, Pipeline
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import gathered, join
+from qeffect.gpu_runtime.ranks.world import all_gather, join
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Gradients
 from qeffect.schedule.actions import Kind
@@ -47,7 +47,7 @@ def shared(job: Job, steps: int) -> list[dict[str, Any]]:
         now = _copied(pipeline)
         place = member.rank % job.pp
         every = [
-            word[1:] for word in gathered(member, (place, pipeline.left, now)) if word[0] == place
+            word[1:] for word in all_gather(member, (place, pipeline.left, now)) if word[0] == place
         ]
         by_hand = {}
         for name in now:

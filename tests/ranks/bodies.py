@@ -30,7 +30,7 @@ from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import Limits, gathered, join, leave
+from qeffect.gpu_runtime.ranks.world import Limits, all_gather, join, leave
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
@@ -450,7 +450,7 @@ def leaving() -> dict[str, Any]:
     held: dict[str, Any] = {"group": dist.new_group([0, 1])}
     held["itself"] = held
     dist.all_reduce(torch.ones(2), group=held["group"])
-    gathered(member, "a word")
+    all_gather(member, "a word")
     before = _threads_of_groups()
     del held
     leave()

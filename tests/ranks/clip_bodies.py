@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.pipeline import Pipeline
-from qeffect.gpu_runtime.ranks.world import Member, gathered, join
+from qeffect.gpu_runtime.ranks.world import Member, all_gather, join
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Gradients
@@ -41,7 +41,7 @@ class _Plain(NativePipeline):
                 for gradient in named.values():
                     dist.all_reduce(gradient, group=self.groups[self.member.rank % self.job.pp])
         whole: dict[int, dict[str, Tensor]] = {}
-        said = gathered(self.member, {i: dict(named) for i, named in gradients.items()})
+        said = all_gather(self.member, {i: dict(named) for i, named in gradients.items()})
         for rank in self.job.ranks(0):
             whole.update(said[rank])
         every = [g.double() for stage in sorted(whole) for g in whole[stage].values()]

@@ -12,7 +12,7 @@ from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.pipeline import Pipeline
 from qeffect.gpu_runtime.ranks.replicas import Replicas
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import gathered, join
+from qeffect.gpu_runtime.ranks.world import all_gather, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.optimizer import Gradients, Optimizer
 from tests.ranks.bodies import LIMITS, bits, once_more, parameters_of
@@ -74,7 +74,7 @@ def together(job: Job, steps: int, dtype: str) -> dict[str, Any]:
         member = worker.member
         worker.close()
     own = {n: found[0][n] for n in worker.optimizer.state_tensors()}
-    peers = [word for where, word in gathered(member, (place, own)) if where == place]
+    peers = [word for where, word in all_gather(member, (place, own)) if where == place]
     return {
         "differ": [n for n in found[0] if found[0][n] != found[1][n]],
         "of": len(found[0]),

@@ -78,12 +78,12 @@ class TestUnusable:
             ("1,-0.5", "must name a chunk between 1 and"),
             ("99999,-99999", "must name a chunk between 1 and"),
             ("-1", "no forward entry"),
-            ("1,1,-1", "chunk 1 has 2 forwards but 1 entries -1"),
-            ("1,-1,-1", "chunk 1 has 1 forwards but 2 entries -1"),
-            ("1,1,-1,-1,-1.5", "chunk 1 has 2 forwards but 1 entries -1.5"),
+            ("1,1,-1", "chunk 1 has unequal numbers of entries: [+]1: 2, -1: 1"),
+            ("1,-1,-1", "chunk 1 has unequal numbers of entries: [+]1: 1, -1: 2"),
+            ("1,1,-1,-1,-1.5", "chunk 1 has unequal numbers of entries: [+]1: 2, -1.5: 1"),
             ("1,-1.5", "chunk 1 has no backward -1"),
             ("1,2,-1", "chunk 2 has no backward -2"),
-            ("1,-1,-2", "chunk 2 has 0 forwards but 1 entries -2"),
+            ("1,-1,-2", "chunk 2 has unequal numbers of entries: [+]2: 0, -2: 1"),
         ],
     )
     def test_an_unusable_list_names_the_entry_or_the_chunk(self, order: str, said: str) -> None:

@@ -82,25 +82,25 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
 
 def _unheard(*_: Any) -> None:
     """This rank does not hear in time what the others bring behind a step, once."""
-    real = Consent.gathered
+    real = Consent.all_gather
 
-    def gathered(consent: Consent, own: torch.Tensor) -> torch.Tensor:
-        Consent.gathered = real  # type: ignore[method-assign]
+    def all_gather(consent: Consent, own: torch.Tensor) -> torch.Tensor:
+        Consent.all_gather = real  # type: ignore[method-assign]
         raise LostError("commit", -1, True, "nothing was heard")
 
-    Consent.gathered = gathered  # type: ignore[method-assign]
+    Consent.all_gather = all_gather  # type: ignore[method-assign]
 
 
 def _heard_in_vain(*_: Any) -> None:
     """This rank hears what the others bring behind a step when its time is over, once."""
-    real = Consent.gathered
+    real = Consent.all_gather
 
-    def gathered(consent: Consent, own: torch.Tensor) -> torch.Tensor:
-        Consent.gathered = real  # type: ignore[method-assign]
+    def all_gather(consent: Consent, own: torch.Tensor) -> torch.Tensor:
+        Consent.all_gather = real  # type: ignore[method-assign]
         real(consent, own)
         raise LostError("commit", -1, True, "heard too late")
 
-    Consent.gathered = gathered  # type: ignore[method-assign]
+    Consent.all_gather = all_gather  # type: ignore[method-assign]
 
 
 def on_devices(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from qeffect.report import UnusableError, program
 
 from ...ranks.consent import StoppedError
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
-from ...ranks.world import gathered
+from ...ranks.world import all_gather
 from ...training.assembly import TIMES, backend_of, measure_cut, open_job
 from ...training.command import require_processes
 from ...training.config import Checkpointing
@@ -166,7 +166,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     left, short = [], []
     try:
         for named, config, own in zip(names, configs, data, strict=True):
-            if any(gathered(member, over())):
+            if any(all_gather(member, over())):
                 left.append(str(named))
                 continue
             rows.append(train_run(member, named, config, own, control))

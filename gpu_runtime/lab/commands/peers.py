@@ -28,7 +28,7 @@ from qeffect import cli
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import write_json
 
-from ...ranks.world import Member, gathered, join
+from ...ranks.world import Member, all_gather, join
 from ...runtime import mode_on
 from ...step.optimizer import Gradients
 from ..comparisons.gradients import compare_gradients, distance_sums, save_gradients
@@ -121,7 +121,7 @@ def _native(member: Member, asked: PeerSettings, folder: Path, cell: str) -> dic
     save_gradients(folder, cell, "native", member.rank, own)
     gradients = compare_gradients(member, folder, cell, ["native"], own)
     own.clear()
-    losses = gathered(member, side.pipeline.losses[-1])
+    losses = all_gather(member, side.pipeline.losses[-1])
     found = time_side(
         member, side.step, asked.rounds_of(graphs=False), construction_s=made, facts={}
     )
@@ -163,7 +163,7 @@ def _one_launch(
     for _ in range(asked.settled):
         side.step()
     sums = distance_sums(side.state(), state)
-    against = [{"with": "replays", **combined(gathered(member, sums))}]
+    against = [{"with": "replays", **combined(all_gather(member, sums))}]
     plan = asked.rounds_of(graphs=True)
     found = time_side(member, side.step, plan, construction_s=made, facts={})
     side.whole.leave()

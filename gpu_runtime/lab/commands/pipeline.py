@@ -28,7 +28,7 @@ from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
 from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member, agree_on, gathered
+from ...ranks.world import Limits, Member, agree_on, all_gather
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS
@@ -291,7 +291,7 @@ def _compared(member: Member, what: str, result: Compared) -> Outcome:
         "slots": result.slots,
         "first": [label for c in result.comparison.categories for label in c.first],
     }
-    ranks = gathered(member, own)
+    ranks = all_gather(member, own)
     totals = totals_of_ranks([rank["totals"] for rank in ranks])
     same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
     lines = [
@@ -365,7 +365,7 @@ def _trained(
         notes.append(f"{args.trace}: the last step took {traced['otherData']['step']}, simulated "
                      f"{traced['otherData']['simulated step']}")  # fmt: skip
     worker.close()
-    ranks = gathered(member, own)
+    ranks = all_gather(member, own)
     losses = [sum(rank["losses"][step] for rank in ranks) for step in range(args.steps)]
     slowest = [max(rank["seconds"][step] for rank in ranks) for step in range(args.steps)]
     median = statistics.median(slowest)
@@ -391,7 +391,7 @@ def _trained(
 
 def _whole(worker: Worker, notes: list[str]) -> OneLaunch | None:
     """Steps as one launch; or none, and why, where some rank's step cannot be one."""
-    said = gathered(worker.member, obstacles(worker))
+    said = all_gather(worker.member, obstacles(worker))
     why = next((found for found in said if found), None)
     if why is None:
         return OneLaunch(worker)

@@ -27,7 +27,7 @@ from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
 from ...ranks.worker import Worker
-from ...ranks.world import Member, gathered, join
+from ...ranks.world import Member, all_gather, join
 from ...runtime import mode_on
 from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
@@ -206,7 +206,7 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
     with isolated(member):
         captured = args.device == "cuda"
         found = compared(member, job, steps, backend_on(args.device), captured=captured)
-    ranks = gathered(member, (found.totals(), found.slots))
+    ranks = all_gather(member, (found.totals(), found.slots))
     return {
         "name": name,
         "schedule": schedule,
@@ -268,7 +268,7 @@ def _one_launch(
     order = Order.of_rank(job.table(), member.rank % job.pp)
     meet_idle(member)
     split = {"launch": launches, **_own_row(worker, gradients, order)}
-    ranks = gathered(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
+    ranks = all_gather(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
     for fact, (_, _, own_ms, counted, _) in zip(found["facts"], ranks, strict=True):
         fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
@@ -277,7 +277,7 @@ def _one_launch(
     ]
     for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
         found[what] = guarded[what]
-    found["split"] = gathered(member, split)
+    found["split"] = all_gather(member, split)
     side.close()
     return found
 
@@ -332,13 +332,13 @@ def _guarded(
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
     gradients = worker.pipeline.step(worker.optimizer)
-    ranks = gathered(member, times_alone(worker, gradients))
-    found["message_ms"] = max(gathered(member, message_ms(member, job, worker)))
+    ranks = all_gather(member, times_alone(worker, gradients))
+    found["message_ms"] = max(all_gather(member, message_ms(member, job, worker)))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
     found["bound_ms"] = bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
     order = Order.of_rank(job.table(), member.rank % job.pp)
-    ranks = gathered(member, times_in_row(worker, gradients, order))
+    ranks = all_gather(member, times_in_row(worker, gradients, order))
     times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
     updates = [update for _, update in ranks]
     bound = bound_ms(job, times, updates, found["message_ms"])

@@ -28,7 +28,7 @@ from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.processes import silence
-from ...ranks.world import Member, gathered, join
+from ...ranks.world import Member, all_gather, join
 from ...runtime import mode_on
 from ...step.memory.numerical_state import same_bits
 from ..reports.report import (
@@ -310,8 +310,8 @@ def _side(
         "grown": _used(member) - stood - kept,
         "device": _driver(member),
     }
-    found["memory"] = gathered(member, memory)
-    found["first_step_s"] = max(gathered(member, first))
+    found["memory"] = all_gather(member, memory)
+    found["first_step_s"] = max(all_gather(member, first))
     found["compared"] = compared
     found["planned"] = [
         {"peak_live": rank.peak_live, "peak_deferred": rank.peak_deferred, "delayed": rank.delayed}
@@ -349,7 +349,7 @@ def _compared(
             for name in theirs.keys() | left.keys()
             if name not in theirs or name not in left or not _alike(theirs[name], left[name])
         ]
-        ranks = gathered(member, (len(theirs), len(odd), sorted(odd)[:2]))
+        ranks = all_gather(member, (len(theirs), len(odd), sorted(odd)[:2]))
         found = {
             "with": base,
             "values": sum(rank[0] for rank in ranks),

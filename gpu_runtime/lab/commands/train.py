@@ -15,7 +15,7 @@ from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
 from ...ranks.processes import report_once
-from ...ranks.world import Limits, gathered
+from ...ranks.world import Limits, all_gather
 from ...runtime import mode_on
 from ...training.assembly import backend_of
 from ...training.command import (
@@ -90,7 +90,7 @@ def _every_action(run: Run, progress: Progress) -> Outcome:
         "losses": result.losses,
         "native_losses": result.native_losses,
     }
-    ranks = gathered(member, own)
+    ranks = all_gather(member, own)
     totals = totals_of_ranks([rank["totals"] for rank in ranks])
     # One stage alone has a loss, and neither outputs nor gradients that another stage takes.
     absent = ("outputs", "input gradients") if job.num_stages == 1 else ()
@@ -144,7 +144,7 @@ def _ends(run: Run, progress: Progress) -> Outcome:
         name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
     )
     own = {"losses": native_losses, "of": len(theirs), "differ": differ, "native_seconds": native_s}
-    ranks = gathered(member, own)
+    ranks = all_gather(member, own)
     losses = [math.fsum(rank["losses"][n] for rank in ranks) for n in range(config.run.steps)]
     pairs = zip(losses, trainer.losses, strict=True)
     apart = [n for n, pair in enumerate(pairs) if _unlike(*pair)]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ranks.world import Member, gathered
+from ...ranks.world import Member, all_gather
 from ...step.memory.numerical_state import same_bits
 from ..statistics.peers import combined
 
@@ -80,11 +80,11 @@ def compare_gradients(
     dist.barrier()  # after all ranks have saved
     for side in references:
         paths = [gradients_path(folder, cell, side, rank) for rank in range(member.world)]
-        if not all(gathered(member, all(path.exists() for path in paths))):
+        if not all(all_gather(member, all(path.exists() for path in paths))):
             continue
         theirs: dict[str, Tensor] = {}
         for path in paths:
             held = torch.load(path, weights_only=True, mmap=True)
             theirs.update((name, held[name]) for name in own.keys() & held.keys())
-        found.append({"with": side, **combined(gathered(member, distance_sums(own, theirs)))})
+        found.append({"with": side, **combined(all_gather(member, distance_sums(own, theirs)))})
     return found

@@ -20,7 +20,7 @@ from ...ranks.channels import transport_of
 from ...ranks.job import Batches, Job
 from ...ranks.pipeline import Passage, Pipeline
 from ...ranks.ties import Tie
-from ...ranks.world import Limits, Member, gathered
+from ...ranks.world import Limits, Member, all_gather
 from ...step.clipping import EPSILON, square_sums
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import live_state
@@ -259,7 +259,7 @@ def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor
 
     def clip(gradients: Gradients, limit: float) -> Tensor:
         own = {stage: float(part) for stage, part in square_sums(gradients, second).items()}
-        said = gathered(member, own)
+        said = all_gather(member, own)
         parts = {stage: part for rank in ranks for stage, part in said[rank].items()}
         norm = math.sqrt(sum(parts[stage] for stage in sorted(parts)))
         wanted = torch.tensor(limit, dtype=torch.float64) / (norm + EPSILON)

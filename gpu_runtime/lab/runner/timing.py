@@ -12,7 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ...ranks.world import Member, gathered
+from ...ranks.world import Member, all_gather
 from ..statistics.traces import matrix_copies
 from .profiler import profiled
 
@@ -93,7 +93,7 @@ def time_side(
     if on_device and plan.profile:
         busy, trace = profiled(step, member.synchronize, PROFILED)
         copies = None if units is None else matrix_copies(trace, units)
-    ranks = gathered(member, (back, singles, hosts, construction_s, peak, facts, busy, copies))
+    ranks = all_gather(member, (back, singles, hosts, construction_s, peak, facts, busy, copies))
     found: dict[str, Any] = {
         name: [max(rank[at][n] for rank in ranks) for n in range(plan.rounds)]
         for at, name in enumerate(("step_ms", "single_ms", "host_ms"))

@@ -23,7 +23,7 @@ from qeffect.text import counted
 
 from ...backends.protocol import parameters
 from ...ranks.job import NAMES
-from ...ranks.world import Member, gathered
+from ...ranks.world import Member, all_gather
 from ...training.assembly import JobData
 from ...training.command import release
 from ...training.config import Checkpointing, Config
@@ -149,7 +149,7 @@ def train_run(
         member, config, data
     )
     member.synchronize()
-    gathered(member, None)
+    all_gather(member, None)
     build_s = time.perf_counter() - began
     course = _course(member, named, side, config, data.job, control)
     own = {
@@ -165,7 +165,7 @@ def train_run(
     side.close()
     del side
     release(member)
-    ranks = gathered(member, own)
+    ranks = all_gather(member, own)
 
     def most(name: str) -> Any:
         found = [rank[name] for rank in ranks]
@@ -230,7 +230,7 @@ def _course(
             "losses": [side.losses_of(step) for step in range(first, last)],
             "over": control.over(),
         }
-        ranks = gathered(member, own)
+        ranks = all_gather(member, own)
         seconds += max(rank["seconds"] for rank in ranks)
         for n in range(last - first):
             # The last stage's rank of each replica holds the losses of its microbatches.

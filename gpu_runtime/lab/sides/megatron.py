@@ -30,7 +30,7 @@ from torch import Tensor
 from qeffect.report import UnusableError
 
 from ...backends.protocol import parameters
-from ...ranks.world import Member, gathered
+from ...ranks.world import Member, all_gather
 from ...step.plan.order import Order
 from ..comparisons.gradients import compare_gradients, save_gradients
 from ..runner.timing import time_side
@@ -365,7 +365,7 @@ def _cell(
         save_gradients(folder, cell, EAGER, member.rank, own)
     references = ["native"] if mode == "none" else ["native", EAGER]
     gradients = compare_gradients(member, folder, cell, references, own)
-    loss = sum(gathered(member, side.loss()))
+    loss = sum(all_gather(member, side.loss()))
     plan = asked.rounds_of(graphs=mode != "none")
     found = time_side(member, side.step, plan, construction_s=made, facts={"capture_s": capture})
     return peer_row(cell, name, "il", gradients, loss, found)
