@@ -28,7 +28,7 @@ class Runtime(EpochRuntime):
 
     Args:
         stages: Every stage of the state domain, which is every stage of the process.
-        order: The rank's row of the schedule: slots are a function of it.
+        order: The rank's row of the schedule, which determines the slots.
         config: How to run.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
