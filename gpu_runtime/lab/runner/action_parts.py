@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from qeffect.contract import Contract
@@ -87,17 +87,19 @@ class _Watch:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Time the calls of one part."""
-        originals = [
-            (owner, name, vars(owner)[name]) for owner, names in PARTS[part] for name in names
-        ]
-        try:
-            for owner, name, original in originals:
+        """Time the calls of one part, each where its class defines it."""
+        watched = [(definer(owner, n), n) for owner, names in PARTS[part] for n in names]
+        with ExitStack() as restored:
+            for owner, name in watched:
+                original = vars(owner)[name]
+                restored.callback(setattr, owner, name, original)
                 setattr(owner, name, self.timed(original))
             yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
+
+
+def definer(owner: Any, name: str) -> Any:
+    """Return what defines a name: the module itself, or the class or base class of a method."""
+    return next(place for place in getattr(owner, "__mro__", (owner,)) if name in vars(place))
 
 
 def _nothing() -> None:
