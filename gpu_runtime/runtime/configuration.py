@@ -103,7 +103,7 @@ class RuntimeConfig:
         dtype: Type of the destinations; needs master weights if the parameters have another type.
         provisioning: How slots are counted.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
-            recorder) that must finish before a slot is free.
+            recorder), which must finish before a slot is free.
         feeds: The local stage that each local stage feeds, so that a slot is kept for its reader.
         declared: Refuse any other order of F and dI than the plan's.
         callers: Names of the streams that call.
@@ -172,7 +172,7 @@ class RuntimeConfig:
 
     @property
     def counts_late(self) -> bool:
-        """Whether the host learns a step later what the device had counted."""
+        """Whether the host learns the device's counts one step later."""
         return self.counts == "next step"
 
 
