@@ -26,7 +26,7 @@ __all__ = [
     "Ends",
     "TokenEmbedding",
     "cross_entropy",
-    "drawn",
+    "part_seed",
     "stage_ends",
     "tie_head",
 ]
@@ -117,9 +117,9 @@ def stage_ends(
     return (takes, *extra), (gives,)
 
 
-def drawn(seed: int, part: int) -> int:
+def part_seed(seed: int, part: int) -> int:
     """
-    The seed of one part of a model.
+    Return the seed of one part of a model.
 
     Args:
         seed: The model's seed.
@@ -144,7 +144,7 @@ def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig,
     """
     if ends is None or not (ends.head and ends.tied):
         return
-    generator = torch.Generator().manual_seed(drawn(seed, 0))
+    generator = torch.Generator().manual_seed(part_seed(seed, 0))
     (matrix,) = units[-1].matrices
     with torch.no_grad():
         matrix.parameter.copy_(_token_table(config, ends.vocabulary, generator).to(config.dtype))

@@ -1,5 +1,5 @@
 """
-What the graph of a step holds of the optimizer: the addresses of its state, and its numbers.
+The optimizer as the graph of a step holds it: the addresses of its state, and its numbers.
 
 If a number is a tensor on the device, as a learning rate may be, the graph holds its address, and
 the value may change.
@@ -46,7 +46,7 @@ class BakedOptimizer:
         """
         Compare every address of the state and every number of every group.
 
-        A number that is still the same object needs no comparison, unless it stands in a list.
+        A number that is still the same object is not compared, unless it is in a list.
         """
         if self.optimizer.addresses() != self._addresses:
             return False

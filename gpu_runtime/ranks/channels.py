@@ -110,8 +110,8 @@ class LostError(RuntimeError):
 
     def __str__(self) -> str:
         other = "all ranks" if self.peer < 0 else f"rank {self.peer}"
-        how = "was late" if self.late else "was lost with the connection"
-        return f"{self.action}, with {other}, {how}"
+        how = "did not end before the deadline" if self.late else "lost its connection"
+        return f"{self.action} with {other} {how}"
 
 
 @attrs.define(eq=False)

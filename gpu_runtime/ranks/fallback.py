@@ -18,10 +18,10 @@ def capture_failed(whole: OneLaunch, stopped: StoppedError) -> bool:
 
 def fall_back(whole: OneLaunch | None, stopped: StoppedError, notes: list[str]) -> None:
     """
-    Begin the step again with guarded replays, after a rank could not capture it.
+    Restart the step with guarded replays, after a rank could not capture it.
 
     Args:
-        whole: The launch that was to capture the step.
+        whole: The launch that should have captured the step.
         stopped: How the step ended, on every rank.
         notes: The reason is added here.
 

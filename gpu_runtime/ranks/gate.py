@@ -1,5 +1,5 @@
 """
-The gate of an update: what each device compares in a step, and tells all ranks and the host.
+The gate of an update: each device compares its counts, and publishes its vote and its counts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .worker import Worker
 __all__ = ["UNLIKE", "UpdateGate"]
 
 UNLIKE = 2
-"""Published of a rank whose replica has other reduced gradients than the first replica."""
+"""Published for a rank whose replica's reduced gradients differ from the first replica's."""
 ROWS = 4
-"""Steps that the device publishes before it overwrites one; it is never that far ahead."""
+"""Number of published steps kept; the device is never that far ahead of the host."""
 
 
 class UpdateGate:
@@ -75,15 +75,15 @@ class UpdateGate:
         Compare, exchange votes, and decide whether the update is skipped.
 
         Args:
-            gradients: Of this rank's stages, for their norm; None in a warm-up.
+            gradients: Gradients of this rank's stages, for the norm; None in a warm-up.
 
         Returns:
-            Scalar of float32 on the device: 1 to skip the update, else 0.
+            Float32 scalar on the device: 1 to skip the update, else 0.
         """
         self.kernels.compare(
             self.values, self.wanted, self.factors, self.terms, self.number, self.own
         )
-        # After a skipped step every later update is skipped too, until the host stops the ranks.
+        # After a skipped step, every later update is skipped until the host stops the ranks.
         self.own.mul_(self.updated == self.number)
         if self.norm is None:
             self._gather(self.heard, self.own)
@@ -94,7 +94,7 @@ class UpdateGate:
                 self.row[1 + stage].copy_(part)
             self._gather(self.rows, self.row)
             self.heard.copy_(self.rows[:, 0])
-            # One rank of a replica has a stage, the others add 0: this sum is exact.
+            # In a replica one rank has the stage and all others add 0, so this sum is exact.
             width = self.rows.shape[1] - 1
             parts = self.rows[:, 1:].reshape(self.replicas, -1, width).sum(1)
             if self.replicas > 1:
@@ -102,7 +102,7 @@ class UpdateGate:
                 unlike = ((parts != parts[:1]) & finite).any(1, keepdim=True)
                 yes = self.heard.view(self.replicas, -1) == self.number + 1
                 self.heard.view(self.replicas, -1).masked_fill_(yes & unlike, -1.0)
-            # All replicas have the same sums, unless one alone has a value that is not finite.
+            # All replicas have the same sums, unless only one has a value that is not finite.
             self.norm.take(parts.amax(0))
         self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
         self.updated.add_(self.skip == 0)
@@ -112,8 +112,8 @@ class UpdateGate:
         return self.skip
 
     def _gather(self, into: Tensor, own: Tensor) -> None:
-        # A missing vote never counts as consent: the buffer holds a no before the votes arrive, and
-        # a vote that an aborted group leaves there carries the number of an earlier step.
+        # A missing vote never counts as consent: before the votes arrive the buffer holds a no,
+        # and a vote that an aborted group left there has the number of an earlier step.
         into.fill_(0.0)
         if self.world > 1 and self.group is None:  # one rank's vote would count for all
             raise LostError("commit", -1, False, "the connections of this rank are closed")
@@ -124,16 +124,16 @@ class UpdateGate:
 
     def warm(self) -> None:
         """
-        Run once outside a capture, which can neither load a kernel nor open a communicator.
+        Run once outside a capture: a capture can neither load a kernel nor open a communicator.
 
-        The host does not wait for the device, which waits for every rank.
+        The device waits for every rank; the host does not wait for the device.
         """
         self.capture(None)
         self.kept.take()
         self.updated.zero_()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
-        """Derive each step's change from one step: counters add a number, the digest is affine."""
+        """Derive the change per step from one step: counters add a number, the digest is affine."""
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
         for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
@@ -144,13 +144,13 @@ class UpdateGate:
 
     def read(self) -> tuple[DeviceCounts, list[int]]:
         """
-        Read what the next unread step has published; the device has finished that step.
+        Read the published results of the next unread step, which the device has finished.
 
         Returns:
-            The counts, and for each rank 0 for a yes, 1 for a no or a missing vote, `UNLIKE`.
+            The counts, and per rank: 0 for a yes, 1 for a no or a missing vote, or `UNLIKE`.
 
         Raises:
-            LostError: The step has published nothing.
+            LostError: The step was not published.
         """
         row = self.ring[self.read_steps % ROWS].tolist()
         if row[0] != self.read_steps:
@@ -160,13 +160,13 @@ class UpdateGate:
         return self.counters.counts_of(row[1 : 1 + size]), row[1 + size :]
 
     def let_go(self) -> None:
-        """Begin to abort the group without waiting, so that a graph with its kernels can end."""
+        """Start to abort the group without waiting, so that a graph with its kernels can end."""
         group, self.group = self.group, None
         if group is not None:
             self.ending = Abort(group)
 
     def close(self, *, abort: bool = False) -> None:
-        """End the group; an abort wakes whoever waits in it."""
+        """End the group; an abort wakes all that wait in it."""
         self.open = False
         ending, self.ending = self.ending, None
         if ending is not None:

@@ -1,8 +1,8 @@
 """
 Why a step cannot be one launch: the one list of obstacles, each with what to change.
 
-`obstacles_on` lists what is known before a worker is made, `obstacles` all that a worker shows. A
-step whose capture itself fails shows that in its stop (`fallback.py`).
+`obstacles_on` lists the obstacles that are known before a worker is made, `obstacles` lists all
+obstacles of a worker. If the capture itself fails, the stop of the step reports it (`fallback.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["first_obstacle", "obstacles", "obstacles_on"]
 
 def obstacles_on(device: torch.device, rule: str) -> list[str]:
     """
-    Why no step on a device can be one launch, as far as is known before its worker is made.
+    Why no step on a device can be one launch: the obstacles known before its worker is made.
 
     Args:
         device: Where the step runs.
         rule: Where dW writes.
 
     Returns:
-        One sentence for each obstacle, which says what to change; empty if there is none.
+        One sentence per obstacle, which says what to change; empty without obstacles.
     """
     found = []
     if rule == "copied":

@@ -2,30 +2,30 @@
 A rank's whole step as one CUDA graph, under the same contract.
 
 The slots' graphs, the messages between ranks, the sums and the update are nodes of one graph, so
-that no host stands between two actions. What is checked, and when:
+no host acts between two actions. What is checked, and when:
 
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
-  guarded step; and that the two ends of each channel posted the same messages in the same order.
+  guarded step; and that both ends of each channel posted the same messages in the same order.
 * *Before each of the two launches after the captured step's*: every transition of the step, one
   after another, by the same guarded actions over the same contract, with a performer that moves
-  nothing (`rehearsal.py`). Both steps are recorded, and must be the same step.
+  nothing (`rehearsal.py`). The two recorded steps must be the same step.
 * *Before each later launch*: that everything those transitions read is unchanged, except counters
-  that moved alike (`qeffect.steps` says why every guard then decides as before), and that the row's
+  that moved alike (`qeffect.steps` says why all guards then decide as before), and that the row's
   program and the gradient destinations are unchanged. If anything differs, the step is rehearsed
   again. After the launch the whole step is committed at once.
 * *Before each launch*: that no address that a graph bakes in has moved.
-* *In each launch, by the device*: whether it ran every action as often and in the order that the
-  contract says (`qeffect.counts`), whoever launched it (`gate.py`). Each rank's vote goes to all
-  ranks. If one rank's counts differ, or its vote is missing, every rank skips the update and that
-  of every later launch. If a rank dies while votes are exchanged, some ranks may have received all
-  votes and updated: then all ranks restart from a checkpoint.
+* *In each launch, by the device*: whether it ran every action as often, and in the order, that the
+  contract requires (`qeffect.counts`), whoever launched it (`gate.py`). Each rank sends its vote to
+  all ranks. If one rank's counts differ, or its vote is missing, every rank skips this update and
+  the update of every later launch. If a rank dies while votes are exchanged, some ranks may have
+  received all votes and updated: then all ranks restart from a checkpoint.
 * *One step later, by the host*: the device's counts are presented to the contract. If a rank voted
   no, the training ends on all ranks with one cause. No weights have moved since.
 
-If all ranks are still there, `OneLaunch.rebuild` then begins the epoch again, from the weights and
-scales after the last update that all devices ran, which each device has kept. The slots' graphs
-stay. The graph of the step holds connections that are gone, so it is captured again. If a rank is
-gone, the ranks restart from a checkpoint.
+If no rank is gone, `OneLaunch.rebuild` then restarts the epoch, from the weights and scales after
+the last update that all devices ran; each device has kept them. The slots' graphs stay. The graph
+of the step holds closed connections, so it is captured again. If a rank is gone, all ranks restart
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PARTS = ("data", "guards", "launch", "step before", "commit")
 
 class OneLaunch:
     """
-    Training steps of one rank, each one launch; the first two are a guarded and a captured one.
+    Training steps of one rank, each one launch; the first is guarded, the second captured.
 
     Every rank of the world makes one, and takes each step.
 
@@ -67,8 +67,8 @@ class OneLaunch:
 
     Attributes:
         host_ms: Milliseconds of the host's parts of the latest launch, by the names of `PARTS`.
-        rehearsal: The guards. It counts the steps that were rehearsed and those checked as one,
-            and says why the latest rehearsed step could not be checked as one.
+        rehearsal: The guards. It counts rehearsed steps and steps checked as one, and gives the
+            reason why the latest rehearsed step could not be checked as one.
 
     Raises:
         BackendError: The step cannot be one launch; every obstacle is named.
@@ -92,7 +92,7 @@ class OneLaunch:
         self._launched: list[Any] = []
         self._spare: list[Any] = []  # events of launches that have ended
         self._left: int | None = None
-        self._asking = 0  # 1 while the step before is asked about
+        self._asking = 0  # 1 while the previous step's verdict is awaited
         self._captured: BakedOptimizer | None = None
         self._guarded = False  # whether a guarded step was taken over these connections
         self._base: int | None = None  # the epoch of the step that was captured
@@ -105,7 +105,7 @@ class OneLaunch:
         One optimizer step.
 
         Raises:
-            StoppedError: This step, or the one before, ended on every rank, for one cause.
+            StoppedError: This or the previous step ended on every rank, for one cause.
         """
         if self._left is not None:
             raise BackendError("launches were left; call resume() first, or step the worker")
@@ -172,7 +172,7 @@ class OneLaunch:
                 self._rehearse()
                 self._require_unmoved()
             except Exception:
-                # First the verdict of the step before, which may still run and must not be aborted.
+                # First the verdict of the previous step, which may run and must not be aborted.
                 if contract.counts_awaited:
                     self._confirm(self._launched.pop(0))
                 raise
@@ -201,7 +201,7 @@ class OneLaunch:
 
     def _require_unmoved(self) -> None:
         """
-        Require that the optimizer is what was captured.
+        Require that the optimizer is unchanged since the capture.
 
         Raises:
             BackendError: Its state was replaced, or a learning rate or another number changed.
@@ -214,7 +214,7 @@ class OneLaunch:
             )
 
     def _capture(self) -> None:
-        """Capture this step while its guards are asked; its launch is like every later one."""
+        """Capture this step while its guards are asked; it is launched like every later step."""
         runtime, pipeline, contract = self.runtime, self.pipeline, self.runtime.contract
         self._quiet()
         runtime.confirm()
@@ -287,7 +287,7 @@ class OneLaunch:
         self._asking = 0
 
     def _quiet(self) -> None:
-        """Wait for the device, but not for ever: it may wait for a rank that has died."""
+        """Wait for the device up to the deadline: it may wait for a rank that has died."""
         done = _event()
         self.runtime.handoff.record(done)
         self._await(done)
@@ -324,7 +324,8 @@ class OneLaunch:
         Gather a tensor of every rank between two steps, of which the last may still run.
 
         Args:
-            own: On the CPU, with one shape and dtype on all ranks; every rank calls it.
+            own: This rank's tensor, on the CPU, with one shape and dtype on all ranks. Every rank
+                must call this.
 
         Returns:
             The tensors of all ranks, by rank.
@@ -356,20 +357,20 @@ class OneLaunch:
             self.runtime.take_snapshot()
 
     def _weights_moved(self) -> None:
-        """Move the weights' version counters, by which stale caches are found; launches do not."""
+        """Move the weights' version counters, which reveal stale caches; launches do not."""
         weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
         torch.autograd.graph.increment_version(weights)
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Begin the epoch again after a stop that all ranks survived; every rank calls it.
+        Restart the epoch after a stop that all ranks survived; every rank calls this.
 
         The next step is a guarded one, the second from here is captured.
 
         Raises:
-            StoppedError: The cause is not recoverable, or the ranks' devices have updated different
-                numbers of steps: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not come back, or its device did not finish in time.
+            StoppedError: The cause is not recoverable, or the ranks' devices have run different
+                numbers of updates: relaunch, and resume from a checkpoint.
+            BackendError: A rank did not return, or its device did not finish before the deadline.
         """
         if self._base is None or not stopped.cause.recoverable:
             self.worker.rebuild(stopped)
@@ -397,7 +398,7 @@ class OneLaunch:
             self.pipeline.feed, self.pipeline.launched = self.feed, True
 
     def close(self) -> None:
-        """Drop the graph, which holds connections: they cannot end before it."""
+        """Drop the graph, which holds connections that cannot end before it."""
         if self._gate.open:  # after a stop a device may wait for a rank that is gone
             torch.cuda.synchronize()
         self._drop()

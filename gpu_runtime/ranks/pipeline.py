@@ -1,10 +1,10 @@
 """
-The walk over one rank's row of a table with messages, every action through the guarded runtime.
+The walk over one rank's row of a table with messages; every action is a guarded one.
 
-A receive reserves its slot and fills the slot's static input in place; a send leaves from what F or
-dI left in the slot, and reads it until the transfer was waited for. Two stages of one rank hand
-over without a message. Key and reference of a microbatch travel with its `Passage` from F to dI to
-dW. The step ends with the consent of all ranks, and only then with the update.
+A receive reserves its slot and fills the slot's static input in place. A send reads the result of F
+or dI in the slot until the transfer has been waited for. Two stages of one rank pass tensors on
+without a message. A microbatch's key and reference travel with its `Passage` from F to dI to dW. At
+the end of the step all ranks consent, and only then is the update run.
 """
 
 from __future__ import annotations
@@ -34,31 +34,33 @@ __all__ = ["Entry", "Feed", "Messages", "Passage", "Pipeline"]
 
 class Feed(Protocol):
     """
-    What comes from outside of the pipeline, and what is shown to the outside.
+    The pipeline's data from outside, and its outputs to the outside.
 
-    A step that is one launch asks for all that it takes before it uses any of it. On a GPU inputs
-    and gradients are asked for on a stream of their own, which waits for no other: what is given
-    is not written again, and is made of nothing that `outputs` was shown in the same step.
+    A step in mode ``one launch`` asks for all its data before it uses any. On a GPU, inputs and
+    gradients are asked for on a separate stream that does not wait for any other stream. So the
+    returned tensors must not be written again, and must not depend on the `outputs` of the same
+    step.
     """
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """
-        What a stage takes that no other stage gives it.
+        The inputs of a stage that no other stage outputs.
 
-        All inputs of the first stage; of every other those behind its first, such as targets.
+        For the first stage: all inputs. For every other stage: the inputs behind its first,
+        such as targets.
         """
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The gradients of the last stage's outputs; 1 where that is a scalar loss."""
+        """The gradients of the last stage's outputs; 1 for a scalar loss."""
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Look at the last stage's outputs, which are overwritten later: copy what is kept."""
+        """Look at the last stage's outputs; copy them to keep them, as they are overwritten."""
 
 
 class Messages(Protocol):
-    """What the actions of a pipeline ask of `Channels`."""
+    """The part of `Channels` that a pipeline's actions use."""
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
         """Post a send of a tensor to a rank."""
@@ -73,15 +75,15 @@ class Messages(Protocol):
 @attrs.define(eq=False)
 class Passage:
     """
-    One microbatch's way through one local stage.
+    One microbatch's passage through one local stage.
 
     Args:
         stage: The stage.
         microbatch: The microbatch.
-        feeder: The passage through the local stage that feeds this one, if one does.
-        reader: The passage through the local stage that this one feeds, if one does.
-        source: The rank that the input comes from by message, or None.
-        target: The rank that the output goes to by message, or None.
+        feeder: The passage through the local stage that feeds this stage; None without one.
+        reader: The passage through the local stage that this stage feeds; None without one.
+        source: The rank that sends the input by message; None without a message.
+        target: The rank that receives the output by message; None without a message.
     """
 
     stage: StageBackend
@@ -105,7 +107,7 @@ class Passage:
 
 
 class Entry(NamedTuple):
-    """One step of the program: what runs, on which passage, and where it stands in the table."""
+    """One entry of the program: what runs, on which passage, and its place in the table."""
 
     act: Callable[[Passage], None]
     passage: Passage
@@ -122,12 +124,12 @@ class Pipeline:
         channels: The rank's messages.
         feed: Data in, losses out.
         ranks: Global rank of each of the table's ranks, in this replica.
-        consent: The verdict of all ranks; None lets errors pass as they are, for one rank alone.
-        clipping: What an update does with the norm of all gradients; the same on every rank. The
-            host then waits for them before the commit, as it has to say their norm.
+        consent: The verdict of all ranks; None, for a single rank, raises errors unchanged.
+        clipping: How the update uses the norm of all gradients; the same on every rank. The host
+            then waits for the gradients before the commit, because it must report their norm.
 
     Raises:
-        BackendError: The runtime is of another row, or a stage cannot be part of a pipeline.
+        BackendError: The runtime was made for another row, or a stage does not fit a pipeline.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Pipeline:
         self.ranks = tuple(ranks)
         self.consent = consent
         self.clipping = clipping or Clipping()
-        self.norm: Norm | None = None  # of the last step, where one is asked for
+        self.norm: Norm | None = None  # of the last step, if clipping needs it
         self.position = 0
         self.launched = False  # whether messages are posted by a graph
         self.passages = self._passages()
@@ -201,7 +203,7 @@ class Pipeline:
 
     @contextmanager
     def performed_by(self, performer: Performer, channels: Messages) -> Iterator[None]:
-        """A context in which others do the physical part of each action, and post messages."""
+        """A context in which other objects perform the actions and post the messages."""
         before, self.channels = self.channels, cast(Channels, channels)
         try:
             with self.runtime.performed_by(performer):
@@ -213,7 +215,7 @@ class Pipeline:
 
     def step(self, optimizer: Optimizer) -> Gradients:
         """
-        Every action of the row, all ranks' consent, then the update.
+        Run every action of the row, wait for all ranks' consent, then update.
 
         Args:
             optimizer: The optimizer over the runtime's stages.
@@ -222,17 +224,18 @@ class Pipeline:
             The gradients that the optimizer was given, valid until the next dW.
 
         Raises:
-            StoppedError: A rank could not go on; no rank has updated its weights, and all raise
-                this with one cause. After a recoverable one every rank calls `Worker.rebuild`.
+            StoppedError: A rank could not go on. No rank has updated its weights, and all ranks
+                raise this error with one cause. After a recoverable cause, every rank calls
+                `Worker.rebuild`.
         """
         epoch, handoff = self.runtime.epoch, self.runtime.handoff
-        # The walk runs on the graph stream: behind what the caller's has now, before what comes.
+        # The walk runs on the graph stream, between the caller's earlier and later work.
         handoff.wait_for_caller()
         try:
             with self.runtime.caller_scope():
                 self.actions()
                 gradients = self.finalize()
-                # Late counts too are compared here: one rank's device alone would skip its update.
+                # Compare late counts here too: else one rank's device alone could skip its update.
                 self._settle()
                 late = self.runtime.config.counts_late
                 counted = self.runtime.counts_now() if late else self.runtime.device_counts()
@@ -249,9 +252,9 @@ class Pipeline:
 
     def _settle(self) -> None:
         """
-        Before the host reads what the device has computed: wait for it, with an end.
+        Wait for the device, up to the deadline, before the host reads its results.
 
-        The device may be in a message that a rank owes which is gone, and a read has no deadline.
+        The device may wait for a message from a rank that is gone, and a read has no deadline.
         """
         reads = bool(self.clipping) or self.runtime.counters is not None
         if self.consent is None or not reads or self.runtime.domain.device.type == "cpu":
@@ -262,7 +265,7 @@ class Pipeline:
         wait_for(done, consent, deadline=consent.deadline, grace=consent.grace)
 
     def _agree(self, epoch: int, gradients: Gradients) -> Norm | None:
-        """Every rank's consent, and beside it the norm of all their gradients where one is used."""
+        """Exchange all ranks' consent, and the norm of all gradients if it is used."""
         parts = None
         if self.clipping:
             sums = square_sums(gradients, self.clipping.elsewhere)
@@ -290,25 +293,25 @@ class Pipeline:
 
     def _stopped(self, error: Exception, epoch: int, *, told: int | None = None) -> StoppedError:
         """
-        Every rank's one cause.
+        The one cause that every rank raises.
 
         Args:
             error: Why this rank cannot go on.
-            epoch: The epoch that it began; where it is over, weights may have moved.
-            told: The epoch that the error is of, where that is another one.
+            epoch: The epoch that the step began; if it is over, weights may have moved.
+            told: The epoch of the error, if it is another epoch.
         """
         assert self.consent is not None
         for passage in self.passages.values():
             passage.forget()
         at = self.position
         atom = self.program[at].atom if at < len(self.program) else None
-        # Frames of a traceback hold transfers, and those hold connections open.
+        # Frames of a traceback hold transfers, which keep connections open.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         if self.runtime.epoch != epoch or self.runtime.actions.broken is not None:
             error.unrecoverable = True  # type: ignore[attr-defined]
         passed = len(self.row.atoms) if atom is None else self.row.atoms.index(atom)
         if self.launched or (atom is None and not any(self.channels.posted().values())):
-            passed = 0  # what was posted is not known here, or of the past
+            passed = 0  # posted messages are unknown here, or belong to an earlier step
         stopped = self.consent.stop(error, epoch if told is None else told, atom, passed)
         self.runtime.abort()
         return stopped
@@ -316,7 +319,7 @@ class Pipeline:
     # Forward
 
     def receive_input(self, p: Passage) -> None:
-        """RECV_F: the slot is the message's from here on."""
+        """RECV_F: from here on the message owns the slot."""
         actions, stage = self.runtime.actions, p.stage.index
         p.ref = actions.reserve(p.key)
         into = actions.post_receive(p.key, p.ref)[0]
@@ -325,9 +328,9 @@ class Pipeline:
 
     def forward(self, p: Passage) -> None:
         """
-        F, with the refresh before the first of its stage in a step.
+        F; before the stage's first F in a step, also the refresh.
 
-        The refresh reads weights alone, and does not wait for the message.
+        The refresh reads only weights, so it does not wait for the message.
         """
         actions, key, stage = self.runtime.actions, p.key, p.stage
         if p.opens:
@@ -353,13 +356,13 @@ class Pipeline:
             actions.finish_outputs(key, p.ref)
 
     def _further(self, p: Passage) -> Sequence[Tensor]:
-        """What a stage takes beside what the stage before it gave."""
+        """A stage's inputs beside the output of the previous stage."""
         if len(p.stage.inputs) == 1:
             return ()
         return self.feed.inputs(p.stage, p.key.epoch, p.microbatch)
 
     def send_output(self, p: Passage) -> None:
-        """SEND_F: a reader of the output, until `await_output`."""
+        """SEND_F: reads the output, until `await_output`."""
         (output,) = self.runtime.actions.outputs(p.key, p.ref)
         assert p.target is not None
         p.leaving = self.channels.send(
@@ -367,7 +370,7 @@ class Pipeline:
         )
 
     def await_output(self, p: Passage) -> None:
-        """WAIT_SEND_F: the output has left."""
+        """WAIT_SEND_F: the output has been sent."""
         assert p.leaving is not None
         self.channels.wait(p.leaving)
         p.leaving = None
@@ -400,7 +403,7 @@ class Pipeline:
             actions.dgrad(key, ref)
 
     def send_gradient(self, p: Passage) -> None:
-        """SEND_B: a reader of the input gradient, until `await_gradient`."""
+        """SEND_B: reads the input gradient, until `await_gradient`."""
         (gradient,) = self.runtime.actions.dgrads(p.key, p.ref)
         assert p.source is not None
         p.leaving_gradient = self.channels.send(
@@ -408,7 +411,7 @@ class Pipeline:
         )
 
     def await_gradient(self, p: Passage) -> None:
-        """WAIT_SEND_B: the input gradient has left."""
+        """WAIT_SEND_B: the input gradient has been sent."""
         assert p.leaving_gradient is not None
         self.channels.wait(p.leaving_gradient)
         p.leaving_gradient = None
@@ -421,23 +424,23 @@ class Pipeline:
     # The end of a stage
 
     def finalize_stage(self, p: Passage) -> None:
-        """REDUCE_GRAD: the stage is whole; its reductions start while others still run."""
+        """REDUCE_GRAD: the stage's gradients are whole; reduce them while other stages run."""
         self.runtime.finalize_stage(p.stage.index)
 
 
 def _require_boundaries(stage: StageBackend, *, first: bool, last: bool) -> None:
-    """Refuse a stage that cannot hand over one tensor each way."""
+    """Refuse a stage that does not pass exactly one tensor in each direction."""
     where = f"stage {stage.index}"
     if not last and len(stage.outputs) != 1:
-        raise BackendError(f"{where} gives {len(stage.outputs)} tensors; a message carries one")
+        raise BackendError(f"{where} has {len(stage.outputs)} outputs; a message carries one")
     flows = [n for n, spec in enumerate(stage.inputs) if spec.differentiable]
     if not first and flows != [0]:
         raise BackendError(
-            f"{where} has gradients of its inputs {flows}; behind the first stage it is input 0, "
-            "which a message brings, and no other"
+            f"{where} has gradients of its inputs {flows}; expected input 0 alone, which "
+            "a message brings to every stage behind the first"
         )
     if first and flows:
         raise BackendError(
-            f"{where} is the first and has input gradients that nobody reads; build it with "
-            "first=True, or the counterpart of its backend"
+            f"{where} is the first stage, but has input gradients, which nothing reads; "
+            "make it with first=True, or its backend's counterpart"
         )

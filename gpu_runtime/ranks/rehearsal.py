@@ -1,11 +1,12 @@
 """
 A step of a pipeline without its device work: the guards of a step that is one launch.
 
-The pipeline's own actions ask the contract, in the order of guarded replays; a performer stands in
-for the device, and moves nothing. So the contract cannot tell the two apart, and a test compares
-them. Two rehearsed steps are recorded. If they are the same step (`qeffect.steps`), later steps are
-checked by comparing everything that their transitions would read, and are committed at once after
-the launch. If anything differs, the step is rehearsed again, action by action, and recorded anew.
+The pipeline's own actions ask the contract, in the order of guarded replays; the performer replaces
+the device and moves nothing. So the contract cannot distinguish a rehearsal from replays; a test
+compares the two. Two rehearsed steps are recorded. If they are the same step (`qeffect.steps`),
+later steps are checked by comparing everything that their transitions would read, and each is
+committed as a whole after its launch. If anything differs, the step is rehearsed again, action by
+action, and recorded anew.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ __all__ = ["CaptureRecord", "Rehearsal"]
 
 
 class CaptureRecord(Protocol):
-    """What an executor of graphs recorded at its captures."""
+    """The record of an executor's captures."""
 
     @property
     def slots(self) -> Mapping[int, Any]:
-        """By slot, what F, dI and each variant of dW reported."""
+        """By slot, the reports of F, dI and each variant of dW."""
 
     @property
     def refreshed(self) -> Mapping[int, Effects]:
-        """By stage, what its refresh reported."""
+        """By stage, the report of its refresh."""
 
     def check_addresses(self, memory: StageMemory) -> None:
         """Require that no address that graphs bake in has moved."""
 
 
 class _RehearsalExecutor:
-    """Runs nothing, and reports what the captures recorded."""
+    """Runs nothing, and returns the reports recorded at the captures."""
 
     marks_tail = True
 
@@ -85,7 +86,7 @@ class RehearsalPerformer:
     Performs nothing: the graph of the step does.
 
     Args:
-        record: What the captures recorded of each action's effects.
+        record: The effects of each action, recorded at the captures.
     """
 
     def __init__(self, record: CaptureRecord) -> None:
@@ -103,12 +104,12 @@ class RehearsalPerformer:
         """Nothing is kept."""
 
     def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
-        """Send nothing; the reduction ends where the one that was sent ended."""
+        """Send nothing; the reduction ends where the last real reduction ended."""
         return _EndedReduction() if waited else None
 
 
 class _RehearsalChannels:
-    """Post nothing: the graph posts, in the order that was agreed on."""
+    """Post nothing: the graph posts, in the agreed order."""
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
         return Transfer(None, tensor, message.sent, to)
@@ -122,20 +123,21 @@ class _RehearsalChannels:
 
 class Rehearsal:
     """
-    Every transition of a step, through a pipeline's own actions, and no device work.
+    Every transition of a step, through a pipeline's own actions, without device work.
 
-    Where the contract has an observer, an event log for one, each action of each step is told to
-    it: nothing is recorded, and every step is rehearsed.
+    If the contract has an observer, such as an event log, every step is rehearsed, so that the
+    observer sees each action; nothing is recorded.
 
     Args:
         pipeline: The pipeline; its runtime's contract is asked and told.
-        record: What the captures recorded of each action's effects.
+        record: The effects of each action, recorded at the captures.
 
     Attributes:
-        as_one: Whether the latest step was checked as one, and is to be committed so.
-        steps: Steps that were rehearsed, and steps that were checked as one.
-        recurs: The step that recurs, where two in a row were the same; else None.
-        difference: Why the latest step that could not be checked as one could not; empty before.
+        as_one: Whether the latest step was checked as one, and must be committed as one.
+        steps: Number of steps rehearsed, and of steps checked as one.
+        recurs: The recurring step, if two consecutive steps were the same; else None.
+        difference: Why the latest step that had to be rehearsed could not be checked as one;
+            empty before any.
     """
 
     def __init__(self, pipeline: Pipeline, record: CaptureRecord) -> None:
@@ -153,7 +155,7 @@ class Rehearsal:
 
     def run(self) -> None:
         """
-        Ask the contract all that the step asks, up to its commit.
+        Ask the contract everything that the step asks, up to its commit.
 
         Raises:
             Refused: What the guarded step would raise.
@@ -194,25 +196,25 @@ class Rehearsal:
 
     def stopped(self) -> None:
         """
-        After a stop: tell the contract the step's actions, where only its guards were asked.
+        After a stop: tell the contract the step's actions, if only its guards were asked.
 
-        Device work may have been launched. The contract is left where a step that is rehearsed
-        leaves it, in the middle of an epoch, and takes no step and no checkpoint before a restore.
+        Device work may have been launched. The contract then is in the middle of an epoch, as after
+        a rehearsed step, and accepts neither a step nor a checkpoint before a restore.
         """
         self.drop()
         if self.as_one:
             self.as_one = False
-            with suppress(Exception):  # the stop has its cause already, which is yet to be told
+            with suppress(Exception):  # the stop has a cause already, which is reported instead
                 self._walk()
 
     def drop(self) -> None:
-        """Record no more of a step that did not come to its end."""
+        """Stop recording a step that did not complete."""
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.drop()
 
     def _same(self, step: RecordedStep) -> bool:
-        """Whether the recorded step is what the actions would ask for and leave."""
+        """Whether this step would be the recorded step; if not, `difference` says why."""
         self.difference = self._beside()
         if not self.difference:
             found = self.pipeline.runtime.contract.check_step(step)
@@ -220,7 +222,7 @@ class Rehearsal:
         return not self.difference
 
     def _beside(self) -> str:
-        """What has changed of all that the actions bring, beside the contract; empty if nothing."""
+        """What has changed among the actions' inputs outside the contract; empty if nothing."""
         pipeline, runtime = self.pipeline, self.pipeline.runtime
         if runtime.actions.broken is not None:
             return runtime.actions.broken
@@ -236,7 +238,7 @@ class Rehearsal:
         return ""
 
     def _keep(self) -> None:
-        """Keep a step that was rehearsed; from the second on that is the same, it recurs."""
+        """Keep a rehearsed step; if it equals the step kept before, it recurs."""
         recording, self._recording = self._recording, None
         if recording is None:
             return

@@ -2,8 +2,8 @@
 Data that are made on a side stream, so that a feed never waits for a message.
 
 The stream of a pipeline waits for messages of other ranks. A copy from pageable host memory to a
-device lets the host wait for the stream. Behind a message of a rank that is gone, the host would
-wait for ever, and could not learn the cause.
+device makes the host wait for the stream. Behind a message from a rank that is gone, the host would
+wait forever, and could not learn the cause.
 """
 
 from __future__ import annotations

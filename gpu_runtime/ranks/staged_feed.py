@@ -1,5 +1,5 @@
 """
-The data of a step at fixed places, where the graph of the step reads them.
+The data of a step at fixed addresses, where the graph of the step reads them.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class StagedFeed:
             if [*map(_form, found)] != [*map(_form, held)]:
                 raise BackendError(
                     f"stage {index}, {what} of microbatch {m} in step {step}: expected "
-                    f"{_described(held)}, found {_described(found)}; a launch takes what "
-                    "the captured step took"
+                    f"{_described(held)}, found {_described(found)}; every launch takes "
+                    "the same forms as the captured step"
                 )
 
 

@@ -26,7 +26,7 @@ class EpochRuntime(RuntimeParts):
 
     def finish(self, optimizer: Optimizer, *, caller: Hashable = "main") -> Gradients:
         """
-        Finalize every stage, update the parameters, begin the next epoch.
+        Finalize every stage, update the parameters, and start the next epoch.
 
         Args:
             optimizer: The optimizer over the same stages.
@@ -45,10 +45,10 @@ class EpochRuntime(RuntimeParts):
 
     def reduce(self, bucket: int | str, *, caller: Hashable = "main") -> None:
         """
-        Start a bucket's reduction, before the other stages or the epoch are at their end.
+        Start a bucket's reduction before the epoch ends, while other stages may still run.
 
-        The last dW of its stage has run. `finalize` reduces the other buckets, and waits for those
-        that were started here.
+        The last dW of its stage must have run. `finalize` reduces the other buckets, and waits for
+        the reductions that were started here.
 
         Args:
             bucket: Name of the bucket.
@@ -76,10 +76,10 @@ class EpochRuntime(RuntimeParts):
 
     def finalize_stage(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Declare one stage's gradients whole, while others still run, and start its reductions.
+        Declare one stage's gradients whole, while other stages run, and start its reductions.
 
         Args:
-            stage: The stage; its last dW has run.
+            stage: The stage; its last dW must have run.
             caller: Name of the calling stream, the same for every stage.
 
         Raises:
@@ -102,18 +102,18 @@ class EpochRuntime(RuntimeParts):
         Stages passed to `finalize_stage` before are whole already.
 
         Raises:
-            Refused: Something is missing or spoiled; or, with late counts, the device skipped the
-                last update: `rebuild` begins that epoch again.
+            Refused: An action is missing, or the epoch is spoiled; or, with ``counts='next step'``,
+                the device skipped the last update: `rebuild` restarts that epoch.
         """
         self.confirm()
         return self.declare_final(caller=caller)
 
     def declare_final(self, *, caller: Hashable = "main") -> Gradients:
         """
-        As `finalize`, for a step before which late counts need not have been presented.
+        As `finalize`, but without presenting the previous step's late counts first.
 
         Raises:
-            Refused: Something is missing or spoiled.
+            Refused: An action is missing, or the epoch is spoiled.
         """
         link = self.actions._enter(caller)
         for index in self.memories:
@@ -169,14 +169,14 @@ class EpochRuntime(RuntimeParts):
                 skip = self._gate() if late else None
                 scale = None if norm is None else norm.scale(self.domain.device)
                 if norm is not None and norm.skipped:
-                    # Through the optimizer all the same: its first step makes its state.
+                    # Call the optimizer in any case: its first step makes its state.
                     skip = torch.ones((), device=self.domain.device)
                 optimizer.step(gradients, skip=skip, scale=scale)
                 self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()
         except BaseException:
-            if self.contract.epoch != before:  # an observer may have raised after the commit, too
+            if self.contract.epoch != before:  # an observer may also have raised after the commit
                 self.actions.broken = (
                     f"the update to epoch {before + 1} failed after its commit: weights may be "
                     "half updated; load a checkpoint into a fresh runtime"
@@ -189,7 +189,7 @@ class EpochRuntime(RuntimeParts):
         return epoch
 
     def _gate(self) -> torch.Tensor | None:
-        """Let the device compare what it ran with what was committed."""
+        """Let the device compare the actions that it ran with the committed ones."""
         if self.counters is None:
             return None
         return self.counters.gate(self.contract.committed_counts()[self.domain_name])
@@ -201,14 +201,14 @@ class EpochRuntime(RuntimeParts):
 
     def confirm(self) -> None:
         """
-        Present what the device had counted at the last commit, with ``counts='next step'``.
+        With ``counts='next step'``, present the device's counts at the last commit.
 
-        `finalize` and `checkpoint` call it; without late counts it does nothing. It waits for the
-        last update, which has long ended one step later.
+        `finalize` and `checkpoint` call this; with other counts it does nothing. It waits for the
+        last update, which normally has long ended.
 
         Raises:
-            Refused: The device skipped that update because it had not run what was committed;
-                `rebuild` begins the epoch again.
+            Refused: The device skipped that update, because it had not run the committed actions;
+                `rebuild` restarts the epoch.
         """
         if self.contract.counts_awaited:
             counted = self.device_counts()

@@ -30,7 +30,7 @@ __all__ = ["RuntimeParts"]
 
 
 class RuntimeParts:
-    """What a runtime is made of; `Runtime` documents the arguments."""
+    """The parts of a runtime; `Runtime` documents the arguments."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RuntimeParts:
         handoff.synchronize()
         live = tuple(live_state(self.domain).values())
         self._committed = Snapshot(live)
-        # Of the commit before: where counts come late, the last one may not have been.
+        # Of the commit before the last: with late counts, the last update may have been skipped.
         self._before = Snapshot(live) if self.config.counts_late else self._committed
 
     @property
@@ -101,15 +101,15 @@ class RuntimeParts:
 
     @property
     def _guarded_reducer(self) -> Reducer | None:
-        """The reducer, unless the backend leaves the relation of reductions out."""
+        """The reducer, unless the backend leaves out the relation of reductions."""
         return self.reducer if "reduction" in self.relations else None
 
     def on_trust(self) -> dict[int, tuple[str, ...]]:
         """
-        List what each stage's backend does not report, so that it is taken on trust.
+        List the effects that each stage's backend does not report: they are taken on trust.
 
-        For replayed graphs it is also taken on trust that each ran once what its capture recorded,
-        unless `RuntimeConfig.counts` is set.
+        Unless `RuntimeConfig.counts` is set, it is also taken on trust that each replayed graph ran
+        once, as captured.
         """
         return {own.stage: own.on_trust() for own in self.contract.stages}
 
@@ -117,12 +117,12 @@ class RuntimeParts:
         """
         A context in which the calling code runs on the graph stream.
 
-        A loop inside it needs no event between its actions: one stream's order is both halves of
-        the handoff. What the loop reads elsewhere must still wait for the stream.
+        A loop inside it needs no event between its actions: the order of one stream is both halves
+        of the handoff. Reads of the results on other streams must still wait for this stream.
         """
         return self.handoff.scope()
 
-    # Actions, by name of the key
+    # Actions, by the name of their key
 
     def key(self, stage: int, microbatch: int) -> TapeKey:
         """The key of an execution in the current epoch."""
@@ -144,7 +144,7 @@ class RuntimeParts:
         return self.performer.gradients(self.memories[index])
 
     def forget_gradients(self) -> None:
-        """Drop what was summed and reduced: its epoch is over, or begins again."""
+        """Drop summed and reduced gradients: their epoch is over, or restarts."""
         self.performer.forget_gradients()
         self._reductions.forget()
         self._final.clear()
@@ -152,7 +152,7 @@ class RuntimeParts:
             memory.arena.start_epoch()
 
     def take_snapshot(self) -> None:
-        """Keep the numerical state as that of the last commit, for `rebuild`."""
+        """Keep the current numerical state as the last commit's, for `rebuild`."""
         self._committed.take()
 
     def _restart_reports(self) -> None:

@@ -28,7 +28,7 @@ class Runtime(EpochRuntime):
 
     Args:
         stages: Every stage of the state domain, which is every stage of the process.
-        order: The rank's row of the schedule: slots are a function of it.
+        order: The rank's row of the schedule, which determines the slots.
         config: How to run.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
@@ -49,12 +49,11 @@ class Runtime(EpochRuntime):
         """
         Abort every outstanding tape after a failure outside of the actions.
 
-        An action that fails does this itself. A loop calls it when a transfer or another rank has
-        failed. The epoch of a stage that had a tape can no longer commit; `rebuild` begins it
-        again.
+        A failed action calls this itself. A loop calls it if a transfer or another rank fails. The
+        epoch of a stage that had a tape can no longer commit; `rebuild` restarts it.
 
         Returns:
-            The number of tapes that were aborted.
+            Number of tapes aborted.
         """
         return self.actions.abort_outstanding()
 
@@ -70,16 +69,15 @@ class Runtime(EpochRuntime):
 
     def rebuild(self) -> None:
         """
-        Begin the epoch again after a failure: numerical state of the last commit, nothing live.
+        Restart the epoch after a failure: numerical state of the last commit, nothing live.
 
-        Drops every tape that is left, waits for the device, restores the numerical state from the
-        last commit's snapshot and begins a new incarnation, in which every older reference is
-        refused and every weight cache is stale. Captured graphs stay: they hold addresses, not
-        contents. If late counts say that the device skipped the last update, the epoch of that
-        update begins again.
+        Drops every remaining tape, waits for the device, restores the numerical state from the last
+        commit's snapshot and begins a new incarnation, in which every older reference is refused
+        and every weight cache is stale. Captured graphs stay: they hold addresses, not contents. If
+        late counts show that the device skipped the last update, that update's epoch is restarted.
 
         Raises:
-            BackendError: An optimizer update failed half way; no snapshot covers weights.
+            BackendError: An optimizer update failed halfway; no snapshot covers weights.
         """
         self.require_whole_update()
         epoch = self.contract.epoch
@@ -97,10 +95,10 @@ class Runtime(EpochRuntime):
 
     def rebuild_from(self, epoch: int, kept: GatedSnapshot) -> None:
         """
-        Rebuild at an epoch and with a numerical state that the device has kept by itself.
+        Rebuild at an epoch and with a numerical state that the device has kept.
 
         Args:
-            epoch: The epoch to begin, which is the number of updates that the device has run.
+            epoch: The epoch to begin: the number of updates that the device has run.
             kept: The numerical state after the last of these updates.
 
         Raises:
@@ -138,9 +136,9 @@ class Runtime(EpochRuntime):
 
     def checkpoint(self) -> tuple[Checkpoint, NumericalState]:
         """
-        What persists of the runtime: the contract's part and the numerical state.
+        The persistent state of the runtime: the contract's part and the numerical state.
 
-        Parameters and the optimizer's state are the caller's to save beside it.
+        The caller must save parameters and the optimizer's state beside it.
 
         Raises:
             Refused: Something is live, in flight or unfinished.
@@ -157,8 +155,8 @@ class Runtime(EpochRuntime):
         Continue from a checkpoint, in a fresh runtime or this one; parameters are loaded first.
 
         Raises:
-            Refused: The checkpoint is of another configuration.
-            BackendError: The numerical state is of another recipe or other stages.
+            Refused: The checkpoint belongs to another configuration.
+            BackendError: The numerical state belongs to another recipe or to other stages.
             TypeError: An argument has another type; nothing has changed.
         """
         for what, given, wanted in (
@@ -193,10 +191,10 @@ class Runtime(EpochRuntime):
         """
         A context between two epochs in which the backend's stages may be called directly.
 
-        For evaluation: numerical state that F moves is put back, and scaling updates that the
-        backend counts inside are not attributed to an action. The context runs on the graph
-        stream. The caller refreshes weight caches; the next epoch refreshes them before its first F
-        in any case.
+        For evaluation: the numerical state that F moves is restored at the end, and scaling updates
+        that the backend counts inside are not attributed to an action. The context runs on the
+        graph stream. The caller must refresh weight caches inside; the next epoch refreshes them
+        before its first F in any case.
 
         Raises:
             Refused: Something is live, in flight or unfinished; a clause of persistence.

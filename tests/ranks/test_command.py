@@ -143,8 +143,8 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ("options", "said"),
     [
         (["--trace", "t.json"], "--one-launch with --trace: the host sees no action of a launch"),
-        (["--eager"], "--one-launch with --eager: without graphs there is none of a step"),
-        (["--compare"], "--one-launch with --compare: runtime scale compares launches"),
+        (["--eager"], "--one-launch with --eager: a step as one graph needs graphs"),
+        (["--compare"], "--one-launch with --compare: runtime report scale compares launches"),
         (["--dp", "2"], None),
         (["--dp", "2", "--amax", "replicas"], None),
     ],

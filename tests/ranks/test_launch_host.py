@@ -173,7 +173,7 @@ def test_a_capture_begins_behind_a_bounded_wait_for_the_device(
     whole.pipeline.consent = SimpleNamespace(  # type: ignore[assignment]
         stop=_stop, stopped=lambda: stopped, agree=asked.append
     )
-    said = "with all ranks, was lost" if stopped else "with all ranks, was late"
+    said = "with all ranks " + ("lost its connection" if stopped else "did not end before")
     with pytest.raises(StoppedError, match=said):
         launched.step()
     assert asked == []
@@ -200,7 +200,7 @@ def test_a_norm_or_counts_are_read_behind_a_bounded_wait_for_the_device(
     pipeline.consent = SimpleNamespace(  # type: ignore[assignment]
         stop=_stop, stopped=lambda: stopped, agree=asked.append, deadline=0.1, grace=0.0
     )
-    said = "with all ranks, was lost" if stopped else "with all ranks, was late"
+    said = "with all ranks " + ("lost its connection" if stopped else "did not end before")
     with pytest.raises(StoppedError, match=said):
         pipeline.step(Optimizer(list(pipeline.runtime.stages.values())))
     assert asked == []

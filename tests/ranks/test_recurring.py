@@ -385,7 +385,7 @@ def destination(rank: Rank) -> None:
     arena = rank.runtime.memories[0].arena
     name = next(iter(arena._buffers[0]))
     arena._buffers[0][name] = torch.zeros_like(arena._buffers[0][name])
-    arena._looks[0]._tensors[0] = arena._buffers[0][name]
+    arena._identities[0]._tensors[0] = arena._buffers[0][name]
 
 
 def moved(rank: Rank) -> None:

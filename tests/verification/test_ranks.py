@@ -244,7 +244,7 @@ def test_a_mutant_prints_as_a_trace(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`qeffect ranks --mutants` prints what was left out, what breaks, and the way there."""
-    room = SimpleNamespace(
+    analysis = SimpleNamespace(
         prove=lambda progress: iter(()),
         SCOPES={},
         explore=explore,
@@ -253,7 +253,7 @@ def test_a_mutant_prints_as_a_trace(
         mutants=lambda: [BY_NAME["close without open ="]],
         caught=caught,
     )
-    monkeypatch.setattr(command, "_room", lambda: room)
+    monkeypatch.setattr(command, "_analysis", lambda: analysis)
     assert 0 == main(["ranks", "--mutants", "--quiet"])
     said = capsys.readouterr().out
 

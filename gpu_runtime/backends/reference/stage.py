@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dynamic import DynamicHead
-from ..ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
+from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
 from ..layers import LayerConfig
 from ..protocol import (
     RELATIONS,
@@ -83,18 +83,20 @@ class ReferenceStage(torch.nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.embedding: TokenEmbedding | None = None
         if ends is not None and ends.embedding:
-            self.embedding = TokenEmbedding(config, ends.vocabulary, domain.device, drawn(seed, 0))
+            self.embedding = TokenEmbedding(
+                config, ends.vocabulary, domain.device, part_seed(seed, 0)
+            )
         layers = []
         for n in range(num_layers):
             if ends is not None:
-                generator.manual_seed(drawn(seed, 2 + ends.first_layer + n))
+                generator.manual_seed(part_seed(seed, 2 + ends.first_layer + n))
             layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator))
         self.layers = torch.nn.ModuleList(layers)
         self.head: ReferenceHead | DynamicHead | None = None
         if ends is not None and ends.head and ends.dynamic:
-            self.head = DynamicHead(config, ends.vocabulary, domain.device, drawn(seed, 1))
+            self.head = DynamicHead(config, ends.vocabulary, domain.device, part_seed(seed, 1))
         elif ends is not None and ends.head:
-            generator.manual_seed(drawn(seed, 1))
+            generator.manual_seed(part_seed(seed, 1))
             self.head = ReferenceHead(config, ends.vocabulary, domain, generator)
         self.inputs, self.outputs = stage_ends(
             config, domain.device, ends, first=first, loss=loss is not None, extra=extra_inputs

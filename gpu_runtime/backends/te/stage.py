@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dynamic import DynamicHead
-from ..ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
+from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
 from ..layers import LayerConfig
 from ..protocol import (
     RELATIONS,
@@ -110,22 +110,22 @@ class TransformerEngineStage:
         self.embedding: TokenEmbedding | None = None
         if ends is not None and ends.embedding:
             self.embedding = self.root.embedding = TokenEmbedding(
-                config, ends.vocabulary, domain.device, drawn(seed, 0)
+                config, ends.vocabulary, domain.device, part_seed(seed, 0)
             )
         layers = []
         for n in range(num_layers):
             if ends is not None:
-                torch.manual_seed(drawn(seed, 2 + ends.first_layer + n))
+                torch.manual_seed(part_seed(seed, 2 + ends.first_layer + n))
             layers.append(self._layer(n, fuse))
         self.layers = self.root.layers = torch.nn.ModuleList(layers)
         self.head: Any = None
         self.dynamic: DynamicHead | None = None
         if ends is not None and ends.head and ends.dynamic:
             self.dynamic = self.root.head = DynamicHead(
-                config, ends.vocabulary, domain.device, drawn(seed, 1)
+                config, ends.vocabulary, domain.device, part_seed(seed, 1)
             )
         elif ends is not None and ends.head:
-            torch.manual_seed(drawn(seed, 1))
+            torch.manual_seed(part_seed(seed, 1))
             self.head = self.root.head = self._lib.te.LayerNormLinear(
                 config.hidden,
                 ends.vocabulary,

@@ -11,15 +11,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from qeffect.contract import Contract
 
-from ...step import actions as frames
 from ...step.graphs import GraphExecutor
 from ...step.memory.arena import Arena
 from ...step.memory.slots import Boundary
+from ...step.performer import DevicePerformer
 from ...step.streams import GraphStream, HostHandoff
 
 Clock = Callable[[], int]
@@ -34,7 +34,7 @@ PARTS: Final[Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]]] = {
     "kernel bind and read": ((Contract, ("bind", "read", "finish_read")),),
     "streams and events": ((GraphStream, _CROSSING), (HostHandoff, _CROSSING)),
     "caller's tensors": ((Boundary, ("check",)),),
-    "copies": ((frames, ("fill",)),),
+    "copies": ((DevicePerformer, ("fill",)),),
     "destinations": ((Arena, ("present",)),),
     "addresses": ((GraphExecutor, ("check_addresses",)),),
     "executor": ((GraphExecutor, ("refresh", "forward", "dgrad", "wgrad")),),
@@ -87,17 +87,19 @@ class _Watch:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Time the calls of one part."""
-        originals = [
-            (owner, name, vars(owner)[name]) for owner, names in PARTS[part] for name in names
-        ]
-        try:
-            for owner, name, original in originals:
+        """Time the calls of one part, each where its class defines it."""
+        watched = [(definer(owner, n), n) for owner, names in PARTS[part] for n in names]
+        with ExitStack() as restored:
+            for owner, name in watched:
+                original = vars(owner)[name]
+                restored.callback(setattr, owner, name, original)
                 setattr(owner, name, self.timed(original))
             yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
+
+
+def definer(owner: Any, name: str) -> Any:
+    """Return what defines a name: the module itself, or the class or base class of a method."""
+    return next(place for place in getattr(owner, "__mro__", (owner,)) if name in vars(place))
 
 
 def _nothing() -> None:
