@@ -4,22 +4,26 @@ A training runtime that asks the kernel before every F, dI and dW that it perfor
 A training step, from the command to the launch of a graph:
 
 1. `commands.py` names the commands; `training/command.py` reads the file and joins the ranks.
-2. `training/loop.py` builds this rank's worker and calls `Steps.step` (`training/launches.py`).
+2. `training/loop.py` builds this rank's worker and calls `StepRunner.step` of
+   `training/launches.py`.
 3. `ranks/worker.py` holds a rank's runtime, connections and optimizer. `Worker.step` calls
    `ranks/pipeline.py`, which walks the rank's row of the schedule, message by message.
 4. `step/actions.py` performs one F, dI or dW: ask the contract, act, tell the contract.
 5. `step/graphs.py` replays the slot's CUDA graph; in mode ``eager``, `step/eager.py` calls the
    layers of `backends/`.
-6. `runtime/epoch.py` ends the step: gradients become final, all ranks consent, weights are updated.
+6. `runtime/epoch.py` makes gradients final; all ranks consent (`ranks/consent.py`); then
+   `runtime/epoch.py` commits the epoch and updates the weights.
 
-In mode ``one launch`` steps 3 to 6 are one graph (`ranks/one_launch.py`).
+In mode ``one launch`` the device work of 3 to 6 is one graph (`ranks/one_launch.py`). The host
+rehearses the contract's checks before it launches the graph (`ranks/rehearsal.py`).
 
-The rooms, each of which imports only those before it: `backends/` (layers), `step/` (one action,
-its memory, graphs and streams), `runtime/` (one process), `operators.py` (actions as operators of
-torch), `ranks/` (the pipeline), `guards/` (guards under torch's own pipeline), `training/`, and
-`lab/`, which compares, times and reports. `README.md` has every module, and
-`renamed.py` the names of earlier releases. Importing this package imports neither torch,
-Transformer Engine nor CUDA.
+The rooms, each of which imports only those before it: `backends/` (layers), `report.py`, `step/`
+(one action, its memory, graphs and streams), `runtime/` (one process), `operators.py` (actions as
+operators of torch), `ranks/` (the pipeline), `guards/` (guards under torch's own pipeline),
+`training/`, `doctor.py`, `lab/` (compares, times and reports) and `commands.py`, which loads the
+others by name. `README.md` describes every room; `renamed.py` has the names of earlier releases.
+
+Importing this package imports neither torch, Transformer Engine nor CUDA.
 """
 
 from qeffect.renamed import install

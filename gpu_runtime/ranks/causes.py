@@ -61,7 +61,7 @@ class Cause:
 
 
 class StoppedError(RuntimeError):
-    """The step stopped on every rank for one cause; no rank has updated its weights."""
+    """The step stopped on every rank for one cause, `cause`."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.text)

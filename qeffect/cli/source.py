@@ -80,8 +80,9 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         choices=tuple(QUEUES),
         help="which messages share a queue and so arrive in the order of their sends. pair: all of "
         "a pair of ranks (default). direction: activations and gradients have separate queues "
-        "(torch 2.14's pipeline_per_direction_p2p). edge: each way has its own queue (torch "
-        "2.15's pipeline_per_edge_p2p). edge-direction: both",
+        "(torch 2.14's pipeline_per_direction_p2p). edge: one queue for each directed pair "
+        "(torch 2.15's pipeline_per_edge_p2p). edge-direction: one for each directed pair and kind "
+        "of message",
     )
     schedule.add_argument(
         "--rendezvous",

@@ -130,8 +130,8 @@ class RecordedStep:
         for name, column in seen.columns.items():
             if column.entries != getattr(end.memory, name):
                 raise ValueError(
-                    f"the recorded transitions do not give the column {name} that the contract "
-                    "has; were some not recorded?"
+                    f"the recorded transitions end with another value of column {name} than the "
+                    "contract; some transitions may not have been recorded"
                 )
         step = cls(
             transitions,

@@ -22,6 +22,9 @@ from pathlib import Path
 
 import pytest
 
+#: Three environments are made and filled: CI and nightly runs take the time, `make test` does not.
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = (
     "spec",

@@ -30,6 +30,7 @@ def torchrun(ranks: int, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.ci
 def test_torchrun_trains_replicas_with_the_bits_of_torchs_pipeline(tmp_path: Path) -> None:
     """PP=2 x DP=2: the command a person types, its logs, and one answer from rank 0."""
     small = ("--hidden", "32", "--ffn", "64", "--sequence", "16", "--steps", "3")
@@ -48,6 +49,7 @@ def test_torchrun_trains_replicas_with_the_bits_of_torchs_pipeline(tmp_path: Pat
         assert main(["replay", str(log)]) == 0
 
 
+@pytest.mark.ci
 def test_torchrun_clips_and_writes_one_trace_of_all_ranks(tmp_path: Path) -> None:
     """No option is taken by torchrun for one of its own; rank 0 writes the file."""
     small = ("--hidden", "32", "--ffn", "64", "--sequence", "16", "--steps", "2")

@@ -73,6 +73,7 @@ def test_weak_scaling_has_no_ends_of_a_language_model() -> None:
     assert TableRow(SMALL, "layers", 2, "il", "replays") in rows
 
 
+@pytest.mark.ci
 def test_two_ranks_measure_one_trial_and_its_bits_agree(tmp_path: Path) -> None:
     """Every row of a small trial, over gloo: a valid report whose derived part follows."""
     out = tmp_path / "trial.json"

@@ -538,6 +538,7 @@ class TestDevice:
 
 
 class TestCommand:
+    @pytest.mark.ci
     def test_the_tables_run_on_a_cpu_from_end_to_end(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -57,6 +57,7 @@ def bits(record: dict[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in BITS}
 
 
+@pytest.mark.ci
 def test_a_run_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
     """
     In processes that had others before, and in fresh ones: losses, held-out losses, every tensor.
@@ -130,6 +131,7 @@ def test_all_runs_of_a_report_have_one_measured_cut(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator(reports.schema()).validate(json.loads(Path(out).read_text()))
 
 
+@pytest.mark.ci
 def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command twice, as two launches would be, merged: it says that the bits are the same."""
     config = str(file(tmp_path))

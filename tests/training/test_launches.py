@@ -305,6 +305,7 @@ def test_a_cpu_has_no_graphs() -> None:
     ]
 
 
+@pytest.mark.ci
 def test_restarts_compare_launches_with_replays(tmp_path: Path) -> None:
     """The rows of the command: gone on from one checkpoint by launches, and by replays."""
     (tmp_path / "said").mkdir()

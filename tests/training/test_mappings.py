@@ -93,6 +93,7 @@ def test_pp_2_to_4_to_1_and_back(tmp_path: Path) -> None:
     chained(tmp_path, FIRST, CHAIN[:3], 2)
 
 
+@pytest.mark.ci
 def test_other_chunks_replicas_and_splits(tmp_path: Path) -> None:
     """Four chunks a rank; two replicas of half the microbatches; another pipeline of two; one."""
     chained(tmp_path, FIRST, CHAIN[3:], 2)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
     folder = Path(spec.__file__).parent / "logs"
-    parser.add_argument("--folder", type=Path, default=folder, help="where they lie")
+    parser.add_argument("--folder", type=Path, default=folder, help="folder of the example logs")
     args = parser.parse_args(argv)
     wanted = {args.folder / name: text.encode() for name, text in files().items()}
     found = {path for path in args.folder.rglob("*") if path.is_file()}

@@ -235,7 +235,7 @@ def resources(found: Sequence[Report]) -> Any:
     """
     Slots, graphs, arena, construction and peak memory against microbatches, for each provisioning.
 
-    Slots are on a logarithmic axis, where they and the tapes that are live at once do not coincide.
+    The axis of slots is logarithmic if their number differs from that of the live tapes.
     """
     pyplot = _pyplot()
     points = [point for report in found for point in report["derived"]["points"]]
