@@ -174,8 +174,8 @@ class Reports:
     Effects that are not reported are taken on trust (`qeffect.StageConfig.on_trust`).
 
     Args:
-        filled: Names of the matrices whose current cache (the one that F reads) was filled since
-            the last call, one entry per fill.
+        filled: Names of the matrices whose current cache (the cache that F reads now) was filled
+            since the last call, one entry per fill.
         updates: Number of updates of the domain's scaling state so far, by any stage.
         tape_scales: ``carried`` if a tape keeps the scales of its F and dI reports in
             `Dgrads.scales` which scales it used; ``live`` if dI reads the domain's current scales.

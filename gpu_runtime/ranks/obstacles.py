@@ -27,7 +27,7 @@ def obstacles_on(device: torch.device, rule: str) -> list[str]:
         rule: Where dW writes.
 
     Returns:
-        One sentence for each obstacle, which says what to change; empty if there is none.
+        One sentence per obstacle, which says what to change; empty without obstacles.
     """
     found = []
     if rule == "copied":

@@ -92,7 +92,7 @@ class Assembly:
         self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers)
 
     def warm(self, handoff: Handoff) -> None:
-        """Let every stage warm up on the graph stream; the numerical state stays as it was."""
+        """Warm up every stage on the graph stream; the numerical state is restored."""
         handoff.wait_for_caller()
         with handoff.scope(), preserving(self.domain):
             for stage in self.stages.values():
@@ -115,7 +115,7 @@ class Assembly:
         return found
 
     def contract(self, memories: Mapping[int, StageMemory]) -> Contract:
-        """Make the contract; the stages' memory takes its names of matrices."""
+        """Make the contract; the stages' memory then uses its tuples of matrix names."""
         made = Contract(
             [self._stage_config(memory) for memory in memories.values()],
             omit=sorted(OPTIONAL - self.relations),
@@ -142,7 +142,7 @@ class Assembly:
         performer: Performer,
         gradients: Callable[[int], Mapping[str, torch.Tensor]],
     ) -> Reductions:
-        """Make the reductions of a process; `gradients` gives the summed ones of a stage."""
+        """Make the reductions of a process; `gradients` returns a stage's summed gradients."""
         return Reductions(
             contract,
             self._held,
@@ -160,7 +160,7 @@ class Assembly:
         counters: DeviceCounters | None,
     ) -> Executor:
         """
-        Make what performs actions: the backend's calls, or graphs of them that are captured here.
+        Make the executor: it calls the backend, or replays graphs, which are captured here.
 
         Raises:
             BackendError: The backend cannot be captured; every obstacle is named.
@@ -211,7 +211,7 @@ class Assembly:
 
     def _buckets(self, memory: StageMemory) -> tuple[Bucket, ...]:
         """
-        A stage's buckets as the contract has them; none for one of all its gradients.
+        A stage's buckets for the contract; empty if one bucket holds all its gradients.
 
         The bucket of the scaling state is the last stage's. In a declared order it starts behind
         every gradient's, so behind the last F and dI of all stages.
@@ -247,7 +247,7 @@ class Assembly:
             )
 
     def _require_shareable(self) -> None:
-        """Refuse tied weights where this runtime has no one place for their gradient."""
+        """Refuse tied weights if this runtime has no single destination for their gradient."""
         if not self.tied.names:
             return
         if self.config.rule == "copied" or "arena" not in self.relations:
@@ -257,9 +257,9 @@ class Assembly:
             )
         if self.tied.sharers and self.reducer is not None:
             raise BackendError(
-                f"the stages {sorted(self.tied.sharers)} have tied weights, whose gradient leaves "
-                "in a bucket of both; this runtime reduces buckets of one stage: tie matrices of "
-                "one stage, or reduce the gradients that finalize returns"
+                f"the stages {sorted(self.tied.sharers)} have tied weights, whose gradient needs a "
+                "shared bucket, but this runtime reduces buckets of one stage: tie matrices of one "
+                "stage, or reduce the gradients that finalize returns"
             )
 
     @property
@@ -291,6 +291,6 @@ def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:
     if {id(s) for s in domain.stages} != {id(s) for s in stages}:
         raise BackendError(
             f"the state domain has {len(domain.stages)} stages, the runtime was given "
-            f"{len(stages)}; an update of any stage goes over all of them, so give all"
+            f"{len(stages)}; an update of any stage covers all of them: pass all stages"
         )
     return domain

@@ -1,5 +1,5 @@
 """
-How a process runs its steps: one choice of mode, and what the process holds.
+How a process runs its steps: the mode, the counts, and the memory of the process.
 
 The flags that `mode` and `counts` replace (`captured`, `nested`, `device_counts`, `late_counts`)
 are still accepted, with a DeprecationWarning.
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 Mode = Literal["eager", "replays", "one launch"]
 """How a step runs: calls of the backend, replays of one graph per action, or one graph in all."""
 Counts = Literal["commit", "next step"]
-"""When the counts of the device are compared with what was committed."""
+"""When the device's counts are compared with the committed actions."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 COUNTS: tuple[Counts, ...] = get_args(Counts)
 
@@ -41,7 +41,7 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     Replace old flags among the arguments of a `RuntimeConfig` by `mode` and `counts`.
 
-    An old flag changes what the given mode and counts say.
+    An old flag overrides the given mode and counts.
 
     Raises:
         ValueError: ``late_counts`` without ``device_counts``.
@@ -108,7 +108,7 @@ class RuntimeConfig:
         declared: Refuse any other order of F and dI than the plan's.
         callers: Names of the streams that call.
         pool: Capture-memory pool that all slots share. Only the test that shows why sharing is
-            wrong sets it; None gives every slot a pool of its own.
+            wrong sets it; None gives every slot its own pool.
         buckets: By stage, the gradients that are reduced together: every matrix in one bucket, and
             one bucket without matrices for the parameters that are not matrices. A stage that is
             not named has one bucket of all its gradients, named as its index.
@@ -117,10 +117,10 @@ class RuntimeConfig:
         tied: Groups of matrices, each by stage and name, that are one parameter: they share one
             destination, and the first has the gradient. One parameter in two places that is not
             declared here is refused.
-        copies: Copies of one weight, each a parameter with a gradient of its own, by the weight's
-            name. The reducer is given all copies of this process under that name, after all other
-            gradients, and must leave the same sum in all copies, including those of other ranks.
-        amax: ``replica`` makes scales from what a replica saw itself; with ``replicas`` all
+        copies: By a weight's name, its copies: separate parameters, each with its own gradient. The
+            reducer gets all copies of this process under that name, after all other gradients, and
+            must leave the same sum in all copies, including those of other ranks.
+        amax: ``replica`` makes scales from a replica's own amaxes; with ``replicas`` all
             replicas share their amaxes at the end of each epoch (`step/memory/scaling.py`). With a
             reducer, the contract's configuration then has a bucket ``amax``, without which no
             epoch commits, and the reducer needs `largest`, as in

@@ -26,7 +26,7 @@ class EpochRuntime(RuntimeParts):
 
     def finish(self, optimizer: Optimizer, *, caller: Hashable = "main") -> Gradients:
         """
-        Finalize every stage, update the parameters, begin the next epoch.
+        Finalize every stage, update the parameters, and start the next epoch.
 
         Args:
             optimizer: The optimizer over the same stages.

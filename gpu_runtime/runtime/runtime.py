@@ -28,7 +28,7 @@ class Runtime(EpochRuntime):
 
     Args:
         stages: Every stage of the state domain, which is every stage of the process.
-        order: The rank's row of the schedule: slots are a function of it.
+        order: The rank's row of the schedule, which determines the slots.
         config: How to run.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
@@ -193,8 +193,8 @@ class Runtime(EpochRuntime):
 
         For evaluation: the numerical state that F moves is restored at the end, and scaling updates
         that the backend counts inside are not attributed to an action. The context runs on the
-        graph stream. The caller must refresh weight caches inside; the next epoch refreshes them
-        before its first F in any case.
+        graph stream. The caller refreshes weight caches; in any case, the next epoch refreshes them
+        before its first F.
 
         Raises:
             Refused: Something is live, in flight or unfinished; a clause of persistence.

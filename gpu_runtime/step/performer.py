@@ -68,11 +68,11 @@ class DevicePerformer:
     _sums: dict[int, Mapping[str, Tensor]] = attrs.field(init=False, factory=dict)
 
     def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copy, several tensors at once where the device can."""
+        """Copy, several tensors at once if the device can."""
         fill(buffers, values)
 
     def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
-        """Sum in place, once an epoch."""
+        """Sum in place, once per epoch."""
         stage = memory.stage
         found = self._sums.get(stage.index)
         if found is None:

@@ -1,8 +1,8 @@
 """
 Reductions of a process's gradients over data-parallel ranks, bucket by bucket.
 
-A bucket's reduction starts early or at the end of the epoch. The contract is told when each
-reduction starts and when it ends.
+A bucket's reduction starts early or at the end of the epoch. `Reductions` tells the contract when
+each reduction starts and when it ends.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def require_buckets(
     """
     unknown = sorted(buckets.keys() - stages.keys())
     if unknown:
-        raise BackendError(f"buckets are of stages {unknown}; there are {sorted(stages)}")
+        raise BackendError(f"buckets are of stages {unknown}; expected some of {sorted(stages)}")
     if SCALING in (*order, *(bucket.name for given in buckets.values() for bucket in given)):
         raise BackendError(
-            f"a bucket of gradients is called {SCALING!r}, which is that of the scaling state; "
-            "call it otherwise"
+            f"a bucket of gradients is named {SCALING!r}, the name of the scaling state's bucket; "
+            "choose another name"
         )
     if buckets and not reduces:
-        raise BackendError("buckets are configured, and nothing reduces: pass a reducer")
+        raise BackendError("buckets are configured, but nothing reduces: pass a reducer")
     found: dict[int | str, Held] = {}
     for index in sorted(stages):
         others = tuple(p.name for p in stages[index].non_matrix)
@@ -94,15 +94,15 @@ def require_buckets(
         rest = [bucket for bucket in given if not bucket.matrices]
         if given and len(rest) != bool(others):
             raise BackendError(
-                f"stage {index} has {len(others)} parameters that are no matrix, and "
+                f"stage {index} has {len(others)} parameters that are not matrices, and "
                 f"{len(rest)} buckets without matrices to hold their gradients; expected "
                 f"{int(bool(others))}"
             )
         for bucket in given:
             if bucket.name in found:
                 raise BackendError(
-                    f"bucket {bucket.name!r} is of the stages {found[bucket.name][0]} and "
-                    f"{index}; no gradient buffer here is of two stages"
+                    f"stages {found[bucket.name][0]} and {index} share bucket {bucket.name!r}; "
+                    "every bucket belongs to one stage here: choose another name"
                 )
             held = tuple(n for n in bucket.matrices if tied.owned(index, n))
             found[bucket.name] = index, held if bucket.matrices else others
@@ -118,7 +118,7 @@ class Reductions:
         buckets: What `require_buckets` returned.
         gradients: Returns the summed gradients of a stage, by name.
         performer: Sends the reductions.
-        told: Whether the contract is told of reductions; a backend may leave them out.
+        told: Whether reductions are reported to the contract; a backend may leave them out.
         copies: Copies of weights. After all other gradients, the reducer gets this process's copies
             of each weight under the weight's name, and leaves the same sum in each copy.
         scaling: The scaling state, if the replicas share it; reduced after all gradients.

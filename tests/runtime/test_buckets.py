@@ -311,7 +311,7 @@ class TestConfiguration:
         first, second = BUCKETS
         shared = (*BUCKETS[second][:2], attrs.evolve(BUCKETS[second][2], name=f"{first}c"))
 
-        with pytest.raises(BackendError, match=f"of the stages {first} and {second}"):
+        with pytest.raises(BackendError, match=f"stages {first} and {second} share bucket"):
             made(Replica(), {**BUCKETS, second: shared})
 
     def test_nothing_reduces(self) -> None:

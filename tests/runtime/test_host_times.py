@@ -202,7 +202,7 @@ class TestParts:
     def test_everything_is_as_it_was(self) -> None:
         """What is patched to be timed is put back, also when a step fails."""
         before = {
-            (owner, name): vars(owner)[name]
+            (owner, name): getattr(owner, name)
             for owners in PARTS.values()
             for owner, names in owners
             for name in names
@@ -215,7 +215,7 @@ class TestParts:
         with pytest.raises(RuntimeError, match="a step"):
             part_times(fails, made.actions, REPLAYS, lambda: None, 1)
 
-        assert all(vars(owner)[name] is call for (owner, name), call in before.items())
+        assert all(getattr(owner, name) is call for (owner, name), call in before.items())
 
     def test_no_guards_no_parts(self) -> None:
         """The unguarded column has no kernel to split, and says nothing."""

@@ -68,7 +68,7 @@ def gemm_arguments(compute: Callable[..., Any]) -> MutableMapping[str, Any]:
                 )
             return arguments
     raise BackendError(
-        f"deferred product {compute.__qualname__} closes over {list(names)}, none of which is its "
+        f"deferred product {compute.__qualname__} closes over {list(names)}; expected one named "
         f"*{GEMM_ARGUMENTS}; use a tested version of the library"
     )
 

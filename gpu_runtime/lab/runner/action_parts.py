@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from qeffect.contract import Contract
 
-from ...step import actions as frames
 from ...step.graphs import GraphExecutor
 from ...step.memory.arena import Arena
 from ...step.memory.slots import Boundary
+from ...step.performer import DevicePerformer
 from ...step.streams import GraphStream, HostHandoff
 
 Clock = Callable[[], int]
@@ -34,7 +34,7 @@ PARTS: Final[Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]]] = {
     "kernel bind and read": ((Contract, ("bind", "read", "finish_read")),),
     "streams and events": ((GraphStream, _CROSSING), (HostHandoff, _CROSSING)),
     "caller's tensors": ((Boundary, ("check",)),),
-    "copies": ((frames, ("fill",)),),
+    "copies": ((DevicePerformer, ("fill",)),),
     "destinations": ((Arena, ("present",)),),
     "addresses": ((GraphExecutor, ("check_addresses",)),),
     "executor": ((GraphExecutor, ("refresh", "forward", "dgrad", "wgrad")),),

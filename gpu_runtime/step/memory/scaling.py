@@ -4,8 +4,8 @@ Scaling state that all replicas of a process's stages share, instead of one stat
 The replicas combine their states once per epoch, after the last F and dI: the largest of each amax
 entry and the smallest of each scale over all replicas. All replicas roll at the same actions, in
 the same order, so an entry stands for the same action on each replica. A scale is a constant
-divided by the largest amax of a window; so the smallest scale is the one that the last update would
-have computed from the largest amax.
+divided by the largest amax of a window; so the last update would have computed the smallest scale
+from the largest amax.
 
 (If one replica's window has no amax, or an amax that is not finite, that replica's update keeps its
 earlier scale, and the smallest of this and the other replicas' scales is taken. If Transformer
@@ -50,7 +50,7 @@ class SharedScaling:
             amaxes. Their addresses must not change.
 
     Raises:
-        BackendError: There are no live tensors, or a tensor has another type than float32.
+        BackendError: `live` is empty, or a tensor has another type than float32.
     """
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:

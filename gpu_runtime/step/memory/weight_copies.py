@@ -67,8 +67,8 @@ def require_copies(
                 raise BackendError(f"stage {stage} has no parameter {local!r}, named as a copy")
             if stage in buckets:
                 raise BackendError(
-                    f"stage {stage} has a copy of {name!r} and buckets of its own; leave its "
-                    "buckets out: a copy leaves in a bucket of the weight's name"
+                    f"stage {stage} has a copy of {name!r} and configured buckets; leave the "
+                    "buckets out: a copy is reduced in a bucket of the weight's name"
                 )
             forms.add((tuple(own[local].shape), own[local].dtype))
         if len(forms) > 1:
