@@ -434,7 +434,7 @@ class _Picture:
         return arrow(path, colour, name, dash)
 
     def _said(self, entry: Placed, colour: str, *, below: bool) -> Iterator[str]:
-        """Write the name of an entry that is too narrow for it beside the entry, if there is room."""
+        """Write an entry's name beside it if the entry is too narrow and there is room."""
         if entry.length:
             return
         words = f"{entry.action}, step {entry.step}"
