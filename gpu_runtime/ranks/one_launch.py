@@ -60,7 +60,7 @@ class OneLaunch:
     """
     Training steps of one rank, each one launch; the first is guarded, the second captured.
 
-    Every rank of the world makes one, and takes each step.
+    Every rank of the world makes a `OneLaunch`, and takes each step.
 
     Args:
         worker: The rank's worker, in mode ``one launch``.
@@ -321,7 +321,7 @@ class OneLaunch:
 
     def all_gather(self, own: Tensor) -> Tensor:
         """
-        Gather a tensor of every rank between two steps, of which the last may still run.
+        Gather every rank's tensor between two steps; the earlier step may still run.
 
         Args:
             own: This rank's tensor, on the CPU, with one shape and dtype on all ranks. Every rank
@@ -344,7 +344,7 @@ class OneLaunch:
         Wait for the last step and its verdict; guarded replays, or a checkpoint, may follow.
 
         Raises:
-            StoppedError: It ended on every rank, for one cause.
+            StoppedError: The last step ended on every rank, for one cause.
         """
         with self._ending():
             if self.runtime.contract.counts_awaited and self._launched:
@@ -365,7 +365,7 @@ class OneLaunch:
         """
         Restart the epoch after a stop that all ranks survived; every rank calls this.
 
-        The next step is a guarded one, the second from here is captured.
+        The next step is guarded; the step after it is captured.
 
         Raises:
             StoppedError: The cause is not recoverable, or the ranks' devices have run different

@@ -193,8 +193,8 @@ class Runtime(EpochRuntime):
 
         For evaluation: the numerical state that F moves is restored at the end, and scaling updates
         that the backend counts inside are not attributed to an action. The context runs on the
-        graph stream. The caller must refresh weight caches inside; the next epoch refreshes them
-        before its first F in any case.
+        graph stream. The caller refreshes weight caches; in any case, the next epoch refreshes them
+        before its first F.
 
         Raises:
             Refused: Something is live, in flight or unfinished; a clause of persistence.

@@ -212,7 +212,7 @@ class EagerExecutor:
     def wgrad_keeping(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool
     ) -> tuple[str, ...]:
-        """A dW that can keep the deferred work for the capture of another variant."""
+        """dW that may keep the deferred work, for the capture of another variant."""
         result = self.run_work(memory, slot, variant, keep=keep)
         self._count("dW", slot.index)
         return memory.evidence(result.covered)

@@ -150,7 +150,7 @@ class Checks(Parts):
                 elif type(token) is not int:
                     raise IndexError(token)
                 if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
-                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                    raise IndexError(ref)  # a column raises for a slot beyond the last
                 if link is not _FIRST and (type(link) is not int or link < 0):
                     raise IndexError(link)
                 serial = run(st, key, ref, token, link)
@@ -202,7 +202,7 @@ class Checks(Parts):
             run = self._check_wgrad
             try:
                 if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
-                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                    raise IndexError(ref)  # a column raises for a slot beyond the last
                 if link is not _FIRST and (type(link) is not int or link < 0):
                     raise IndexError(link)
                 if destination is None:

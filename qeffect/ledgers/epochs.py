@@ -44,8 +44,8 @@ class Epochs:
         """
         Record that a bucket's reduction starts or has finished, on a caller's stream.
 
-        Without a link, the stream is the one that a finalize or finish of this epoch named as the
-        reader of the gradients; before such a call, the first caller's.
+        Without a link, the stream is the reader of the gradients that a finalize or finish of this
+        epoch named; before such a call, the first caller's.
 
         Raises:
             ValueError: No bucket has that name, or no link has that index.

@@ -1,13 +1,13 @@
 """
 Actions, entries and schedules: the vocabulary that every reader produces and every check consumes.
 
-An *entry* is what one rank does at one step of a schedule table. It is idle, or holds one `Action`.
-An action is what `torch.distributed.pipelining` calls an action: a computation on one stage and one
-microbatch, a message, a sharding step, a reduction, or an overlapped pair of computations. Since
-2.15 its tables also say where a rank waits for a send or a reduction to be done.
+An *entry* is the content of a schedule table for one rank and one step: idle, or one `Action`. An
+action is an action of `torch.distributed.pipelining`: a computation on one stage and one
+microbatch, a message, a sharding step, a reduction, or an overlapped pair of computations. Tables
+of torch 2.15 also say where a rank waits for the end of a send or of a reduction.
 
-Entries are matched whole. torch's own pattern is not anchored and reads ``0F0xyz`` as ``0F0``; a
-checker that guesses what an entry meant has already lost, so here it is refused.
+Entries are matched whole. torch's own pattern is not anchored and reads ``0F0xyz`` as ``0F0``; here
+such an entry is refused, because a checker must not guess the meaning of an entry.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_INDEX_DIGITS = 6
 
 class ScheduleError(ValueError):
     """
-    A schedule that cannot be used at all, as opposed to one that can be read and is wrong.
+    A schedule that cannot be read; a schedule that can be read but is wrong gets findings instead.
 
-    The message is one line. The place is kept beside it, so that a command line can print it as a
-    record.
+    The message is one line. The place is also kept as attributes, so that a command can print it as
+    a record.
 
     Args:
-        message: What was expected, what was found, what to do.
-        rank: The rank (row) concerned, where there is one.
-        step: The step (column) concerned, where there is one.
-        entry: The text of the entry concerned, where there is one.
+        message: What was expected, what was found, and what to do.
+        rank: The rank (row) concerned, if any.
+        step: The step (column) concerned, if any.
+        entry: The text of the entry concerned, if any.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ScheduleError(ValueError):
 
 
 class Kind(enum.StrEnum):
-    """What an action does. The values are torch's names, as they stand in a table."""
+    """The kinds of actions. The values are torch's names, as in a table."""
 
     FORWARD = "F"
     DGRAD = "I"
@@ -80,7 +80,7 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
 PER_STAGE = SHARDING | {Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD}
-#: For each wait, what it ends.
+#: For each kind of wait, the kind of action that it ends.
 WAITS: Mapping[Kind, Kind] = MappingProxyType(
     {
         Kind.WAIT_SEND_F: Kind.SEND_F,
@@ -124,9 +124,9 @@ class Action:
     ['0F3', '3B1']
 
     Args:
-        kind: What it does.
+        kind: Kind of the action.
         stage: The pipeline stage, counted over all ranks; -1 for an overlap, whose parts have
-            their own.
+            stages.
         microbatch: The microbatch; -1 for an overlap and for an action of a whole stage.
         parts: The computations of an overlap, in the order in which torch runs them.
     """
@@ -139,10 +139,10 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """
-        Read one entry, whole.
+        Parse a whole entry.
 
         Args:
-            text: The entry, surrounding blanks allowed.
+            text: The entry; surrounding blanks are allowed.
 
         Raises:
             ScheduleError: The text is not exactly one action.
@@ -164,7 +164,7 @@ class Action:
     @classmethod
     def overlap(cls, *parts: Action) -> Action:
         """
-        An OVERLAP_F_B of the given computations.
+        Return an OVERLAP_F_B of the given computations.
 
         Raises:
             ScheduleError: There are fewer than two parts, or one is not a computation.
@@ -179,7 +179,7 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether it computes: F, I, W, B or an overlap of them."""
+        """Whether the action is a computation: F, I, W, B or an overlap of them."""
         return self.kind in COMPUTE or self.kind is Kind.OVERLAP_F_B
 
     def leaves(self) -> tuple[Action, ...]:
@@ -208,18 +208,18 @@ Row = tuple[Action | None, ...]
 @attrs.frozen
 class Schedule:
     """
-    One step of pipeline training as a table: what every rank does, in order.
+    One step of pipeline training as a table: the actions of every rank in order.
 
     Use `qeffect.schedule.infer.schedule_of` or a reader rather than this constructor: they infer
-    what a table leaves unsaid.
+    the numbers that a table does not state.
 
     Args:
-        rows: Per rank, its entries; the position in a row is the step, `None` is an idle entry.
-        stage_to_rank: Where each stage lives.
-        num_stages: Stages of the whole pipeline.
-        num_microbatches: Microbatches of one step.
-        source: Where the table came from, for people.
-        complete: Whether all ranks are present. If not, what comes from elsewhere is not checked.
+        rows: Entries of each rank; the position in a row is the step, `None` is an idle entry.
+        stage_to_rank: Rank of each stage.
+        num_stages: Number of stages of the whole pipeline.
+        num_microbatches: Number of microbatches per step.
+        source: Origin of the table, for messages.
+        complete: Whether all ranks are present. If not, messages from missing ranks are unchecked.
         notes: Facts about the source that a reader should know.
     """
 
@@ -290,15 +290,15 @@ class Schedule:
         )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, ascending."""
+        """The stages of a rank, ascending."""
         return tuple(sorted(s for s, home in self.stage_to_rank.items() if home == rank))
 
     def entry(self, rank: int, step: int) -> Action | None:
-        """The action at a place; `None` when the entry is idle or lies past the row's end."""
+        """The action at a place; `None` if the entry is idle or beyond the row's end."""
         row = self.rows[rank]
         return row[step] if 0 <= step < len(row) else None
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Keep the head of a long text, for messages about input that may be huge."""
+    """Return the beginning of a long text, for messages about input that may be huge."""
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,8 +1,9 @@
 """
-How long actions and messages take: the input of the step-time simulator, and its file.
+Durations of actions and messages: the input of the step-time simulator, and its file.
 
-The file is one JSON object, described by ``durations.schema.json`` beside this module. Every number
-is a time in its one `unit`. F, I and W must be given; stages, ranks and links name what differs:
+The file is one JSON object; its schema is ``durations.schema.json`` beside this module. Every
+number is a time in the file's `unit`. F, I and W are required; stages, ranks and links hold
+exceptions:
 
 >>> given = {"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.2, "stages": {"0": {"F": 1}}}
 >>> durations = parse_durations(given)
@@ -45,18 +46,17 @@ _INDEX = r"(?:0|[1-9][0-9]{0,5})"
 @attrs.frozen
 class Durations:
     """
-    How long everything in a step takes.
+    The durations of one step.
 
-    The simulator only adds and compares, so that times may be integers or fractions, and are then
-    exact.
+    The simulator only adds and compares times, so integers and fractions stay exact.
 
     Args:
         times: Times by name: `F`, `I`, `W`, and any of `refresh`, `message`, `reduce`, `update`,
-            `consent`, `host` and `launch`; those left out are zero.
+            `consent`, `host` and `launch`; zero if left out.
         unit: The unit of every time: s, ms or us.
-        stages: By stage, what differs there: `F`, `I`, `W`, `refresh`, `reduce`.
-        ranks: By rank, what differs there: `update`, `host`, `launch`.
-        links: By directed pair of ranks, what a message takes there.
+        stages: By stage, times that differ there: `F`, `I`, `W`, `refresh`, `reduce`.
+        ranks: By rank, times that differ there: `update`, `host`, `launch`.
+        links: By directed pair of ranks, the time of a message there.
     """
 
     times: Mapping[str, Time]
@@ -66,36 +66,36 @@ class Durations:
     links: Mapping[tuple[int, int], Time] = attrs.field(factory=dict)
 
     def of(self, kind: Kind, stage: int) -> Time:
-        """How long an F, I or W of a stage takes."""
+        """Time of an F, I or W of a stage."""
         return self.stages.get(stage, {}).get(kind.value, self.times[kind.value])
 
     def refresh(self, stage: int) -> Time:
-        """How long a stage takes to quantize its weights, before its first F of a step."""
+        """Time of a stage's refresh: it quantizes its weights before its first F of a step."""
         return self.stages.get(stage, {}).get("refresh", self.times.get("refresh", 0))
 
     def message(self, source: int, target: int) -> Time:
-        """How long a message from one rank to another takes."""
+        """Time of a message from one rank to another."""
         return self.links.get((source, target), self.times.get("message", 0))
 
     def reduction(self, stage: int) -> Time:
-        """How long the reduction of a stage's gradients takes."""
+        """Time of the reduction of a stage's gradients."""
         return self.stages.get(stage, {}).get("reduce", self.times.get("reduce", 0))
 
     def on(self, rank: int, name: str) -> Time:
-        """A rank's `update`, `host` or `launch`."""
+        """Time of a rank's `update`, `host` or `launch`."""
         return self.ranks.get(rank, {}).get(name, self.times.get(name, 0))
 
     @property
     def consent(self) -> Time:
-        """How long the agreement of all ranks takes; with zero there is none."""
+        """Time of the agreement of all ranks; zero means that the step has no agreement."""
         return self.times.get("consent", 0)
 
     def require(self, schedule: Schedule) -> None:
         """
-        Refuse a stage, rank or link that a schedule does not have: it would change nothing.
+        Require that the schedule has every stage, rank and link that the durations name.
 
         Raises:
-            ScheduleError: There is one; the message names it.
+            ScheduleError: The schedule lacks one; the message names it.
         """
         stages, ranks = range(schedule.num_stages), range(schedule.num_ranks)
         for name, given, known in (
@@ -148,14 +148,14 @@ def read_durations(path: Path) -> Durations:
 
 def parse_durations(given: object, *, source: str = "durations") -> Durations:
     """
-    Make durations of plain data, as `durations.schema.json` has it.
+    Make durations from plain data that follows `durations.schema.json`.
 
     Args:
-        given: The object that a file holds.
-        source: What it is called in messages.
+        given: The object of a file.
+        source: Name of the data in messages.
 
     Raises:
-        ScheduleError: It breaks the schema.
+        ScheduleError: The data violates the schema.
     """
     parser = _Parser(source)
     top = parser.an_object("", given)

@@ -1,8 +1,8 @@
 """
-What a check of a schedule reports: findings, each with the id of the clause that it violates.
+Findings: the violations that a check of a schedule reports, each with the id of its clause.
 
-The clauses about a schedule as such (`schedule.*`) are the specification's, in
-`qeffect.spec.clauses.schedule`; one entry there is all that a new one needs.
+The clauses of schedules (`schedule.*`) are in `qeffect.spec.clauses.schedule`; a new clause needs
+only an entry there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["SCHEDULE_CLAUSES", "Finding", "Place", "finding", "place"]
 @attrs.frozen
 class Place:
     """
-    An entry that has to do with a finding.
+    An entry that is related to a finding.
 
     Args:
-        rank: Its rank.
-        step: Its step.
-        action: Its text.
-        role: What it has to do with it: `first`, `needs`, `peer`, `owner`, `picked`,
-            `awaited` or `waits`.
+        rank: Rank of the entry.
+        step: Step of the entry.
+        action: Text of the entry.
+        role: Relation to the finding: `first`, `needs`, `peer`, `owner`, `picked`, `awaited` or
+            `waits`.
     """
 
     rank: int
@@ -44,12 +44,12 @@ class Finding:
 
     Args:
         clause: The clause id.
-        rank: The rank, where one is to blame.
-        step: The step of the refused entry; `None` when something is missing from the row.
-        action: The refused entry's text.
-        message: One sentence that says it all.
-        expected: What the clause wanted here.
-        found: What stands here.
+        rank: The rank at fault; `None` if no single rank is.
+        step: The step of the refused entry; `None` if an entry is missing.
+        action: Text of the refused entry.
+        message: The violation in one sentence.
+        expected: What the clause requires here.
+        found: What the table has here.
         remedy: What to do.
         related: Other entries that a picture should show.
     """
@@ -65,7 +65,7 @@ class Finding:
     related: tuple[Place, ...] = ()
 
     def __str__(self) -> str:
-        """One line: the place, the clause, the sentence."""
+        """One line: the place, the clause and the message."""
         place = ""
         if self.rank is not None:
             place = f"rank {self.rank}"
@@ -90,15 +90,15 @@ def finding(
     related: tuple[Place, ...] = (),
 ) -> Finding:
     """
-    A finding of the clause `schedule.<name>`, with the clause's remedy.
+    Return a finding of the clause `schedule.<name>`, with the clause's remedy.
 
     Args:
         name: The clause without its leading "schedule.".
         message: One sentence.
-        rank: The rank to blame.
-        atom: The refused action, or `None` when something is missing.
-        expected: What the clause wanted here.
-        found: What stands here.
+        rank: The rank at fault.
+        atom: The refused action; `None` if an action is missing.
+        expected: What the clause requires here.
+        found: What the table has here.
         related: Other entries that a picture should show.
     """
     clause = SCHEDULE_CLAUSES[f"schedule.{name}"]

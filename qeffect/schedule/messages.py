@@ -2,9 +2,8 @@
 Checks of messages: every input arrives before it is used, every send is received, in one order.
 
 A forward input of stage s comes from stage s-1, a gradient from stage s+1. If that stage is on the
-same rank it is handed over without a message; otherwise a compute+comms table shows a send and a
-receive. A compute-only table shows neither, and arrival across ranks is then left to the
-simulation.
+same rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a receive.
+A compute-only table shows neither; the simulation then checks arrival across ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .actions import RECEIVES, SENDS, Kind
 from .findings import Finding, finding, place
 from .index import Index, Spot
 
-# For each message: what computes it, its counterpart, and where the counterpart's stage is.
+# For each message: the kind that computes it, its counterpart, and the counterpart's stage offset.
 _PRODUCER = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
 COUNTERPART = {
     Kind.SEND_F: (Kind.RECV_F, 1),
@@ -24,7 +23,7 @@ COUNTERPART = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
-# For each computation with an input: the receive that brings it, and where it comes from.
+# For each computation with an input: the receive of the input, and its source's stage offset.
 INPUTS = {Kind.FORWARD: (Kind.RECV_F, -1), Kind.DGRAD: (Kind.RECV_B, 1)}
 
 
@@ -65,7 +64,7 @@ def check_inputs(index: Index) -> Iterator[Finding]:
 
 
 def check_messages(index: Index) -> Iterator[Finding]:
-    """Every message has its counterpart, is sent after it was computed, and goes somewhere else."""
+    """Every message has a counterpart, is sent after its computation, and changes ranks."""
     if not index.schedule.complete:
         return
     for (kind, stage, microbatch), spot in index.first.items():

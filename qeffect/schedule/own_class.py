@@ -1,5 +1,5 @@
 """
-A schedule class of one's own, found by ``module:Class``.
+A user's own schedule class, named by ``module:Class``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from .actions import ScheduleError
 
 __all__ = ["base_name", "own_class"]
 
-#: torch's base classes, and the class of torch whose stages a subclass of each is given.
+#: By base class of torch: the concrete class of torch whose stages a subclass receives.
 _BASES = {"PipelineScheduleSingle": "ScheduleGPipe", "PipelineScheduleMulti": "ScheduleLoopedBFS"}
 
 
 def own_class(name: str) -> type:
     """
-    Import a schedule class, also from the working folder.
+    Import a schedule class; the working folder is searched too.
 
     Args:
         name: ``module:Class``.
@@ -46,7 +46,7 @@ def own_class(name: str) -> type:
 
 def base_name(own: type, known: tuple[str, ...] = ()) -> str:
     """
-    Return the name of the class of torch whose stages a class is to be given.
+    Return the name of the class of torch whose stages a class receives.
 
     Args:
         own: The class.

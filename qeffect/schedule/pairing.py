@@ -1,19 +1,19 @@
 """
 Pairing disciplines: how a runtime decides which retained work a weight gradient consumes.
 
-An input gradient leaves deferred work behind; a later weight gradient takes it up. A runtime that
-names work by key cannot take the wrong one. One that has no keys takes what its data structure
-offers:
+An input gradient leaves deferred work, which a later weight gradient consumes. A runtime that names
+work by key cannot take the wrong work. A runtime without keys takes the work that its data
+structure offers:
 
 - `contract`: the work of the presented stage and microbatch.
-- `fifo`: the oldest of the stage, as a module's own queue of deferred work gives it.
-- `latest`: the stage's most recent input gradient, as Transformer Engine's graph API pairs it.
-- `global`: the oldest of the rank, one queue for all stages.
+- `fifo`: the oldest work of the stage, as from a module's own queue of deferred work.
+- `latest`: the work of the stage's most recent input gradient, as in Transformer Engine's graph
+  API.
+- `global`: the oldest work of the rank, with one queue for all stages.
 
-Whether the offer is right depends on the schedule alone, so `qeffect.schedule.check` decides it
-before anything runs: dW presents the reference of the work that the discipline picks, and the
-contract refuses another tape's. `B` is `I` then `W`, so that a full backward with older work
-deferred takes that work up too.
+Whether the offered work is right depends on the schedule alone, so `qeffect.schedule.check` decides
+it before anything runs: dW presents the reference of the picked work, and the contract refuses the
+reference of another tape. `B` is `I` then `W`, so a full backward may consume older deferred work.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Discipline(Protocol):
     """How one rank pairs weight gradients with retained work."""
 
     def retain(self, work: Work) -> None:
-        """An input gradient left this work behind."""
+        """Retain the work that an input gradient left."""
 
     def pick(self, work: Work) -> Work | None:
         """The work that the weight gradient of `work` consumes; `None` if no work is left."""
 
 
 class ByContract:
-    """Keyed: a weight gradient is given its own work."""
+    """Work by key: a weight gradient gets its own work."""
 
     def __init__(self) -> None:
         self._retained: set[Work] = set()
@@ -50,7 +50,7 @@ class ByContract:
         self._retained.add(work)
 
     def pick(self, work: Work) -> Work | None:
-        """Its own, once."""
+        """The weight gradient's own work, once."""
         if work not in self._retained:
             return None
         self._retained.remove(work)
@@ -68,23 +68,23 @@ class OldestOfStage:
         self._queues[work[0]].append(work)
 
     def pick(self, work: Work) -> Work | None:
-        """The stage's oldest."""
+        """The stage's oldest work."""
         queue = self._queues[work[0]]
         return queue.popleft() if queue else None
 
 
 class LatestOfStage:
-    """One offer per stage, which every input gradient overwrites."""
+    """One place per stage, which every input gradient overwrites."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Work] = {}
 
     def retain(self, work: Work) -> None:
-        """Overwrite what the stage bound before."""
+        """Overwrite the stage's former work."""
         self._latest[work[0]] = work
 
     def pick(self, work: Work) -> Work | None:
-        """Whatever the stage bound last, even if it was consumed already."""
+        """The stage's latest work, even if it was already consumed."""
         return self._latest.get(work[0])
 
 
@@ -99,7 +99,7 @@ class OldestOfRank:
         self._queue.append(work)
 
     def pick(self, work: Work) -> Work | None:
-        """The rank's oldest."""
+        """The rank's oldest work."""
         return self._queue.popleft() if self._queue else None
 
 
@@ -115,7 +115,7 @@ DISCIPLINES: Mapping[str, Callable[[], Discipline]] = MappingProxyType(
 
 def discipline(pairing: str) -> Discipline:
     """
-    A fresh discipline for one rank.
+    Return a new discipline for one rank.
 
     Raises:
         ScheduleError: The discipline is unknown.

@@ -17,9 +17,9 @@ class Processes(Generic[E]):
     """
     Processes that wait for each other's events.
 
-    A process is an iterator that does its work when it is advanced. It yields an event that has not
-    happened, and is advanced again once that event happens. Processes run in the order in which
-    they became ready, each until it waits or ends, so that equal input gives an equal run.
+    A process is an iterator. It yields an event that has not happened, and is advanced again after
+    that event happens. Processes run in the order in which they became ready, each until it waits
+    or ends, so equal input gives an equal run.
 
     >>> engine = Processes[str]()
     >>> def first():
@@ -40,7 +40,7 @@ class Processes(Generic[E]):
         self._waiting: dict[E, list[int]] = defaultdict(list)
 
     def happen(self, event: E) -> None:
-        """Make ready, in the order of their arrival, all processes that wait for an event."""
+        """Make the processes that wait for an event ready, in the order of their waits."""
         self._ready.extend(self._waiting.pop(event, ()))
 
     def run(self, processes: Iterable[Iterator[E]]) -> dict[int, E]:

@@ -1,9 +1,9 @@
 """
-Everything that can be said about a schedule without the kernel, in time linear in its actions.
+All checks of a schedule without the kernel, in time linear in its actions.
 
-The findings come in an order in which the first one is the cause and later ones may be its
-consequences: wrong places, repeated and missing actions, order on a rank, messages and waits for
-them, deadlock, message order, reductions and waits for them, sends outstanding.
+The first finding is the cause, and later findings may be its consequences. The order is: wrong
+places, repeated and missing actions, order on a rank, messages and waits for them, deadlock,
+message order, reductions and waits for them, outstanding sends.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def check_ranks(schedule: Schedule, transport: Transport | None = None) -> tuple
 
     Args:
         schedule: The schedule.
-        transport: How the runtime carries messages; as torch does by default when left out.
+        transport: How the runtime carries messages; by default as torch does.
 
     Returns:
-        The findings, causes before consequences and then by step and rank; none if it is fine.
+        The findings, causes before consequences and then by step and rank; empty without findings.
     """
     index = index_of(schedule, transport)
     found: list[Finding] = []

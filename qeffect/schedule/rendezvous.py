@@ -1,19 +1,20 @@
 """
 A dry run in which a send ends only when its receive is posted.
 
-A rank runs its row in order and posts each message where the table has it. At either end a queue
-holds what was posted there, and only its head can move: where a send stands at one end and a
-receive at the other, both end. So a send that nobody receives yet holds up everything behind it.
-A rank stops at a computation whose input has not arrived, at a wait for a send that has not ended,
-and at its row's end until all its messages have; where a send holds its rank, also at the send.
+A rank runs its row in order and posts each message at its place in the table. Each end of a queue
+holds the messages posted there, and only the heads can move: if one head is a send and the other a
+receive, both end. So a send that is not yet received blocks all messages behind it. A rank stops at
+a computation whose input has not arrived, at a wait for a send that has not ended, and at its row's
+end until all its messages have ended. If a send holds its rank, the rank also stops at the send.
 
-With a queue for both ways, two ranks that have both posted a send first wait for each other; with
+With one queue for both ways, two ranks that have both posted a send first wait for each other; with
 buffered sends, or a queue each way, they do not. Such a table *can* deadlock: whether a runtime
-blocks so depends on the size of its buffers and on what it posts together, which no table says.
+blocks depends on the size of its buffers and on the messages that it posts together, which no table
+states.
 
-A rank stops for one message at a time, and each rank's queues have an end each on two ranks: so the
-run takes time linear in the table, and following what a stopped rank waits for leads either to two
-heads that do not fit or round a circle of ranks.
+A rank stops for one message at a time, and each queue has its two ends on two ranks. So the run
+takes time linear in the table, and following the waits of a stopped rank leads either to two heads
+that do not match or into a cycle of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Stop:
     Args:
         rank: The rank.
         atom: The step that it cannot run; `None` at the end of its row.
-        message: The message of its own that it waits for.
+        message: The rank's own message that it waits for.
         head: First message in that queue on its own side: the message itself, or one before it.
         peer: The other rank of the queue.
         across: First message of the queue on the other side; `None` if nothing was posted there.
@@ -55,7 +56,7 @@ class Stop:
     across: Spot | None
 
     def __str__(self) -> str:
-        """One clause of a sentence."""
+        """The stop as one clause of a sentence."""
         where = "the end of its row" if self.atom is None else _named(self.atom)
         own = self.message.atom
         what = "" if own == self.atom else f", for {_named(own)}"
@@ -84,7 +85,7 @@ def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
 
 
 def check_rendezvous(index: Index) -> Iterator[Finding]:
-    """All ranks reach the end of their rows also if sends block, for a transport that blocks."""
+    """If the transport's sends block, all ranks still reach the end of their rows."""
     transport = index.transport
     if transport.rendezvous is None or not index.schedule.complete:
         return
@@ -117,7 +118,7 @@ class _Run:
         self.transport = transport
         self.rows = index.schedule.atoms
         self.position = [0] * len(self.rows)
-        #: What was posted and has not ended, by queue and end.
+        #: Messages that were posted and have not ended, by queue and end.
         self.queues: dict[tuple[Hashable, int], deque[Spot]] = {}
         self.posted: dict[Event, tuple[Hashable, int, Spot]] = {}
         self.done: set[Event] = set()
@@ -171,7 +172,7 @@ class _Run:
         return (*ranks, forward) if self.transport.by_kind else ranks
 
     def stops(self) -> tuple[Stop, ...]:
-        """The ranks that wait for each other, the first two heads that do not fit first."""
+        """The ranks that wait for each other, beginning with the first two unmatched heads."""
         found = {rank: stop for rank in range(len(self.rows)) if (stop := self._stop(rank))}
         if not found:
             return ()

@@ -15,11 +15,11 @@ __all__ = ["read_object"]
 
 def read_object(schedule: Any) -> Schedule:
     """
-    Read the table off a schedule object of torch, or of a subclass of torch's.
+    Read the table of a schedule object of one of torch's classes or a subclass.
 
     Args:
-        schedule: The object; its ``pipeline_order_with_comms`` is read, or else its
-            ``pipeline_order``. Of a class with one stage a rank, the loop is run on recording
+        schedule: The object; its ``pipeline_order_with_comms`` is read, else its
+            ``pipeline_order``. For a class with one stage per rank, its loop runs on recording
             stages.
 
     Raises:

@@ -1,18 +1,17 @@
 """
 A dry run of all ranks at once: each rank runs its row in order and waits for other ranks.
 
-In a compute+comms table a receive blocks until its send was run; sends do not block. A wait for a
-send blocks until the other rank reaches the receive of that message.
-(pytorch pull request 194121: a badly placed wait deadlocks at replay.) In a compute-only table a
-computation blocks until the neighbour stage's computation was run. A wait for something
-that is missing from the table, or later in the same row, does not block: other checks report that.
-So ranks that stop early wait for each other, and following one rank's wait leads into a cycle.
+In a compute+comms table a receive blocks until its send has run; sends do not block. A wait for a
+send blocks until the other rank reaches the receive of that message (pytorch pull request 194121: a
+badly placed wait deadlocks at replay). In a compute-only table a computation blocks until the
+neighbour stage's computation has run. A wait for a step that is missing from the table, or later in
+the same row, does not block: other checks report it. So ranks that stop early wait for each other,
+and following one rank's wait leads into a cycle.
 
-The run takes time linear in the table. It also yields start times, with F, I and W one unit each,
-as torch's visualizer draws them, and messages without duration. torch's runtime posts its receives
-and waits where they are used, so its times are those of a run that does not block on receives; that
-a schedule also ends when they block is what makes it safe on NCCL, which runs the messages of a
-pair of ranks in order.
+The run takes time linear in the table. It also yields start times: F, I and W take one unit each,
+as in torch's visualizer, and messages take none. torch's runtime posts its receives and waits where
+they are used, so its times are those of a run that does not block on receives. A schedule that also
+ends with blocking receives is safe on NCCL, which runs the messages of a pair of ranks in order.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Spot | None:
 
 
 def _event(atom: Atom) -> Event:
-    """Return the event that an atom is: its kind, stage and microbatch."""
+    """Return the event of an atom: its kind, stage and microbatch."""
     return atom.kind, atom.stage, atom.microbatch
 
 

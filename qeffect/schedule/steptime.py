@@ -1,31 +1,31 @@
 """
-How long one step of a schedule takes, and why: durations in, step time and critical path out.
+The time and the critical path of one step of a schedule, from the durations of its actions.
 
-A dry run gives a time to everything (`step_time`). What it takes to be so:
+A dry run gives a time to every action and message (`step_time`). It assumes:
 
 * A rank computes its row in order, one F, I or W at a time; B is I, then W, and an overlap is its
-  parts, one after the other. A computation begins when the one before it on its rank has ended and
-  what it needs has arrived, `launch` later. Stages of one rank hand over in no time.
-* A stage's `refresh` stands before its first F in the row, and waits for no message.
-* A message takes no computation's time. It is sent at its place in the row, or where that follows
-  the entry that made it, as soon as it is made: the input gradient of a B leaves before B's W. A
-  table that names no messages sends each as soon as it is made.
+  parts, one after the other. A computation begins `launch` after the computation before it on its
+  rank has ended and its inputs have arrived. Stages of one rank hand over in no time.
+* A stage's `refresh` comes before its first F in the row, and waits for no message.
+* A message takes no computation time. It is sent at its place in the row. If its place directly
+  follows the entry that computes it, it is sent as soon as it is computed: the input gradient of a
+  B leaves before B's W. A table that names no messages sends each as soon as it is computed.
 * The messages from one rank to another travel one at a time, in the order of their sends; with
-  `queues` of `direction` or `edge-direction`, activations and gradients apart. The two directions
-  of a pair of ranks never wait for each other, whatever `queues` says.
-* Sends are buffered: a message does not wait for its receive, and a receive holds up nobody. With
-  `rendezvous`, a message sets out only when its receive is reached as well, and with `rank` it
-  holds its sender's row until it has arrived. A WAIT_SEND holds its row likewise, and until the
-  receive is reached, as the deadlock check has it.
-* A reduction runs beside computation, one at a time on a rank, from its place in the row on; in a
-  table without any, from the last W of its stage. WAIT_REDUCE_GRAD and the update wait for it.
+  `queues` of `direction` or `edge-direction`, activations and gradients travel independently. The
+  two directions of a pair of ranks never wait for each other, whatever `queues` says.
+* Sends are buffered: a message does not wait for its receive, and a receive blocks nothing. With
+  `rendezvous`, a message starts only when its receive is also reached, and with `rank` it blocks
+  its sender's row until it has arrived. A WAIT_SEND blocks its row in the same way, and until the
+  receive is reached, as in the deadlock check.
+* A reduction overlaps computation, one at a time on a rank, and starts at its place in the row; in
+  a table without reductions, after the last W of its stage. WAIT_REDUCE_GRAD and the update wait
+  for it.
 * A rank's `host` issues one F, I or W after the other, ahead of the device, which waits for it.
-* A rank's `update` follows its row and its reductions; with `consent`, those of all ranks, and the
-  agreement. Sharding takes no time.
+* A rank's `update` follows its row and its reductions; with `consent`, it follows the rows and
+  reductions of all ranks, and the agreement. Sharding takes no time.
 
-A step so timed is as short as its schedule allows: more queues, faster messages or a shorter action
-never make it longer. It is the bound that a measured step is held against, where the durations were
-measured too.
+The simulated step is as short as its schedule allows: more queues, faster messages or a shorter
+action never make it longer. With measured durations it is the bound for a measured step.
 
 >>> from qeffect.schedule.durations import Durations
 >>> from qeffect.schedule.tables import read_fixture
@@ -73,17 +73,17 @@ _SHOWN = 8
 @attrs.frozen
 class Span:
     """
-    Something that takes time, and when it does.
+    An action, message or other part of a step, with its start and end.
 
     Args:
         what: `computation`, `refresh`, `message`, `reduction`, `host`, `consent` or `update`;
             `place` for a receive, a wait or sharding, which only has a place in its row.
-        name: As torch writes it; for a host, what it issues.
-        rank: Its rank, the sender of a message; -1 for the consent of all.
-        step: Where its entry stands in the row; None for what no table names.
-        start: When it begins.
-        end: When it ends.
-        peer: The rank that a message goes to.
+        name: Name as torch writes it; for a host, the name of the issued action.
+        rank: Rank; the sender of a message; -1 for the consent of all ranks.
+        step: Step of its entry in the row; None if the table has no entry for it.
+        start: Start time.
+        end: End time.
+        peer: Receiving rank of a message.
     """
 
     what: str
@@ -106,10 +106,10 @@ class RankTime:
 
     Args:
         rank: The rank.
-        busy: Time in which it computes: F, I, W, refreshes and its update.
-        before: Idle time before it first computes.
-        inside: Idle time between its first and its last computation.
-        after: Idle time from its last computation to the end of the step.
+        busy: Time in which the rank computes: F, I, W, refreshes and its update.
+        before: Idle time before the rank's first computation.
+        inside: Idle time between the rank's first and last computation.
+        after: Idle time from the rank's last computation to the end of the step.
     """
 
     rank: int
@@ -120,7 +120,7 @@ class RankTime:
 
     @property
     def idle(self) -> Time:
-        """Time in which it does not compute."""
+        """Time in which the rank does not compute."""
         return self.before + self.inside + self.after
 
     @property
@@ -138,13 +138,13 @@ class RankTime:
 @attrs.frozen
 class StepTime:
     """
-    When everything in a step happens.
+    The times of all parts of a step.
 
     Args:
-        schedule: What was timed.
-        unit: The unit of its times.
-        spans: Everything that has a place in the step, lane by lane, in order within each.
-        critical: What the step's time is made of: each begins because the one before it ended.
+        schedule: The timed schedule.
+        unit: The unit of the times.
+        spans: All parts of the step, lane by lane, in order within each lane.
+        critical: The critical path: each span begins because the span before it ended.
     """
 
     schedule: Schedule
@@ -154,7 +154,7 @@ class StepTime:
 
     @cached_property
     def time(self) -> Time:
-        """How long the step takes."""
+        """Time of the step."""
         return max((span.end for span in self.spans), default=0)
 
     @cached_property
@@ -171,7 +171,7 @@ class StepTime:
 
     @property
     def bound(self) -> Time:
-        """The computation of the busiest rank: no order of its actions makes a shorter step."""
+        """Computation time of the busiest rank; no order of its actions gives a shorter step."""
         return max((rank.busy for rank in self.ranks), default=0)
 
     def record(self) -> dict[str, Any]:
@@ -191,13 +191,12 @@ def step_time(schedule: Schedule, durations: Durations, transport: Transport = D
 
     Args:
         schedule: The schedule, of all ranks, that `qeffect.schedule.ranks.check_ranks` accepts.
-        durations: How long everything takes.
-        transport: How messages are carried; its `queues` and `rendezvous` are looked at.
+        durations: The durations of actions and messages.
+        transport: How messages are carried; only its `queues` and `rendezvous` matter.
 
     Raises:
-        ScheduleError: Ranks are missing from the table; it names an action twice, or needs one
-            that it does not have; ranks wait for each other; or the durations are for another
-            schedule.
+        ScheduleError: The table lacks ranks, names an action twice, or lacks an action that it
+            needs; ranks wait for each other; or the durations are for another schedule.
     """
     if not schedule.complete:
         raise ScheduleError(
@@ -213,7 +212,7 @@ def step_time(schedule: Schedule, durations: Durations, transport: Transport = D
 
 @attrs.define(eq=False)
 class _Task:
-    """One thing to be done: it follows the task before it in its lane, and what it needs."""
+    """A part of the step; it follows the task before it in its lane and the tasks that it needs."""
 
     what: str
     name: str
@@ -251,7 +250,7 @@ class _Lanes:
             yield from lane
 
     def run(self) -> None:
-        """Give every task its times: it starts when the last of what it needs has ended."""
+        """Compute the times of every task: it starts when all tasks that it needs have ended."""
         engine = Processes[_Task]()
 
         def lane(tasks: Iterable[_Task]) -> Iterator[_Task]:
@@ -281,22 +280,22 @@ class _Lanes:
 
 @attrs.define
 class _Rows:
-    """Lays every action and message of a schedule in its lane, with what it needs from others."""
+    """Puts every action and message of a schedule in its lane, with the tasks that it needs."""
 
     schedule: Schedule
     durations: Durations
     transport: Transport
     lanes: _Lanes = attrs.field(factory=_Lanes)
     made: dict[Event, _Task] = attrs.field(factory=dict)
-    #: Needs whose tasks may be laid later, in another rank's row.
+    #: Needs whose tasks may be put down later, from another rank's row.
     open: list[tuple[_Task, Event]] = attrs.field(factory=list)
-    #: For each rank, the last task that holds up what stands behind it in the row.
+    #: For each rank, the last task that blocks the later tasks of the row.
     held: dict[int, _Task] = attrs.field(factory=dict)
-    #: Stages whose first F has been laid.
+    #: Stages whose first F has been put down.
     opened: set[int] = attrs.field(factory=set)
 
     def lay(self) -> _Lanes:
-        """Lay all rows, then the ends of the step."""
+        """Put down all rows, then the ends of the step."""
         for rank, atoms in enumerate(self.schedule.atoms):
             for atom in atoms:
                 self._lay(rank, atom)
@@ -362,7 +361,7 @@ class _Rows:
     def _send(self, rank: int, step: int, event: Event) -> None:
         kind, stage, microbatch = event
         made, held = (_MADE_BY[kind], stage, microbatch), self.held.get(rank)
-        # What follows in the entry that made it, as W in a B, does not hold it up.
+        # A message does not wait for the rest of the entry that computes it, such as the W of a B.
         follows = made in self.made and held is not None and held.step == self.made[made].step
         task = self._message(rank, step, event, [] if held is None or follows else [held])
         self.open.append((task, made))
@@ -461,7 +460,7 @@ def _circle(task: _Task) -> str:
         path.append(task)
         task = next(need for need in task.needs if need.end is None)
     circle = path[path.index(task) :]
-    # A send that holds its row stands there twice: in its channel, and in the row.
+    # A send that blocks its row is in two lanes: its channel and the row.
     legs = list(dict.fromkeys(f"{t.name} on rank {t.rank}" for t in circle))
     shown = ", which waits for ".join(legs[:_SHOWN]) + (" ..." if len(legs) > _SHOWN else "")
     return f"ranks wait for each other: {shown}, and so on; run qeffect check on the table"

@@ -1,10 +1,9 @@
 """
-Schedule tables as CSV: one row a rank, one entry an action, an empty entry is idle.
+Schedule tables as CSV: one row per rank, one entry per action; an empty entry is idle.
 
-Both of torch's formats are read and told apart by what stands in them: `compute_only` (F, I, W, B,
+Both of torch's formats are read and distinguished by their entries: `compute_only` (F, I, W, B,
 OVERLAP_F_B, idle entries, sometimes REDUCE_GRAD) and `compute_comms` (with sends, receives and
-sharding). A file is data from elsewhere: whatever it holds, reading it ends in a `Schedule` or in
-one clear line.
+sharding). A file is untrusted data: reading it returns a `Schedule` or raises an error of one line.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def read_table(
     target = Path(path) if isinstance(path, str) else path
     try:
         with target.open("rb") as stream:
-            # One byte more than the limit also bounds devices and pipes, which have no size.
+            # One byte more than the limit; this also bounds devices and pipes, which have no size.
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -63,7 +62,7 @@ def decode_table(
 
     Args:
         data: The bytes, at most one more than the limit.
-        source: Where they came from, for people.
+        source: Origin of the bytes, for messages.
         num_stages: Stages of the pipeline; inferred from the table when left out.
         num_microbatches: Microbatches; inferred from the table when left out.
 
@@ -103,7 +102,7 @@ def parse_table(
 
     Args:
         text: The table.
-        source: Where it came from, for people.
+        source: Origin of the text, for messages.
         num_stages: Stages of the pipeline; inferred from the table when left out.
         num_microbatches: Microbatches; inferred from the table when left out.
 
@@ -141,13 +140,13 @@ def parse_table(
 
 def write_table(schedule: Schedule) -> str:
     """
-    The schedule as the CSV table that torch would write.
+    Return the schedule as the CSV table that torch would write.
 
-    `parse_table` gives the same rows back. Lines end as the `csv` module ends them, so a file is to
-    be opened with `newline=""`.
+    `parse_table` reads the same rows back. Lines end as in the `csv` module, so open a file for it
+    with `newline=""`.
 
     Args:
-        schedule: The schedule, from whichever reader.
+        schedule: The schedule, from any reader.
     """
     out = io.StringIO(newline="")
     writer = csv.writer(out)
@@ -158,11 +157,11 @@ def write_table(schedule: Schedule) -> str:
 
 def fixture_names(*, refused: bool = False) -> tuple[str, ...]:
     """
-    The tables shipped with the package, all written by torch 2.13.
+    Return the names of the tables shipped with the package, all written by torch 2.13.
 
     Args:
-        refused: Those that torch draws but does not execute, and that are wrong; otherwise those
-            that it executes.
+        refused: The wrong tables, which torch draws but does not execute; by default the tables
+            that torch executes.
     """
     folder = _folder() / _REFUSED if refused else _folder()
     return tuple(sorted(p.name for p in folder.iterdir() if p.name.endswith(".csv")))

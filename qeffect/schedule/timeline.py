@@ -434,7 +434,7 @@ class _Picture:
         return arrow(path, colour, name, dash)
 
     def _said(self, entry: Placed, colour: str, *, below: bool) -> Iterator[str]:
-        """Name an entry that is too narrow to be written in, unless there is no room for it."""
+        """Write an entry's name beside it if the entry is too narrow and there is room."""
         if entry.length:
             return
         words = f"{entry.action}, step {entry.step}"

@@ -1,17 +1,16 @@
 """
 The tables of torch's schedule classes, made on a CPU with no process group and no devices.
 
-Classes with several stages a rank (`ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`,
-`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`, `ScheduleLoopedBFS`) execute a table, and it is taken
-as it is. Classes with one stage a rank (`Schedule1F1B`, `ScheduleGPipe`) execute a loop instead:
-here the loop itself is run against stages that only write down what they are asked to do. Their
-`pipeline_order` is a separate drawing of that loop, and for `Schedule1F1B` a wrong one in torch
-2.13: on the last rank it starts at microbatch 1. Ask for it with `drawn=True` to see it refused.
+Classes with several stages per rank (`ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`,
+`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`, `ScheduleLoopedBFS`) execute a table, which is taken
+unchanged. Classes with one stage per rank (`Schedule1F1B`, `ScheduleGPipe`) execute a loop instead;
+here the loop runs against stages that only record their calls. The `pipeline_order` of these
+classes is a separate drawing of the loop. For `Schedule1F1B` the drawing is wrong in torch 2.13: on
+the last rank it starts at microbatch 1. `drawn=True` reads the drawing, which is then refused.
 
-torch 2.11 to 2.14 write the same tables; from 2.13 on receives can be deferred. 2.15 places a wait
-for every send and every reduction, can limit the sends that are outstanding, and moves a few
-receives. 1F1B and GPipe wait within
-their loop in every version, so that their tables have no waits.
+torch 2.11 to 2.14 write the same tables; from 2.13 on receives can be deferred. torch 2.15 places a
+wait for every send and every reduction, can limit outstanding sends, and moves a few receives. 1F1B
+and GPipe wait within their loop in every version, so their tables have no waits.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ def torch_schedule(
     release: tuple[str, ModuleType] | None = None,
 ) -> Schedule:
     """
-    The table of one of torch's schedule classes.
+    Return the table of one of torch's schedule classes.
 
     Args:
-        name: The class of torch, with or without its leading "Schedule", in any case; or a
-            subclass of one's own, as `module:Class` or the class itself.
-        pp: Ranks of the pipeline.
-        microbatches: Microbatches of one step.
-        vpp: Stages (model chunks) a rank; 1 for 1F1B and GPipe and 2 for the others when left out.
-        comms: Give the table with sends, receives and sharding.
-        drawn: For 1F1B and GPipe, the class's `pipeline_order` instead of what it executes.
-        defer_receives: Give each receive just before the computation that uses it, torch's
+        name: The class of torch, with or without its leading "Schedule", in any case; or a user's
+            own subclass, as `module:Class` or the class itself.
+        pp: Number of ranks of the pipeline.
+        microbatches: Number of microbatches per step.
+        vpp: Stages (model chunks) per rank; by default 1 for 1F1B and GPipe, 2 for the others.
+        comms: Return the table with sends, receives and sharding.
+        drawn: For 1F1B and GPipe, return the class's `pipeline_order` instead of the executed loop.
+        defer_receives: Place each receive just before the computation that uses it, as torch's
             `defer_pp_recv`; from torch 2.13 on.
-        max_outstanding_sends: The most sends that a rank may have posted and not awaited, torch's
-            option of that name; from torch 2.15 on.
+        max_outstanding_sends: Maximum number of sends that a rank has posted and not yet awaited,
+            as torch's option of this name; from torch 2.15 on.
         release: The version and the `torch.distributed.pipelining.schedules` module of another
             release than the installed one.
 
     Raises:
-        ScheduleError: torch is missing, the class is unknown, it refuses this combination, or this
-            torch does not have an option.
+        ScheduleError: torch is missing, the class is unknown or refuses this combination, or this
+            torch lacks an option.
     """
     own = None
     if isinstance(name, type) or ":" in name:
@@ -100,8 +99,8 @@ def torch_schedule(
     except ScheduleError:
         raise
     except Exception as error:
-        # Whatever a constructor trips over (several raise IndexError, or AssertionError with the
-        # whole table as text) means that torch has no such schedule.
+        # Any exception of a constructor (several raise IndexError, or AssertionError with the whole
+        # table as text) means that torch has no such schedule.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ScheduleError(f"torch refuses {what}: {' '.join(lines[0].split())}") from error
     asked = "".join(f" {option}={value}" for option, value in options.items())
@@ -117,7 +116,7 @@ def torch_schedule(
 
 def class_name(name: str) -> str:
     """
-    torch's full name of a schedule class.
+    Return torch's full name of a schedule class.
 
     >>> class_name("zbvzerobubble")
     'ScheduleZBVZeroBubble'
@@ -145,14 +144,14 @@ def _check_arguments(
         raise ScheduleError(
             f"{what}: only 1F1B and GPipe have a drawn table, which has no messages"
         )
-    # Three computations a stage and microbatch, and about as many messages.
+    # Three computations per stage and microbatch, and about as many messages.
     if pp * vpp * microbatches * 8 > MAX_ENTRIES:
         raise ScheduleError(f"{what}: more than {MAX_ENTRIES} entries, the limit")
 
 
 def _check_options(cls: type[Any], version: str, cls_name: str, options: dict[str, Any]) -> None:
     known = inspect.signature(cls.__init__).parameters
-    # A subclass of one's own may hand all that it is given to torch's.
+    # A user's own subclass may pass all its arguments to torch's constructor.
     anything = any(p.kind is p.VAR_KEYWORD for p in known.values()) and cls_name not in CLASSES
     for option in options:
         if option not in known and not anything:
@@ -178,7 +177,7 @@ def _import_torch() -> tuple[ModuleType, ModuleType]:
 
 
 class _Stage:
-    """A stage that is asked for its place only: all that torch's constructors read."""
+    """A stage that only has a place, which is all that torch's constructors read."""
 
     def __init__(self, index: int, rank: int, pp: int, vpp: int, submod: object) -> None:
         self.stage_index = index
@@ -193,7 +192,7 @@ class _Stage:
 
 
 class _RecordingStage(_Stage):
-    """A stage that writes down what the execution loop of a single-stage class asks it to do."""
+    """A stage that records the calls of the execution loop of a single-stage class."""
 
     def __init__(self, rank: int, pp: int, comms: bool) -> None:
         super().__init__(rank, rank, pp, 1, None)
@@ -227,7 +226,7 @@ class _RecordingStage(_Stage):
         self._note("B", microbatch)
 
     def release_fwd_send_outputs(self, _: int) -> None:
-        """Forget what was sent, from torch 2.15 on; nothing was kept here."""
+        """Do nothing: torch 2.15 calls this to forget sent tensors, and none are kept here."""
 
     def perform_reduce_grad(self, *_: object) -> None:
         if self._comms:
@@ -235,7 +234,7 @@ class _RecordingStage(_Stage):
 
 
 def _quietly(schedules: ModuleType, make: Callable[[], Any]) -> Any:
-    # The constructors log the class in use; a checker's output is not the place for it.
+    # The constructors log the class in use, which does not belong in a checker's output.
     logger = logging.getLogger(schedules.__name__)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -252,7 +251,7 @@ def _run_single(
 
     def run() -> None:
         schedule = cls(stage, microbatches)
-        # Initialisation negotiates tensor shapes with other processes; there are none.
+        # Initialization negotiates tensor shapes with other processes, which do not exist here.
         schedule._initialize_stage = lambda *_, **__: None
         schedule._step_microbatches([()] * microbatches, [{}] * microbatches, return_outputs=False)
 

@@ -1,22 +1,21 @@
 """
-How a runtime carries messages, as far as it decides whether a table is right.
+How a runtime carries messages: the settings that decide whether a table is right.
 
-A table says when messages are sent and received; which of them share a queue, when a send ends, and
-how many may be under way, the runtime is configured with. Four ways to share queues:
+A table says when messages are sent and received. The runtime's configuration says which messages
+share a queue, when a send ends, and how many sends may be under way. Four ways to share queues:
 
 * `pair`: all messages between two ranks, both ways. torch keeps one process group for a pipeline,
   and NCCL one communicator for each pair of ranks in it.
-* `direction`: activations between two ranks, both ways, and gradients apart from them. torch 2.14
+* `direction`: activations between two ranks, both ways, and in another queue gradients. torch 2.14
   can have a process group for each (`pipeline_per_direction_p2p`).
 * `edge`: all messages from one rank to another. torch 2.15 can have a process group for each
   directed pair of ranks (`pipeline_per_edge_p2p`).
-* `edge-direction`: a directed pair of ranks, activations and gradients apart.
+* `edge-direction`: activations from one rank to another, and in another queue gradients.
 
-The messages of a queue are received in the order in which they are sent. While sends are buffered,
-whether a table is right then depends on that order alone, and a queue for both ways is no different
-from one each way. Under rendezvous semantics a send ends only when its receive is posted, and until
-then nothing behind it in its queue moves: there the two differ, since a rank's own receives stand
-in the way of its sends.
+The messages of a queue are received in the order in which they are sent. With buffered sends, a
+table's correctness depends on this order alone, and one queue for both ways equals a queue each
+way. Under rendezvous semantics a send ends only when its receive is posted, and until then nothing
+behind it in its queue moves. Then the two differ: a rank's own receives can block its sends.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import attrs
 
 from .actions import SENDS, Kind, Schedule, ScheduleError
 
-#: Which messages share a queue, and so the order of their sends; with words for each.
+#: Ways to share queues, each with a description of the messages that share one.
 QUEUES: Mapping[str, str] = MappingProxyType(
     {
         "pair": "a pair of ranks",
@@ -37,22 +36,22 @@ QUEUES: Mapping[str, str] = MappingProxyType(
         "edge-direction": "a directed pair of ranks and kind of message",
     }
 )
-#: What a send holds up until its receive is posted, under rendezvous semantics.
+#: What a send blocks until its receive is posted, under rendezvous semantics.
 RENDEZVOUS = ("queue", "rank")
 
 
 @attrs.frozen
 class Transport:
     """
-    What is known about the runtime that carries a table's messages.
+    The settings of the runtime that carries a table's messages.
 
     Args:
         queues: Which messages share a queue; one of `QUEUES`.
-        max_outstanding_sends: The most sends that a rank may have posted and not awaited at once,
-            torch 2.15's option of that name; without a limit when left out.
-        rendezvous: What a send holds up until its receive is posted: `queue`, what comes behind it
-            in its queue, or `rank`, that and its rank's whole row. Sends are buffered, and hold
-            up nothing, when left out.
+        max_outstanding_sends: Maximum number of sends that a rank has posted and not yet awaited,
+            as torch 2.15's option of this name; `None` for no limit.
+        rendezvous: What a send blocks until its receive is posted: `queue` for the messages behind
+            it in its queue, `rank` for these and its rank's whole row. By default sends are
+            buffered and block nothing.
     """
 
     queues: str = "pair"
@@ -82,28 +81,28 @@ class Transport:
 
     @property
     def by_kind(self) -> bool:
-        """Whether activations and gradients have queues of their own."""
+        """Whether activations and gradients use separate queues."""
         return self.queues in ("direction", "edge-direction")
 
     @property
     def both_ways(self) -> bool:
-        """Whether what a rank sends to another shares a queue with what it receives from it."""
+        """Whether both directions between two ranks share a queue."""
         return self.queues in ("pair", "direction")
 
     def queue(self, kind: Kind) -> str:
-        """The queue of a send, among those from one rank to another."""
+        """The queue of a send, among the queues from one rank to another."""
         return str(kind) if self.by_kind else "all"
 
     def require(self, schedule: Schedule) -> None:
         """
-        Refuse what is asked of a table that does not say it.
+        Require that the table has what these settings need.
 
         Args:
             schedule: The schedule.
 
         Raises:
-            ScheduleError: There is a limit, and sends but no waits; or sends are to block, and the
-                table does not name them or lacks some ranks.
+            ScheduleError: Sends are limited, but the table has sends and no waits for them; or
+                sends block, but the table does not name them or lacks ranks.
         """
         homes = set(schedule.stage_to_rank.values())
         if self.rendezvous is not None and (
@@ -123,5 +122,5 @@ class Transport:
             )
 
 
-#: torch's defaults: one queue for a pair of ranks, no limit, sends that are buffered.
+#: torch's defaults: one queue per pair of ranks, no limit, buffered sends.
 DEFAULT = Transport()

@@ -103,8 +103,8 @@ def test_stages_that_do_not_meet_are_named_on_every_rank(tmp_path: Path) -> None
     said = launch(2, tmp_path, bodies.unmet)
     assert said.codes == [0, 0]
     assert said.words[0] == said.words[1]
-    assert "stage 0 gives (16, 1, 32)" in said.words[0]
-    assert "stage 1 takes (16, 1, 64)" in said.words[0]
+    assert "stage 0 outputs (16, 1, 32)" in said.words[0]
+    assert "stage 1 expects (16, 1, 64)" in said.words[0]
 
 
 def test_a_mistake_in_building_stages_is_heard_by_every_rank(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ class ReferenceDomain:
                 self.roll(forward=True)
 
     def claim_first(self) -> bool:
-        """Whether the caller is the first FP8 module of this F; its backward rolls the domain."""
+        """Whether the caller is this F's first FP8 module, whose backward rolls the histories."""
         claimed, self._first_unclaimed = self._first_unclaimed, False
         return claimed
 

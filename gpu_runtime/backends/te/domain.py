@@ -5,8 +5,8 @@ Every update of the library goes over all registered modules of the process, oth
 and rolls each history that has a new entry, whichever module owns it. (Before the library's pull
 request 825, and still under `NVTE_UNFUSED_FP8_UPDATE=1`, an update rolls all histories.) Graphs
 bake the set of modules in. So a process has one domain, which stages
-(`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules of others and modules
-that are made after the capture.
+(`qeffect.gpu_runtime.backends.te.stage`) join; the domain refuses modules of other owners and
+modules that appear after `freeze`.
 """
 
 from __future__ import annotations
