@@ -32,7 +32,9 @@ def own_class(name: str) -> type:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a module raises while it is imported
         said = " ".join(str(error).split()) or "no message"
         raise ScheduleError(
             f"{name}: module {module_name} cannot be imported: {type(error).__name__}: {said}"

@@ -62,7 +62,9 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
 
 
 def _split(text: str) -> list[str]:
-    return text.strip().strip("[]()").replace(",", " ").split()
+    """Split at commas or white space; an empty place between two commas stays, to be refused."""
+    entries = text.strip().strip("[]()").strip().removesuffix(",").split(",")
+    return [word for entry in entries for word in entry.split() or [""]] if any(entries) else []
 
 
 def _entry(entry: object, step: int) -> tuple[Kind, int]:

@@ -98,11 +98,14 @@ def torch_schedule(
             rows = _table(torch, schedules, cls, base, pp, vpp, microbatches, comms, options)
     except ScheduleError:
         raise
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a user's class may raise anything
         # Any exception of a constructor (several raise IndexError, or AssertionError with the whole
         # table as text) means that torch has no such schedule.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ScheduleError(f"torch refuses {what}: {' '.join(lines[0].split())}") from error
+        who = "torch refuses" if own is None else f"{own.__module__} cannot make"
+        raise ScheduleError(f"{who} {what}: {' '.join(lines[0].split())}") from error
     asked = "".join(f" {option}={value}" for option, value in options.items())
     return from_actions(
         dict(enumerate(rows)),

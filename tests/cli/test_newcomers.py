@@ -47,6 +47,11 @@ class Early(PipelineScheduleMulti):
         }
 
 
+class Exits(ScheduleGPipe):
+    def __init__(self, *_, **__):
+        raise SystemExit(0)
+
+
 class Nothing:
     pass
 '''
@@ -92,6 +97,7 @@ class TestOwnClasses:
     @pytest.mark.parametrize(
         ("name", "said"),
         [
+            ("ownschedules:Exits", "ownschedules cannot make Exits"),
             ("ownschedules:Nothing", "is not a schedule class; expected a subclass of"),
             ("ownschedules:Missing", "module ownschedules has no class 'Missing'"),
             ("nosuchmodule:Mine", "module nosuchmodule cannot be imported: ModuleNotFoundError"),

@@ -75,6 +75,7 @@ class TestUnusable:
             ("1,inf", "entry 'inf'"),
             ("1,-1.25", "entry '-1.25' is not [+]chunk, -chunk"),
             ("1.5,-1", "entry '1.5' is not [+]chunk, -chunk"),
+            ("1,,-1", "step 1: entry '' is not [+]chunk, -chunk"),
             ("1,-0.5", "must name a chunk between 1 and"),
             ("99999,-99999", "must name a chunk between 1 and"),
             ("-1", "no forward entry"),
