@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from .arguments import Arguments
 from .calls.blocks import Blocks
-from .calls.epochs import EpochCalls
 from .calls.reading import Reading
 from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
@@ -35,13 +34,13 @@ from .tickets import Ticket
 __all__ = ["Contract", "Observer", "Ticket"]
 
 
-class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCalls, Reading):
+class Contract(Blocks, TapeCalls, StreamCalls, StepCalls, RestartCalls, Reading):
     """
     The state and resource contract of one process (paper, Section III).
 
     ``check_*`` runs every guard and reserves what the action will touch. ``commit`` redeems the
     ticket after the physical action succeeded, ``abort`` after it failed. ``forward``, ``dgrad``,
-    ``wgrad`` and ``refresh`` do both as context managers. A refused call changes nothing, with one
+    ``wgrad``, ``refresh`` and ``update`` do both as context managers. A refused call changes nothing, with one
     exception: if a commit's evidence is refused, its action has physically run, and is aborted.
 
     Calls may come from any thread, one after another. A call that comes while another call is under
@@ -62,7 +61,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         epoch: First weight epoch.
         observer: Called after every accepted transition. If it raises, the call has happened and
             the caller gets the observer's exception; see `outstanding`.
-        counted: Whether `commit_epoch` requires the devices' counts; see `qeffect.counts`.
+        counted: Whether an update requires the devices' counts; see `qeffect.counts`.
         late: With ``counted``, whether `present_counts` takes them after the commit, for an update
             that the device itself skips if they differ.
 

@@ -42,7 +42,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     updates = 2 * sum(scope.cells)
     tapes = sum(scope.slots) * scope.generation_max
     most = max(scope.cells) if "order" not in scope.omit else tapes
-    ticket = (0, n["slot"] + n["stage"] if scope.tickets else 0)
+    ticket = (0, n["slot"] + n["stage"] + 1 if scope.tickets else 0)
     bounds = {
         "consumers": (0, RESERVED),
         "generation": (0, scope.generation_max),

@@ -15,7 +15,7 @@ from .scopes import Scope, configuration, sizes
 __all__ = ["TICKETS", "FlatMemory", "offsets"]
 
 #: Columns that hold tickets in flight, or 0.
-TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing")
+TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing", "optimizing")
 
 
 def offsets(scope: Scope, kept: Iterable[str]) -> dict[str, range]:

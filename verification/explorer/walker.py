@@ -57,7 +57,7 @@ class Step:
         index: Position of the move in the walker's moves.
         move: The move.
         arguments: Arguments of its first transition, as the composed function takes them.
-        place: Slot or stage that a second transition redeems the ticket at.
+        place: Slot, stage or epoch that a second transition redeems the ticket at.
         evidence: The second transition's evidence.
     """
 
@@ -196,7 +196,8 @@ class Walker:
         arguments = tuple(self._argument(p, values) for p in TRANSITIONS[first])
         if len(move.steps) == 1:
             return Step(index, move, arguments)
-        place = values.get("ref.slot", values.get("slot", values.get("stage", -1)))
+        names = ("ref.slot", "slot", "stage", "epoch")
+        place = next((values[name] for name in names if name in values), -1)
         evidence = tuple(values[p] for p in TRANSITIONS[move.steps[1]] if p in EVIDENCE)
         return Step(index, move, arguments, place, evidence)
 
@@ -295,6 +296,8 @@ def broken_promise(walker: Walker, index: int, clause: str, state: bytes) -> str
 def _owed(st: Any, move: Move) -> bool:
     """Whether the ticket in flight where the move redeems is one of the move's own action."""
     action = move.label.partition("_")[2]
+    if action == "update":
+        return True
     if action == "refresh":
         ticket = st.refreshing[move.arguments["stage"]]
         return ticket not in list(st.held)

@@ -171,6 +171,12 @@ def issued_to_refresh(st: State, g: Index) -> Truth:
     return refreshing & (0 <= st.filling[g]) & (st.filling[g] <= st.serial[0])
 
 
+@MEMORY("tickets.issued-to-update")
+def issued_to_update(st: State) -> Truth:
+    """The ticket of an update in flight was issued."""
+    return (0 <= st.optimizing[0]) & (st.optimizing[0] <= st.serial[0])
+
+
 @MEMORY("tickets.one-stage", a="stage", b="stage")
 def one_stage(st: State, a: Index, b: Index) -> Truth:
     """No ticket belongs to two refreshes."""

@@ -27,7 +27,9 @@ __all__ = ["KERNEL_SCOPES", "Matched", "RankView", "match", "seen"]
 #: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
 KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
 #: What counts as live: a tape, an action in flight, a reduction that runs.
-_LIVE: Final = ("consumers", "refreshing", "busy", "reducing")
+_LIVE: Final = ("consumers", "refreshing", "busy", "reducing", "optimizing")
+#: The two transitions of an update that did not fail.
+_UPDATE: Final = ("check_update", "commit_update")
 #: The epochs in which stages were finalized and buckets reduced.
 _WHOLE: Final = ("final", "reduced")
 
@@ -75,12 +77,14 @@ class Matched:
 def seen(st: Any) -> RankView:
     """Return what the protocol knows of a kernel's memory."""
     epochs = _entries(st.weight_epoch)
+    half = any(_entries(st.half_updated))
     assert len(set(epochs)) == 1, "a commit is atomic over the stages of a process"
     return RankView(
         epoch=epochs[0],
         live=any(any(_entries(getattr(st, name))) for name in _LIVE if hasattr(st, name)),
-        spoiled=any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
-        whole=all(
+        spoiled=half or any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
+        whole=not half
+        and all(
             epoch == epochs[0]
             for name in _WHOLE
             if hasattr(st, name)
@@ -106,7 +110,7 @@ def match(
         composed: Transitions to run; the scope's own by default. A test gives wrong ones.
     """
     scope = standard_scopes()[name] if scope is None else scope
-    walker = Walker(scope, composed, also=(*_LIVE, *_WHOLE, "spoiled", "weight_epoch"))
+    walker = Walker(scope, composed, also=(*_LIVE, *_WHOLE, "spoiled", "half_updated", "weight_epoch"))
     states = explore(walker).parents
     counts: Counter[str] = Counter()
     for state in states:
@@ -122,7 +126,7 @@ def match(
             if wrong:
                 told = f"{move.label} ({clause or 'accepted'}), {before} to {after}: {wrong}"
                 return Matched(scope.name, len(states), counts["moves"], counts["commits"], told)
-            counts["commits"] += clause is None and move.steps == ("commit_epoch",)
+            counts["commits"] += clause is None and move.steps == _UPDATE
     return Matched(scope.name, len(states), counts["moves"], counts["commits"])
 
 
@@ -134,7 +138,7 @@ def _wrong(
         return "whole and spoiled"
     if clause is not None and after != before:
         return "a refusal changed it"
-    if tuple(steps) == ("commit_epoch",):
+    if tuple(steps) == _UPDATE:
         may = before.whole and not before.live
         if right and may != (clause is None):
             return "a commit is accepted if the epoch is whole and nothing is live, and only then"

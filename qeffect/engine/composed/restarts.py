@@ -22,8 +22,10 @@ def checkpoint(st):
     # persistence.checkpoint_before_order_guards
     if not st.every(st.consumers, 0):
         raise Refused("persistence.live-tape")
-    if not st.every(st.refreshing, 0):
+    if not st.every(st.refreshing, 0) or st.optimizing[0] != 0:
         raise Refused("persistence.action-in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("persistence.half-updated")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
     # order.checkpoint_guards
@@ -42,7 +44,7 @@ def restore(st, epoch, incarnation):
     """
     After the numerical state was loaded: starts a new incarnation with stale caches.
 
-    Guards: ownership, version, persistence, reduction.
+    Guards: ownership, version, persistence, reduction, epoch.
     Writes: ownership, version, order, arena, capture, completion, reduction, epoch, persistence.
     """
     # ownership.restore_guards
@@ -57,6 +59,9 @@ def restore(st, epoch, incarnation):
     # reduction.restore_guards
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")
+    # epoch.restore_guards
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
     # persistence.restore_guards
     if incarnation == st.incarnation[0]:
         raise Refused("persistence.same-incarnation")
@@ -99,5 +104,6 @@ def restore(st, epoch, incarnation):
     st.fill(st.wgrads, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)
+    st.half_updated[0] = 0
     # persistence.restore_writes
     st.incarnation[0] = incarnation
