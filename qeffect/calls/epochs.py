@@ -9,12 +9,12 @@ from collections.abc import Hashable, Mapping
 from ..counts import DeviceCounts
 from ..threads import exclusive_call
 from ..tickets import Ticket
-from .parts import Parts
+from .parts import ContractParts
 
 __all__ = ["EpochCalls"]
 
 
-class EpochCalls(Parts):
+class EpochCalls(ContractParts):
     """Finalize stages, reduce buckets, and check and commit the update."""
 
     @exclusive_call
