@@ -32,7 +32,7 @@ from ..text import is_name
 __all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "VERSION", "Check", "Field"]
 
 MAGIC: Final = "event-log"
-VERSION: Final = 2
+VERSION: Final = 3
 
 #: Whether a parsed value has a field's shape.
 Check = Callable[[Any], bool]

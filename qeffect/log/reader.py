@@ -92,8 +92,13 @@ class Converters:
             **{name: field.choices for name, field in EVENT.items() if field.choices},
         }
 
-    def plans(self) -> dict[str, Plan]:
-        """Return how to apply each transition."""
+    def plans(self, *, former: bool = False) -> dict[str, Plan]:
+        """
+        Return how to apply each transition.
+
+        Args:
+            former: The log is of a former version: the check of an update also commits the update.
+        """
         converts: dict[str, Callable[[Any], Any]] = {
             "key": self.key,
             "ref": self.ref,
@@ -103,11 +108,13 @@ class Converters:
             "covered": tuple,
             "incarnation": self.incarnations.__getitem__,
         }
-        functions = self.contract.transitions.functions
+        functions = {**self.contract.transitions.functions, "restore": self.restore}
+        if former:
+            functions["check_update"] = self.commit_epoch
         return {
             name: (
                 spelling(name),
-                self.restore if name == "restore" else functions[name],
+                functions[name],
                 tuple(
                     (i, self.allowed(name, field))
                     for i, field in enumerate(FIELDS[name])
@@ -122,6 +129,19 @@ class Converters:
             )
             for name, parameters in TRANSITIONS.items()
         }
+
+    def commit_epoch(self, st: Any, epoch: int, caller: int) -> int:
+        """
+        Check and commit an update, as one line of a former version does, which took no ticket.
+
+        Raises:
+            Refused: By the check.
+        """
+        functions = self.contract.transitions.functions
+        serial: int = functions["check_update"](st, epoch, caller)
+        functions["commit_update"](st, epoch, serial)
+        st.serial[0] = serial - 1
+        return serial
 
     def restore(self, st: Any, epoch: int, incarnation: int) -> None:
         """

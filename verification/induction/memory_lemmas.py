@@ -119,6 +119,12 @@ def one_epoch(st: State, a: Index, b: Index) -> Truth:
     return st.weight_epoch[a] == st.weight_epoch[b]
 
 
+@MEMORY("epoch.none-over-half-updated")
+def none_over_half_updated(st: State) -> Truth:
+    """No update is in flight over half-updated weights."""
+    return (st.optimizing[0] == 0) | (st.half_updated[0] == 0)
+
+
 @MEMORY("ownership.forwarded-by-now", c="cell")
 def forwarded_by_now(st: State, c: Index) -> Truth:
     """No cell was forwarded in an epoch to come."""
