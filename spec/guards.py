@@ -232,7 +232,10 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "epoch.unknown-ticket",
         "epoch.unknown-ticket",
     ),
-    "abort_update": ("epoch.unknown-ticket",),
+    "abort_update": (
+        "epoch.unknown-ticket",
+        "epoch.unknown-ticket",
+    ),
     "checkpoint": (
         "persistence.live-tape",
         "persistence.action-in-flight",
@@ -244,11 +247,11 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "persistence.mid-epoch",
     ),
     "restore": (
+        "epoch.in-flight",
         "ownership.in-flight",
         "version.in-flight",
         "persistence.device-work",
         "reduction.in-flight",
-        "epoch.in-flight",
         "persistence.same-incarnation",
     ),
 }

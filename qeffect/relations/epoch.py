@@ -116,6 +116,8 @@ def commit_update_writes(st: State, epoch, ticket):
 def abort_update_guards(st: State, epoch, ticket):
     if st.optimizing[0] == 0 or st.optimizing[0] != ticket:
         raise Refused("epoch.unknown-ticket")
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("epoch.unknown-ticket")
 
 
 def abort_update_writes(st: State, epoch, ticket):
@@ -123,7 +125,7 @@ def abort_update_writes(st: State, epoch, ticket):
     st.half_updated[0] = 1
 
 
-def restore_guards(st: State, epoch, incarnation):
+def restore_before_ownership_guards(st: State, epoch, incarnation):
     if st.optimizing[0] != 0:
         raise Refused("epoch.in-flight")
 

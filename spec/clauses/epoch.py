@@ -156,7 +156,7 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
         Clause(
             id="epoch.in-flight",
             number="8.9",
-            title="One update at a time",
+            title="One update of the weights at a time",
             invariant="While an update is in flight, no second update and no restore begins.",
             transitions=("check_update", "restore"),
             argument="",
@@ -183,14 +183,14 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             id="epoch.unknown-ticket",
             number="8.11",
             title="An update's ticket is redeemed once",
-            invariant="Commit and abort of an update are accepted only with the ticket that is in "
-            "flight, and the commit only with the epoch of its check.",
+            invariant="Commit and abort of an update are accepted only with the ticket in flight "
+            "and the epoch of its check.",
             transitions=("commit_update", "abort_update"),
             argument="ticket",
             unchanged="The weight epoch, and the update in flight.",
             section="design",
-            cause="The ticket was already committed or aborted.",
-            remedy="Redeem each ticket exactly once; commit after success, abort after failure.",
+            cause="The update was already committed or aborted, or a restore came between.",
+            remedy="Let `with contract.update():` redeem the ticket.",
         ),
     ),
 )

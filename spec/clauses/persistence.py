@@ -123,8 +123,8 @@ restored twice, because the incarnation is a new random number that is never per
             unchanged=_WITHHELD,
             section="design",
             cause="`optimizer.step` raised, and the loop or an exit hook saved a checkpoint.",
-            remedy="Load the last checkpoint, or start the run again from it; delete nothing that "
-            "was saved before the failed update.",
+            remedy="Keep the last checkpoint that was saved before the failed update, and start "
+            "again from it.",
         ),
     ),
 )

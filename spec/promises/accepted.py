@@ -652,5 +652,6 @@ def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.update-redeems-its-own", "commit_update", "abort_update")
 def update_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of an update is accepted once, with the ticket of the check that began it."""
-    return implies(a.ticket == h.ticket[0], h.outstanding[0] == UPDATE) & (h.optimizing[0] == 1)
+    """The end of an update is accepted once, with ticket and epoch of the check that began it."""
+    mine = implies(a.ticket == h.ticket[0], h.outstanding[0] == UPDATE)
+    return mine & (h.optimizing[0] == 1) & (a.epoch == h.weights[0])

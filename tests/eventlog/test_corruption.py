@@ -225,12 +225,12 @@ def test_a_replayer_that_overlooks_a_field_is_found(
     """What such a replayer accepts is not what the proofs excuse."""
     honest = Converters.plans
 
-    def plans(self: Converters) -> dict[str, Any]:
+    def plans(self: Converters, *, former: bool = False) -> dict[str, Any]:
         return {
             name: (spelled, partial(careless, function, names), *rest)
             if field in (names := TRANSITIONS[name])
             else (spelled, function, *rest)
-            for name, (spelled, function, *rest) in honest(self).items()
+            for name, (spelled, function, *rest) in honest(self, former=former).items()
         }
 
     lines = valid()["readers"]

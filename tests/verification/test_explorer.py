@@ -99,7 +99,7 @@ def test_what_never_happens_is_named() -> None:
     """A scope that leaves something out does not pass for one that has it."""
     missing = unwitnessed([run(standard_scopes()["pool-2-2-2"])])
 
-    assert "commit_epoch" in missing
+    assert "commit_update" in missing
     assert "check_forward: order.token" in missing
     assert "check_wgrad" not in missing
 
@@ -167,7 +167,8 @@ def test_no_invariant_breaks_in_any_composition(omit: tuple[str, ...]) -> None:
     assert found.violation is None
     moves = found.walker.moves
     accepted = {moves[index].label for index, count in enumerate(found.accepted) if count}
-    assert {"commit_wgrad", "abort_wgrad", "finalize", "commit_epoch", "restore"} <= accepted
+    updates = {"check_update", "commit_update", "abort_update"}
+    assert {"commit_wgrad", "abort_wgrad", "finalize", *updates, "restore"} <= accepted
 
 
 # A kernel with something taken out

@@ -606,17 +606,11 @@ def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "reduction.missing"
 
 
-def _abort_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
+def _end_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
     mine = shadow.update
     if ticket.incarnation != shadow.incarnation:
         yield "ownership.unknown-ticket"
-    elif mine is None or ticket.serial != mine.serial:
-        yield "epoch.unknown-ticket"
-
-
-def _commit_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
-    yield from _abort_update(shadow, ticket)
-    if ticket.slot != shadow.epoch:
+    elif mine is None or (ticket.serial, ticket.slot) != (mine.serial, mine.slot):
         yield "epoch.unknown-ticket"
 
 
@@ -651,6 +645,8 @@ def _restore(shadow: Shadow, checkpoint: Any, incarnation: int, fresh: bool) -> 
     if [c.stage for c in checkpoint.stages] != [c.stage for c in shadow.process.stages]:
         yield "persistence.configuration"
     if not fresh:
+        if shadow.update is not None:
+            yield "epoch.in-flight"
         if any(slot.flight is not None for slot in shadow.slots):
             yield "ownership.in-flight"
         if any(stage.filling is not None for stage in shadow.stages.values()):
@@ -661,8 +657,6 @@ def _restore(shadow: Shadow, checkpoint: Any, incarnation: int, fresh: bool) -> 
             yield "persistence.device-work"
         if any(reduction.running for reduction in shadow.reductions.values()):
             yield "reduction.in-flight"
-        if shadow.update is not None:
-            yield "epoch.in-flight"
         if incarnation == shadow.incarnation:
             yield "persistence.same-incarnation"
 
@@ -690,8 +684,8 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "finish_reduction": _finish_reduction,
     "fail_reduction": _fail_reduction,
     "check_update": _check_update,
-    "commit_update": _commit_update,
-    "abort_update": _abort_update,
+    "commit_update": _end_update,
+    "abort_update": _end_update,
     "checkpoint": _checkpoint,
     "restore": _restore,
     **dict.fromkeys(("commit_refresh", "commit_forward", "commit_dgrad", "commit_wgrad"), _commit),

@@ -218,6 +218,8 @@ def abort_update(st, epoch, ticket):
     # epoch.abort_update_guards
     if st.optimizing[0] == 0 or st.optimizing[0] != ticket:
         raise Refused("epoch.unknown-ticket")
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("epoch.unknown-ticket")
     # completion.abort_update_writes
     st.fill(st.unawaited, 1)
     st.fill(st.undrained, 1)

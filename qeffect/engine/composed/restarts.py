@@ -44,9 +44,12 @@ def restore(st, epoch, incarnation):
     """
     After the numerical state was loaded: starts a new incarnation with stale caches.
 
-    Guards: ownership, version, persistence, reduction, epoch.
+    Guards: epoch, ownership, version, persistence, reduction.
     Writes: ownership, version, order, arena, capture, completion, reduction, epoch, persistence.
     """
+    # epoch.restore_before_ownership_guards
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
     # ownership.restore_guards
     if not st.every(st.held, 0):
         raise Refused("ownership.in-flight")
@@ -59,9 +62,6 @@ def restore(st, epoch, incarnation):
     # reduction.restore_guards
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")
-    # epoch.restore_guards
-    if st.optimizing[0] != 0:
-        raise Refused("epoch.in-flight")
     # persistence.restore_guards
     if incarnation == st.incarnation[0]:
         raise Refused("persistence.same-incarnation")
