@@ -104,10 +104,10 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "arrived",
         "slot -> mask",
         0,
-        "messages that a live tape has received: 1 the input, 2 the output's gradient; 16 if a copy "
-        "of the input was enqueued",
-        "reserve abort_forward abort_dgrad commit_wgrad abort_wgrad finish_receive finish_read drop "
-        "restore",
+        "messages that a live tape has received: 1 the input, 2 the output's gradient; 16 if a "
+        "copy of the input was enqueued",
+        "reserve abort_forward abort_dgrad commit_wgrad abort_wgrad finish_receive finish_read "
+        "drop restore",
     ),
     _state(
         "ownership",
@@ -344,8 +344,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "domain -> flag",
         0,
         "1 while the host has not seen the domain's device work finish",
-        "reserve commit_refresh abort_refresh commit_forward abort_forward commit_dgrad abort_dgrad "
-        "commit_wgrad abort_wgrad post_receive read drain start_reduction commit_epoch",
+        "reserve commit_refresh abort_refresh commit_forward abort_forward commit_dgrad "
+        "abort_dgrad commit_wgrad abort_wgrad post_receive read drain start_reduction commit_epoch",
     ),
     _state(
         "completion",

@@ -156,7 +156,7 @@ WORDS: Final[Mapping[str, Word]] = {
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
         clear="1 when the arbitrary link waited for every replay of that slot's former work",
-        trailing="1 when the graph stream has yet to wait for a transfer or copy of that slot there",
+        trailing="1 when the graph stream has yet to wait for that slot's transfer or copy there",
         seen_gradients="1 when that link waited for the replay of the arbitrary stage's latest dW",
     ),
 }
