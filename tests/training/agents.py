@@ -16,7 +16,7 @@ from typing import Any
 from .helpers import SMALL, text
 
 #: Seconds for the whole of a disturbed run.
-LIMIT_S = 150.0
+LIMIT_S = 240.0
 STEPS = 300
 RUN = (
     SMALL.format(vocabulary=128, layers=2)
