@@ -87,20 +87,19 @@ def _never(st: Any, _r: Any, _a: Any) -> None:
     st.when(st.attempt[0] < 0)
 
 
+_COUNTED: Final[Mapping[str, Callable[..., None]]] = {
+    "start": _start_counted,
+    "crash": _crash_counted,
+    "connect": _connect_by_count,
+    **dict.fromkeys(("offer", "take_seat", "confirm"), _never),
+}
+
 #: Two agents, each with a count of restarts of its own, as an attempt was named before.
 BY_COUNT: Final = ProtocolMutant(
     "connect",
     "count",
     "the count of restarts that each agent keeps for itself names the attempt",
-    {
-        name: evolve(TRANSITIONS[name], run=run)
-        for name, run in {
-            "start": _start_counted,
-            "crash": _crash_counted,
-            "connect": _connect_by_count,
-            **dict.fromkeys(("offer", "take_seat", "confirm"), _never),
-        }.items()
-    },
+    {name: evolve(TRANSITIONS[name], run=run) for name, run in _COUNTED.items()},
     ("two-ranks",),
 )
 
