@@ -5,14 +5,14 @@ State and resource contracts for low-precision pipeline training under captured 
 from . import startup  # noqa: F401 - first: without it, Ctrl-C during imports is a traceback
 
 # isort: split
+from .action_blocks import guarded
 from .checkpoint import Checkpoint
-from .config import Bucket, StageConfig
 from .contract import Contract, Ticket
 from .counts import DeviceCounts
 from .destinations import Destination
-from .guarded import guarded
 from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
+from .stage_config import Bucket, StageConfig
 from .threads import ConcurrentCallError
 
 __all__ = [

@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qeffect.config import StageConfig
 from qeffect.contract import Contract
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.transport import Transport
+from qeffect.stage_config import StageConfig
 from qeffect.text import shown
 
 from .pipelining_step import GuardedStep, Reductions

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
+from qeffect.action_blocks import Dgrad, Forward
 from qeffect.contract import Contract
-from qeffect.guarded import Dgrad, Forward
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.relations.constants import GENERATION_MAX
 

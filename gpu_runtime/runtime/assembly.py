@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 import torch
 
-from qeffect.config import Bucket, StageConfig
 from qeffect.contract import Contract
 from qeffect.engine.stage import OPTIONAL
+from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
 from ..backends.protocol import BackendError, StageBackend, StateDomain

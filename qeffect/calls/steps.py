@@ -4,19 +4,19 @@ Calls about a whole optimizer step that recurs: recorded once, then committed as
 
 from __future__ import annotations
 
-from ..steps import Difference, RecordedStep, Recording, Standing
+from ..steps import Difference, RecordedStep, Recording, StepState
 from ..threads import exclusive_call
-from .reading import Reading
+from .queries import Queries
 
 __all__ = ["StepCalls"]
 
 
-class StepCalls(Reading):
+class StepCalls(Queries):
     """Record a step; later compare it with the state and commit it as one."""
 
-    def standing(self) -> Standing:
+    def step_state(self) -> StepState:
         """The contract's state as far as a step may change it."""
-        return self._steps.standing()
+        return self._steps.step_state()
 
     @exclusive_call
     def record_step(self) -> Recording:

@@ -30,8 +30,16 @@ compared and written in the same way.
 from __future__ import annotations
 
 from .counters import BASES, COUNTERS, translated
-from .recorded import RecordedStep
+from .recorded_step import RecordedStep
 from .recording import Recording
-from .standing import Difference, Standing
+from .state import Difference, StepState
 
-__all__ = ["BASES", "COUNTERS", "Difference", "RecordedStep", "Recording", "Standing", "translated"]
+__all__ = [
+    "BASES",
+    "COUNTERS",
+    "Difference",
+    "RecordedStep",
+    "Recording",
+    "StepState",
+    "translated",
+]

@@ -78,7 +78,7 @@ def test_a_step_as_one_leaves_what_its_actions_leave(name: str) -> None:
             one.contract.present_counts(one.contract.committed_counts())
         assert one.contract.commit_step(step) == one.contract.epoch
         run(each)
-        assert one.contract.standing() == each.contract.standing() or (
+        assert one.contract.step_state() == each.contract.step_state() or (
             one.contract.snapshot() == each.contract.snapshot()
             and one.contract._steps._free() == each.contract._steps._free()
             and one.contract._reserved == each.contract._reserved

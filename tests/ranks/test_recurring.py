@@ -49,7 +49,7 @@ def held(whole: Any, at: str = "contract") -> Iterator[tuple[str, Any]]:
 #: The parts of a contract; whatever else it holds is a value.
 OWN = {
     "Contract", "Memory", "Runner", "Arguments", "Pool", "Tapes", "Streams", "Epochs", "Restarts",
-    "Counted", "Steps", "FreeSlots",
+    "ExpectedCounts", "RecordedSteps", "FreeSlots",
 }  # fmt: skip
 
 
@@ -137,7 +137,7 @@ class Kept:
         assert self.rank.rehearsal.recurs is not None
         self.step = self.rank.rehearsal.recurs
         self.contract = self.rank.contract
-        self.start = self.contract.standing()
+        self.start = self.contract.step_state()
         self.columns = [*self.contract.transitions.columns]
 
     def back(self) -> None:
@@ -176,7 +176,7 @@ class Kept:
 
     def whole(self) -> dict[str, Any]:
         """All that the step may have moved."""
-        now = self.contract.standing()
+        now = self.contract.step_state()
         return {"free": now.free, "reserved": now.reserved, **now.memory.snapshot()}
 
     def try_entries(self, *entries: tuple[str, Any, Any]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -619,6 +620,30 @@ def half_updated(job: Job, folder: str) -> dict[str, Any]:
         stepped = type(error).__name__
     said = run.attempt(run.save)
     return {**said, "stepped": stepped, "files": [p.name for p in Path(folder).glob("*")]}
+
+
+def failed_alone(job: Job, folder: str, place: str) -> dict[str, Any]:
+    """A first save that fails on rank 1 alone, where the other rank waits for it; then a save."""
+    run = Run(job, folder)
+    run.worker.step()
+
+    def fail(*_: Any) -> Any:
+        raise (BackendError if place == "confirm" else TypeError)("an injected failure")
+
+    def act() -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            if run.rank == 1 and place == "confirm":
+                patched.setattr(run.worker.runtime, "confirm", fail)
+            elif run.rank == 1:
+                patched.setattr(run.worker.optimizer, "state_tensors", fail)
+            run.save()
+
+    said = run.attempt(act)
+    said["files"] = [p.name for p in Path(folder).glob("*")]
+    if said["cause"] is not None:
+        run.worker.rebuild(StoppedError(Cause(**said["cause"])))
+    said["then"] = run.save().name
+    return said
 
 
 def half_loaded(job: Job, folder: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ..state import (
     set_random_states,
     shares_amax,
 )
+from .consent import SharedError
 from .facts import first_difference, mapping_of, placement, plain, requirements
 from .save import random_name
 
@@ -197,11 +198,11 @@ def require_all_taken(
         replicas: Replicas of this run.
 
     Raises:
-        BackendError: Ranks name different checkpoints, or a tensor has no place in this run.
+        SharedError: Ranks name different checkpoints, or a tensor has no place in this run.
     """
     paths = {one["path"] for one in said}
     if len(paths) > 1:
-        raise BackendError(f"ranks load different checkpoints: {sorted(paths)}; name one for all")
+        raise SharedError(f"ranks load different checkpoints: {sorted(paths)}; name one for all")
     taken = {name for one in said for name in one["names"]}
     for name in sorted(facts["tensors"].keys() - taken):
         kind, scope = name.split(".")[:2]
@@ -209,6 +210,6 @@ def require_all_taken(
             continue
         if kind == NUMERICAL and int(scope.removeprefix("dp")) >= replicas:
             continue
-        raise BackendError(
+        raise SharedError(
             f"{path} has {name}, which this run has nowhere; build the model that it was saved from"
         )

@@ -14,7 +14,7 @@ from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
 from ..files import clear, numbered, partial_of
 from ..state import EXTRA, RANDOM, Naming, Persistent, random_states
-from .consent import raise_first
+from .consent import SharedError, raise_first
 from .facts import contract_of, first_difference, mapping_of, plain, requirements
 
 __all__ = ["clear_for", "facts_of", "random_name", "require_same", "tensors_of"]
@@ -106,20 +106,20 @@ def require_same(said: list[dict[str, Any]]) -> None:
         said: What each rank brings, by rank.
 
     Raises:
-        BackendError: A rank has a problem, or two ranks differ.
+        SharedError: A rank has a problem, or two ranks differ.
     """
     raise_first(said)
     held: dict[str, tuple[int, Any]] = {}
     for rank, one in enumerate(said):
         if (odd := first_difference(said[0]["facts"], one["facts"], "")) is not None:
-            raise BackendError(
+            raise SharedError(
                 f"{odd[0]} is {odd[1]} on rank 0 and {odd[2]} on rank {rank}; every rank has "
                 "to save the same facts"
             )
         for name, mark in one["sums"].items():
             first, other = held.setdefault(name, (rank, mark))
             if mark != other:
-                raise BackendError(
+                raise SharedError(
                     f"{name} is not the same on ranks {first} and {rank}, and is written once: "
                     "the replicas drifted apart, or the name needs the rank in it"
                 )

@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen
 
 from ..arguments import UNUSABLE
 from ..counts import advance
-from ..engine.memory import Memory
+from ..engine.concrete_memory import Memory
 from ..engine.stage import Transitions
 from ..refusals import Refused
 from .access import TracedMemory
@@ -30,7 +30,7 @@ from .counters import (
     translated_event,
 )
 from .entries import Entries
-from .standing import Difference, Standing
+from .state import Difference, StepState
 
 __all__ = ["RECUR", "RecordedStep"]
 
@@ -81,9 +81,9 @@ class RecordedStep:
     """
 
     transitions: Transitions = field(repr=False)
-    start: Standing = field(repr=False)
+    start: StepState = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
-    end: Standing = field(repr=False)
+    end: StepState = field(repr=False)
     reads: Mapping[str, tuple[Any, ...]]
     writes: Mapping[str, tuple[Any, ...]]
     _groups: tuple[Group, ...] = field(init=False, repr=False)
@@ -102,9 +102,9 @@ class RecordedStep:
     def of(
         cls,
         transitions: Transitions,
-        start: Standing,
+        start: StepState,
         events: Sequence[Event],
-        end: Standing,
+        end: StepState,
     ) -> RecordedStep:
         """
         Make a step of a recording, and try it from starts that are moved.
@@ -258,7 +258,7 @@ class RecordedStep:
         """How far each counter of a memory has moved since the step was recorded."""
         return dict(zip(self._groups, self._amounts(memory), strict=False))
 
-    def differs(self, found: Standing) -> Difference | None:
+    def differs(self, found: StepState) -> Difference | None:
         """
         Compare every entry that the step reads with the current state.
 
@@ -334,7 +334,7 @@ class RecordedStep:
                 )
         return None
 
-    def _outside_memory(self, found: Standing) -> Difference | None:
+    def _outside_memory(self, found: StepState) -> Difference | None:
         """A part of the contract's state outside its memory that has changed."""
         if found.free != self.start.free:
             return Difference("the list of free slots", found.free, self.start.free)

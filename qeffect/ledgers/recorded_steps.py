@@ -4,16 +4,16 @@ Recorded steps: compare a contract's state with a step's start, and write the st
 
 from __future__ import annotations
 
-from ..steps import Difference, RecordedStep, Standing
+from ..steps import Difference, RecordedStep, StepState
 from ..text import shown
-from .counted import Counted
+from .expected_counts import ExpectedCounts
 from .pool import Pool
 from .runner import Runner
 
-__all__ = ["Steps"]
+__all__ = ["RecordedSteps"]
 
 
-class Steps:
+class RecordedSteps:
     """
     Compare and commit recorded steps.
 
@@ -25,15 +25,15 @@ class Steps:
 
     __slots__ = ("_counted", "_pool", "_runner")
 
-    def __init__(self, runner: Runner, pool: Pool, counted: Counted | None) -> None:
+    def __init__(self, runner: Runner, pool: Pool, counted: ExpectedCounts | None) -> None:
         self._runner = runner
         self._pool = pool
         self._counted = counted
 
-    def standing(self) -> Standing:
+    def step_state(self) -> StepState:
         """Return a copy of the state that a step may change."""
         counts = None if self._counted is None else self._counted.own()
-        return Standing(self._runner.memory.copy(), self._free(), {**self._pool.reserved}, counts)
+        return StepState(self._runner.memory.copy(), self._free(), {**self._pool.reserved}, counts)
 
     def _free(self) -> dict[int, tuple[int, ...]]:
         return {stage: tuple(own) for stage, own in self._pool.free.items()}
@@ -55,7 +55,7 @@ class Steps:
             return Difference("the observer", runner.observer, None)
         if self._counted is not None and not self._counted.late:
             return Difference("when counts are compared", "at the commit", "after it: late=True")
-        found = Standing(runner.memory, self._free(), self._pool.reserved, None)
+        found = StepState(runner.memory, self._free(), self._pool.reserved, None)
         return step.differs(found)
 
     def commit(self, step: RecordedStep) -> None:
