@@ -81,7 +81,7 @@ class Ranks:
             killed = [one for one in found if one.killed]
             good = good and len(killed) == len(found)
             lines.append(
-                f"{len(killed)} of {len(found)} protocols with one thing left out go wrong:"
+                f"{len(killed)} of {len(found)} protocols with one thing changed go wrong:"
             )
             for one in found:
                 lines.append(f"  {one.mutant.name}: {one.mutant.says}")

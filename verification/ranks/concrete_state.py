@@ -18,7 +18,7 @@ from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 __all__ = ["ConcreteState", "Impossible", "Size", "broken"]
 
 #: Columns that begin with "none".
-_NEVER = frozenset({"life", "shard_life", "refused"})
+_NEVER = frozenset({"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name"})
 
 
 class Impossible(Exception):  # noqa: N818 - an outcome in the model, not an error
@@ -52,6 +52,7 @@ class Size:
             "one": range(1),
             "rank": range(self.ranks),
             "attempt": range(self.attempts + 1),
+            "name": range(self.attempts),
             "slot": range(self.slots),
             "place": range(places + 1 if places else 0),
         }

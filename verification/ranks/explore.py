@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Final
 
 from attrs import field, frozen
 
 from qeffect.refusals import Refused
 from qeffect.spec.predicates import Predicate
-from qeffect.spec.ranks import BETWEEN, RANK_PROMISES, RANK_STEPS, STEP
+from qeffect.spec.ranks import BETWEEN, NOBODY, RANK_PROMISES, RANK_STEPS, STEP
 
 from .concrete_state import ConcreteState, Impossible, Size, broken
 from .lemmas import LEMMAS
@@ -162,7 +163,12 @@ class Found:
 
 class _Search:
     def __init__(
-        self, scope: RankScope, transition: str, without: frozenset[str], lemmas: bool
+        self,
+        scope: RankScope,
+        transition: str,
+        without: frozenset[str],
+        lemmas: bool,
+        instead: Mapping[str, Transition],
     ) -> None:
         self.scope = scope
         self.mutated = transition
@@ -172,7 +178,7 @@ class _Search:
         self.steps_of = {t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS}
         members = scope.size.members
         self.moves = [
-            (t, given)
+            (instead.get(t.name, t), given)
             for t in scope.transitions
             for given in product(*(members[sort] for sort in t.arguments))
         ]
@@ -271,6 +277,8 @@ class _Search:
         state, scope = self.state, self.scope
         if name == "begin_attempt":
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
+        if name == "offer":  # names that nobody has drawn are alike
+            return all(state.drawn_in[a] != NOBODY for a in range(given[1]))
         if name in ("post_send", "post_receive"):
             posted = state.sent if name == "post_send" else state.taken
             return bool(posted[given[:2]] < len(state.members["place"]))
@@ -330,6 +338,7 @@ def explore(
     transition: str = "",
     without: frozenset[str] = frozenset(),
     lemmas: bool = True,
+    instead: Mapping[str, Transition] = MappingProxyType({}),
 ) -> Found:
     """
     Walk every state of a scope, and stop at the first violation.
@@ -340,5 +349,6 @@ def explore(
         without: Names of needs that it does not ask, ``COLUMN =`` for columns that it does not
             write.
         lemmas: Also check the lemmas of the proofs.
+        instead: Transitions that run instead of those of the same name.
     """
-    return _Search(scope, transition, without, lemmas).run()
+    return _Search(scope, transition, without, lemmas, instead).run()

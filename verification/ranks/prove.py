@@ -11,10 +11,11 @@ is a failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Final
 
 import z3
@@ -75,6 +76,7 @@ def prove(
     seed: int = 0,
     timeout: int = TIMEOUT,
     progress: Callable[[str], None] | None = None,
+    instead: Mapping[str, Transition] = MappingProxyType({}),
 ) -> Iterator[Answer]:
     """
     Prove every obligation, or those of one transition.
@@ -86,6 +88,7 @@ def prove(
         seed: Seed of the solver.
         timeout: Timeout per question in milliseconds.
         progress: Called with a progress line.
+        instead: Transitions that are proved instead of those of the same name.
     """
     if not transition:
         yield from _initially((seed, timeout))
@@ -93,7 +96,7 @@ def prove(
         if transition in ("", taken.name):
             if progress is not None:
                 progress(f"Proving. {taken.name}")
-            yield from _kept(taken, without, (seed, timeout))
+            yield from _kept(instead.get(taken.name, taken), without, (seed, timeout))
 
 
 def _initially(how: tuple[int, int]) -> Iterator[Answer]:
@@ -153,10 +156,14 @@ def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) 
     state = SymbolicState(before)
     space: dict[str, list[Any]] = {
         sort: [member for name, member in members.items() if sorts[name] == sort]
-        for sort in ("rank", "place", "attempt", "count")
+        for sort in ("rank", "place", "attempt", "count", "name")
     }
+    space["name"].append(state.offered[0].term)
+    if space["name"][1:]:
+        space["rank"].append(state.lead[0].term)
     for rank in space["rank"]:
         space["attempt"].append(state.life[Sym(rank, {})].term)
+        space["name"].append(state.name[Sym(rank, {})].term)
         step = state.step[Sym(rank, {})].term
         space["count"] += [step, step + 1]
     for claim in (*CONFIGURATION, *INVARIANTS):

@@ -32,16 +32,18 @@ __all__ = [
 ENCODING: Final = Encoding(
     {
         "rank": z3.DeclareSort("Rank"),
-        **dict.fromkeys(("one", "attempt", "slot", "place", "count", "int"), z3.IntSort()),
+        **dict.fromkeys(("one", "attempt", "name", "slot", "place", "count", "int"), z3.IntSort()),
     },
     {},
 )
 #: Columns whose entries are ranks.
-_RANKED: Final = frozenset({"cause", "told"})
+_RANKED: Final = frozenset({"cause", "told", "lead"})
 #: Columns that no transition writes.
-CONFIGURED: Final = frozenset({"messages", "total"})
+CONFIGURED: Final = frozenset({"messages", "total", "lead"})
 #: Columns whose entries are `NOBODY` at first.
-_NEVER: Final = frozenset({"life", "shard_life", "refused"})
+_NEVER: Final = frozenset(
+    {"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name"}
+)
 
 Symbols = Mapping[str, Any]
 
