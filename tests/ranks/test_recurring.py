@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.step.plan.rows import walked
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG
 from qeffect.schedule.actions import Kind
@@ -94,7 +94,7 @@ def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rul
 @pytest.mark.parametrize("schedule", ["il", "zbv"])
 def test_so_is_that_of_a_model_with_a_tied_weight(schedule: str) -> None:
     """Its copies' sum is one of the step's reductions, on one rank of two or on both."""
-    job = Language(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
+    job = LanguageJob(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
     for rank in range(2):
         one, each = pair(job, rank, late=True, reduced=True)
         for step in range(STEPS):
@@ -110,7 +110,7 @@ def test_so_is_that_of_a_model_with_a_tied_weight(schedule: str) -> None:
 @pytest.mark.parametrize(("schedule", "rank"), [("il", 0), ("il", 1), ("zbv", 0)])
 def test_a_step_without_the_sum_over_a_tie_is_refused(schedule: str, rank: int) -> None:
     """Before its launch, on each rank that has a copy."""
-    job = Language(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
+    job = LanguageJob(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
     one = Rank(job, rank, reduced=True)
     one.step()
     one.runtime._reductions.copies.clear()
