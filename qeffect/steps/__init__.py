@@ -28,8 +28,8 @@ accepted and must end in the recorded end, moved alike. The contract's state bes
 slots, reservations, device counts) is compared and written in the same way.
 
 A start that differs may still be as good: the caller waited once more, or another tape used a slot
-before. The step's transitions then run one by one over a copy of the state, and the step is committed
-as one if all are accepted (`qeffect.ledgers.step_trial`).
+before. The step's transitions then run one by one over a copy of the state, and the step is
+committed as one if all are accepted (`qeffect.ledgers.step_trial`).
 """
 
 from __future__ import annotations
