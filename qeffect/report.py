@@ -218,7 +218,10 @@ def read_json(path: Path) -> Any:
 
 def unreadable(error: OSError | ValueError) -> str:
     """Say why a file cannot be read, and what to do."""
-    remedies = {FileNotFoundError: "check its name", IsADirectoryError: "name a file in it"}
+    remedies: dict[type[Exception], str] = {
+        FileNotFoundError: "check its name",
+        IsADirectoryError: "name a file in it",
+    }
     remedy = remedies.get(type(error), "check its name and its permissions")
     return f"cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}"
 
