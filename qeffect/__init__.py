@@ -9,6 +9,7 @@ from .counts import DeviceCounts
 from .destinations import Destination
 from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
+from .renamed import MODULES, NAMES, install
 from .stage_config import Bucket, StageConfig
 from .threads import ConcurrentCallError
 
@@ -27,3 +28,5 @@ __all__ = [
     "Ticket",
     "guarded",
 ]
+
+install(__name__, MODULES, NAMES)

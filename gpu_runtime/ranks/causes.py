@@ -11,7 +11,7 @@ import attrs
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
 
-from .channels import Ends, LostError, Message, first_difference
+from .channels import ChannelEnds, LostError, Message, first_difference
 
 __all__ = [
     "Cause",
@@ -89,7 +89,7 @@ class Verdicts:
 
     said: Mapping[int, dict[str, Any]]
     world: int
-    every: Sequence[Ends]
+    every: Sequence[ChannelEnds]
     table: Schedule
 
     def cause(self, epoch: int) -> Cause:
@@ -211,7 +211,7 @@ def verdict_of(
     epoch: int,
     atom: Atom | None,
     passed: int,
-    posted: Mapping[Ends, Sequence[int]],
+    posted: Mapping[ChannelEnds, Sequence[int]],
     at: str,
 ) -> dict[str, Any]:
     """

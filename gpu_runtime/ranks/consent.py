@@ -40,7 +40,7 @@ from .causes import (
     name_of,
     verdict_of,
 )
-from .channels import Channels, Ends, LostError, end_group
+from .channels import ChannelEnds, Channels, LostError, end_group
 from .replicas import Replicas
 from .ties import Reducers
 
@@ -116,7 +116,7 @@ class Consent:
     group: Any
     rank: int
     world: int
-    every: Sequence[Ends]
+    every: Sequence[ChannelEnds]
     channels: Channels
     table: Schedule
     ranks: Sequence[int]

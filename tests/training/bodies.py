@@ -31,16 +31,16 @@ from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.membership import Limits, join
 from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import Limits, join
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
-from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
-from qeffect.gpu_runtime.training.model import Language
-from qeffect.gpu_runtime.training.state import Persistent, by_layer
+from qeffect.gpu_runtime.training.checkpoint.files import FACTS, MANIFEST, Writer, canonical
+from qeffect.gpu_runtime.training.language_model import LanguageJob
+from qeffect.gpu_runtime.training.state import PersistentTensors, by_layer
 from qeffect.refusals import Refused
 
 LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=2.0)
@@ -497,7 +497,7 @@ def carried(job: Job, folder: str) -> dict[str, Any]:
     return {"drawn": torch.rand(3).tolist(), "counts": counts.tolist(), "free": free}
 
 
-def language(job: Language, folder: str) -> dict[str, Any]:
+def language(job: LanguageJob, folder: str) -> dict[str, Any]:
     """Two steps of a language model and a save; or a load, and a step."""
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=LIMITS)
@@ -505,7 +505,9 @@ def language(job: Language, folder: str) -> dict[str, Any]:
 
     def bits_now() -> dict[str, str]:
         place = member.rank % worker.pp
-        held = Persistent.of(worker.runtime, worker.optimizer, job.name_of, worker.replica, place)
+        held = PersistentTensors.of(
+            worker.runtime, worker.optimizer, job.name_of, worker.replica, place
+        )
         return dict(zip(held.tensors, digests([*held.tensors.values()]), strict=True))
 
     path = checkpoints.latest()

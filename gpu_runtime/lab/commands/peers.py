@@ -28,7 +28,7 @@ from qeffect import cli
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import write_json
 
-from ...ranks.world import Member, all_gather, join
+from ...ranks.membership import Member, all_gather, join
 from ...runtime import mode_on
 from ...step.optimizer import Gradients
 from ..comparisons.gradients import compare_gradients, distance_sums, save_gradients

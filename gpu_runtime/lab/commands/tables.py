@@ -27,8 +27,8 @@ from qeffect.schedule.plan import plan
 from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
-from ...ranks.processes import silence
-from ...ranks.world import Member, all_gather, join
+from ...ranks.membership import Member, all_gather, join
+from ...ranks.processes import mute_unless_speaker
 from ...runtime import mode_on
 from ...step.memory.numerical_state import same_bits
 from ..reports.report import (
@@ -138,10 +138,10 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         require_place(args.out)
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
-        silence(failed=True)
+        mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
     outcome = _outcome(finished)
-    silence(failed=outcome.exit != 0)
+    mute_unless_speaker(failed=outcome.exit != 0)
     return outcome
 
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ...ranks.world import Member, all_gather
+from ...ranks.membership import Member, all_gather
 from ..statistics.traces import matrix_copies
 from .profiler import profiled
 

@@ -23,12 +23,12 @@ from qeffect.text import counted
 
 from ...backends.protocol import parameters
 from ...ranks.job import NAMES
-from ...ranks.world import Member, all_gather
+from ...ranks.membership import Member, all_gather
 from ...training.assembly import JobData
 from ...training.command import release
 from ...training.config import Checkpointing, Config
 from ...training.config_file import read
-from ...training.model import Language
+from ...training.language_model import LanguageJob
 from ..comparisons.ranks import tensor_digests
 from ..sides.training import GuardedTraining, NativeTraining, TrainingSide
 
@@ -213,7 +213,7 @@ def _course(
     named: RunName,
     side: TrainingSide,
     config: Config,
-    job: Language,
+    job: LanguageJob,
     control: RunControl,
 ) -> _Progress:
     """Run all steps in blocks, with the evaluations between them."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...backends.layers import LayerConfig
 from ...step.optimizer import Optimizer
-from ...training.model import Language
+from ...training.language_model import LanguageJob
 from ..runner.timing import RoundPlan
 from .torch_pipeline import Batch
 
@@ -44,7 +44,7 @@ VOCABULARY, TINY_VOCABULARY = 32768, 64
 
 
 @attrs.frozen(kw_only=True)
-class DrawnLanguage(Language):
+class DrawnLanguage(LanguageJob):
     """A language model over uniformly drawn tokens: `(sequence, batch)`, int64."""
 
     def batch(self, device: torch.device, replica: int = 0) -> Batch:

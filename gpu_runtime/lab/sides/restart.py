@@ -20,15 +20,15 @@ from qeffect.checkpoint import Checkpoint
 
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...ranks.job import Batches, Job
+from ...ranks.membership import Limits, Member
 from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member
 from ...runtime import Mode, RuntimeConfig
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas
 from ...training.launches import StepRunner
-from ...training.state import Persistent, by_layer, optimizer_state, shares_amax
+from ...training.state import PersistentTensors, by_layer, optimizer_state, shares_amax
 
 __all__ = [
     "SAVED_AT",
@@ -123,7 +123,9 @@ def bits(worker: Worker, job: Job) -> dict[str, str]:
     worker.runtime.drain()
     place = worker.member.rank % worker.pp
     naming = by_layer(job.layers)
-    held = Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place).tensors
+    held = PersistentTensors.of(
+        worker.runtime, worker.optimizer, naming, worker.replica, place
+    ).tensors
     return dict(zip(held, (digests([tensor])[0] for tensor in held.values()), strict=True))
 
 

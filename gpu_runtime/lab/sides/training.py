@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ...backends.protocol import BackendError, StageBackend
 from ...ranks.assembly import build_worker
+from ...ranks.membership import Limits, Member
 from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member
 from ...step.optimizer import Optimizer
 from ...training.assembly import JobData, backend_of
 from ...training.config import Config
