@@ -12,11 +12,11 @@ from typing import Any
 import attrs
 from attrs import evolve, fields, frozen
 
-from .config import Bucket, StageConfig
 from .destinations import Destination
 from .keys import Cell, cell_of
-from .layout import GRAPHS, share_buckets
+from .process_layout import GRAPHS, share_buckets
 from .relations.constants import GENERATION_MAX
+from .stage_config import Bucket, StageConfig
 from .text import counted, is_name, shown
 
 __all__ = ["Configuration", "Graph", "Positions", "write_destinations"]

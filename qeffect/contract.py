@@ -11,31 +11,31 @@ from typing import Any, NoReturn
 from .arguments import Arguments
 from .calls.blocks import Blocks
 from .calls.epochs import EpochCalls
-from .calls.reading import Reading
+from .calls.queries import Queries
 from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
 from .calls.streams import StreamCalls
 from .calls.tapes import TapeCalls
-from .config import StageConfig
 from .engine.stage import transitions
 from .keys import Cell
-from .layout import lay_out
-from .ledgers.counted import Counted
 from .ledgers.epochs import Epochs
+from .ledgers.expected_counts import ExpectedCounts
 from .ledgers.pool import Pool
+from .ledgers.recorded_steps import RecordedSteps
 from .ledgers.restarts import Restarts
 from .ledgers.runner import Observer, Runner
-from .ledgers.steps import Steps
 from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
+from .process_layout import lay_out
 from .relations.constants import GENERATION_MAX
+from .stage_config import StageConfig
 from .text import shown
 from .tickets import Ticket
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
 
-class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCalls, Reading):
+class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCalls, Queries):
     """
     The state and resource contract of one process (paper, Section III).
 
@@ -128,7 +128,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
             raise ValueError("late=True requires counted=True: without it no counts are presented")
         if counted:
             own = {config.stage: config.domain for config in self.stages}
-            self._counted = Counted(own, laid.memory.slot_stage, late=late)
+            self._counted = ExpectedCounts(own, laid.memory.slot_stage, late=late)
         self.observer = observer
         self._entered = False  # True while a call is under way
         self._shares = any(config.tied for config in self.stages)
@@ -137,7 +137,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
         self._restarts = Restarts(self._runner, self._pool, self._epochs, self._counted)
-        self._steps = Steps(self._runner, self._pool, self._counted)
+        self._steps = RecordedSteps(self._runner, self._pool, self._counted)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # Bound once for F, dI and dW: each look-up would cost a guard's time.

@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 from ..runtime import Mode, RuntimeConfig
 from .job import Batches, Job
+from .membership import Limits, Member
 from .pipeline import Pipeline
 from .worker import Worker
-from .world import Limits, Member
 
 __all__ = ["build_worker"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 import torch
 
-from qeffect.config import Bucket, StageConfig
 from qeffect.contract import Contract
 from qeffect.engine.stage import OPTIONAL
+from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
 from ..backends.protocol import BackendError, StageBackend, StateDomain
@@ -30,7 +30,7 @@ from ..step.plan.rows import Row
 from ..step.plan.slots import SlotPlan, plan_slots
 from ..step.reductions import SCALING, Reducer, Reductions, require_buckets
 from ..step.streams import Handoff
-from .configuration import RuntimeConfig
+from .runtime_config import RuntimeConfig
 
 __all__ = ["Assembly"]
 

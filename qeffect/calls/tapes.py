@@ -7,12 +7,12 @@ from __future__ import annotations
 from ..destinations import Destination
 from ..keys import TapeKey, TapeRef
 from ..threads import ConcurrentCallError, exclusive_call
-from .parts import Parts
+from .parts import ContractParts
 
 __all__ = ["TapeCalls"]
 
 
-class TapeCalls(Parts):
+class TapeCalls(ContractParts):
     """Reserve slots, bind destinations, receive and send messages, abort tapes."""
 
     @exclusive_call

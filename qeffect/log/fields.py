@@ -13,7 +13,6 @@ from typing import Any, Final
 import attrs
 from attrs import frozen
 
-from ..config import Bucket, StageConfig
 from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
 from ..relations.constants import (
@@ -27,6 +26,7 @@ from ..relations.constants import (
     OUT_BIT,
     OVERWRITES,
 )
+from ..stage_config import Bucket, StageConfig
 from ..text import is_name
 
 __all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "VERSION", "Check", "Field"]

@@ -10,7 +10,7 @@ from typing import Any
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.runner.rank_process import Findings
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
-from qeffect.gpu_runtime.ranks.world import all_gather, join
+from qeffect.gpu_runtime.ranks.membership import all_gather, join
 
 
 def profiler(findings: Findings) -> None:

@@ -19,7 +19,7 @@ from qeffect.gpu_runtime.lab.sides.language import PeerSettings
 from qeffect.gpu_runtime.lab.sides.pipelines import build_guarded
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.world import join
+from qeffect.gpu_runtime.ranks.membership import join
 from tests.runtime import stand_ins
 
 from .bodies import LIMITS

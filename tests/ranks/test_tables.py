@@ -15,7 +15,7 @@ from qeffect.gpu_runtime.lab import reports
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow, table_rows
 from qeffect.gpu_runtime.lab.statistics.complete_step import derive_tables
 from qeffect.gpu_runtime.lab.statistics.paper import LARGE, SMALL
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.schedule.plan import plan
 from qeffect.schedule.torch_tables import torch_schedule
 from tests.ranks import table_bodies
@@ -59,7 +59,7 @@ def test_four_ranks_have_one_stage_each_of_the_same_four_layers() -> None:
             job = row.job()
             assert job.num_stages == 4
             assert job.table().num_ranks == pp
-            if isinstance(job, Language):
+            if isinstance(job, LanguageJob):
                 assert (job.cut, job.vocabulary) == ((1, 1, 1, 1), 32768)
         cuts[pp] = {(row.vpp, row.schedule) for row in rows}
     assert cuts == {2: {(2, "il"), (2, "zbv")}, 4: {(1, "1f1b"), (1, "izb")}}

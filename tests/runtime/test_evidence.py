@@ -406,7 +406,9 @@ class TestPools:
         stages = fresh_stages(small(ORDERS[0]), "reference", device="cpu")
         config = RuntimeConfig(readers=True, pool="shared")
 
-        with pytest.raises(ValueError, match=r"cannot be carried: .* each slot a pool of its own"):
+        with pytest.raises(
+            ValueError, match=r"cannot run to its end: .* each slot a pool of its own"
+        ):
             Runtime(stages, ORDERS[0].order(), config)
 
     @pytest.mark.parametrize("case", ORDERS, ids=lambda c: c.name)

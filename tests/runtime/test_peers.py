@@ -23,7 +23,7 @@ from qeffect.gpu_runtime.lab.reports.text import peer_lines
 from qeffect.gpu_runtime.lab.runner.ranks import RankExits, last_words, run_ranks
 from qeffect.gpu_runtime.lab.sides import megatron
 from qeffect.gpu_runtime.lab.statistics.peers import FAR, combined, owed, verdict
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.report import UnusableError
 
 from . import report_samples as samples
@@ -164,7 +164,7 @@ class TestNames:
     ) -> None:
         """All four stages of a model, and no name twice within a chunk."""
         install(monkeypatch)
-        job = Language(pp=2, vpp=2, config=LayerConfig(32, 64, 2, 16), vocabulary=64)
+        job = LanguageJob(pp=2, vpp=2, config=LayerConfig(32, 64, 2, 16), vocabulary=64)
         counts = []
         for index in range(4):
             stages = job.stages([index], CPU, "transformer-engine", loss=False)

@@ -23,8 +23,8 @@ from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
-from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.loop import Trainer

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import Transitions
 from qeffect.verification.batch.engine import Engine
 from qeffect.verification.batch.explore import BatchExploration

@@ -167,7 +167,8 @@ def members_in(scope: Scope) -> dict[str, range]:
 
 def configuration(scope: Scope) -> dict[str, list[int]]:
     """
-    Return every configured column, as ``qeffect.layout.lay_out`` fills them but over dense cells.
+    Return every configured column, as ``qeffect.process_layout.lay_out`` fills them, but over
+    dense cells.
 
     Two more say where things are: ``stage_of`` each cell, which keys carry themselves.
     Destinations and matrices are opaque numbers. Capture ranks count within a slot's own pool,

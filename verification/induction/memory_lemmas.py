@@ -202,6 +202,24 @@ def busy_with_refresh(st: State, g: Index) -> Truth:
     return implies(st.refreshing[g] != 0, st.busy[st.domain_of[g]] == st.refreshing[g])
 
 
+@MEMORY("order.issued-to-domain", d="domain")
+def issued_to_domain(st: State, d: Index) -> Truth:
+    """Every ticket in flight on a domain was issued."""
+    return (0 <= st.busy[d]) & (st.busy[d] <= st.serial[0])
+
+
+@MEMORY("order.tokens-from-zero", d="domain")
+def tokens_from_zero(st: State, d: Index) -> Truth:
+    """Tokens count from zero."""
+    return 0 <= st.token[d]
+
+
+@MEMORY("order.scales-from-zero", s="slot")
+def scales_from_zero(st: State, s: Index) -> Truth:
+    """The token at which a tape's F ran counts from zero."""
+    return 0 <= st.scaled_at[s]
+
+
 @MEMORY("arena.writing-with-wgrad", s="slot")
 def writing_with_wgrad(st: State, s: Index) -> Truth:
     """A buffer is reserved for the dW in flight on a slot."""
@@ -236,6 +254,18 @@ def output_behind_work(st: State, s: Index) -> Truth:
 def gradients_behind_work(st: State, g: Index) -> Truth:
     """A stage's gradients come from a replay that was enqueued."""
     return st.landed[g] <= st.replays[st.domain_of[g]]
+
+
+@MEMORY("completion.replays-from-zero", d="domain")
+def replays_from_zero(st: State, d: Index) -> Truth:
+    """Replays count from zero."""
+    return 0 <= st.replays[d]
+
+
+@MEMORY("completion.waits-from-zero", l="link")
+def waits_from_zero(st: State, l: Index) -> Truth:  # noqa: E741 - a link
+    """Awaited replays count from zero."""
+    return 0 <= st.waited[l]
 
 
 # Reduction

@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Final
 
-from qeffect.config import StageConfig
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
+from qeffect.stage_config import StageConfig
 
 from ..calls import Action, Call
 from ..process import Process

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from qeffect.config import Bucket, StageConfig
 from qeffect.destinations import Destination
+from qeffect.stage_config import Bucket, StageConfig
 
 from ..process import Process
 

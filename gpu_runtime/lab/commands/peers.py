@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qeffect.cli.command import Outcome, Progress
 
-from ...ranks.world import Member, all_gather, join
+from ...ranks.membership import Member, all_gather, join
 from ...step.optimizer import Gradients
 from ..comparisons.gradients import compare_gradients, distance_sums, save_gradients
 from ..reports.report import Report, UnusableError, environment, require_place

@@ -23,12 +23,12 @@ from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.fallback import fall_back
 from ...ranks.job import NAMES, Batches, Job
+from ...ranks.membership import Limits, Member, agree_on, all_gather
 from ...ranks.obstacles import obstacles
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
 from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member, agree_on, all_gather
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS

@@ -28,7 +28,7 @@ from qeffect.cli.command import Outcome, Progress
 from ...backends.deterministic import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...ranks.job import Job
-from ...ranks.world import join
+from ...ranks.membership import join
 from ...runtime import Mode
 from ...training.checkpoint import Checkpoints, sizes
 from ..reports.report import (

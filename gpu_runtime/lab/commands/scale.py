@@ -24,10 +24,10 @@ from ...backends.layers import LayerConfig
 from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
+from ...ranks.membership import Member, all_gather, join
 from ...ranks.one_launch import OneLaunch
-from ...ranks.processes import silence
+from ...ranks.processes import mute_unless_speaker
 from ...ranks.worker import Worker
-from ...ranks.world import Member, all_gather, join
 from ...step.memory.digests import digests
 from ...step.plan.order import Order
 from ..comparisons.ranks import compare_pipelines, tensor_digests, totals_of_ranks
@@ -152,13 +152,13 @@ def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
             Job(schedule=name, pp=args.pp).table()
         outcome = _run(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
-        silence(failed=True)
+        mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
     except StoppedError as stopped:
         cause = stopped.cause
         data = {"clause": cause.clause, "rank": cause.rank, "step": None, "action": cause.action}
         outcome = Outcome("refused", data, [f"Every rank stopped: {cause.text}"])
-    silence(failed=outcome.exit != 0)
+    mute_unless_speaker(failed=outcome.exit != 0)
     return outcome
 
 

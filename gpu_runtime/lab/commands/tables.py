@@ -26,8 +26,8 @@ from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.plan import plan
 
 from ...backends.protocol import BackendError
-from ...ranks.processes import silence
-from ...ranks.world import Member, all_gather, join
+from ...ranks.membership import Member, all_gather, join
+from ...ranks.processes import mute_unless_speaker
 from ...step.memory.numerical_state import same_bits
 from ..reports.report import ALIKE, Report, environment, read_part, require_alike, require_place
 from ..runner.profiles import SIDE_ERRORS, add_profiles, error_line
@@ -110,10 +110,10 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
     try:
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
-        silence(failed=True)
+        mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
     outcome = _outcome(finished)
-    silence(failed=outcome.exit != 0)
+    mute_unless_speaker(failed=outcome.exit != 0)
     return outcome
 
 

@@ -14,12 +14,12 @@ from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
+from ...ranks.membership import Limits, all_gather
 from ...ranks.processes import report_once
-from ...ranks.world import Limits, all_gather
 from ...runtime import mode_on
 from ...training.assembly import backend_of
 from ...training.command import (
-    Run,
+    JoinedRun,
     carry_out,
     launch_lines,
     loss_line,
@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
 
 
-def _every_action(run: Run, progress: Progress) -> Outcome:
+def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare every value of every step."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:
@@ -121,7 +121,7 @@ def _every_action(run: Run, progress: Progress) -> Outcome:
     return Outcome("accepted" if same else "refused", data, lines)
 
 
-def _ends(run: Run, progress: Progress) -> Outcome:
+def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare the losses of all steps, and every tensor after the last one."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:

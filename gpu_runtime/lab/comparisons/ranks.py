@@ -18,9 +18,9 @@ from ...backends.protocol import StageBackend, parameters
 from ...ranks.assembly import build_worker
 from ...ranks.channels import transport_of
 from ...ranks.job import Batches, Job
+from ...ranks.membership import Limits, Member, all_gather
 from ...ranks.pipeline import Passage, Pipeline
 from ...ranks.ties import Tie
-from ...ranks.world import Limits, Member, all_gather
 from ...step.clipping import EPSILON, square_sums
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import live_state

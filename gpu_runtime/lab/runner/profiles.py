@@ -13,7 +13,7 @@ import torch
 from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
-from ...ranks.world import Member, all_gather
+from ...ranks.membership import Member, all_gather
 from ...step.plan.order import Order
 from ..sides.pipelines import LaunchSide, isolated, unit_bytes
 from ..sides.side import RankSide

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from qeffect.report import UnusableError
 
 from ...ranks.consent import Cause, StoppedError
-from ...ranks.world import launcher_ranks
+from ...ranks.membership import launcher_ranks
 from .rank_process import Request
 from .ranks import RankExits, run_ranks
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ...ranks.world import Member, all_gather
+from ...ranks.membership import Member, all_gather
 
 __all__ = ["WARMUP", "RoundPlan", "meet_idle", "time_side"]
 

@@ -23,7 +23,7 @@ from qeffect.text import counted
 
 from ...backends.protocol import parameters
 from ...ranks.job import NAMES
-from ...ranks.world import Member, all_gather
+from ...ranks.membership import Member, all_gather
 from ...training.assembly import JobData
 from ...training.command import release
 from ...training.config import Checkpointing, Config

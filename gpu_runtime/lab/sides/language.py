@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...backends.layers import LayerConfig
-from ...ranks.world import Member
+from ...ranks.membership import Member
 from ...runtime import Mode
 from ...step.optimizer import Gradients, Optimizer
-from ...training.model import Language
+from ...training.language_model import LanguageJob
 from ..runner.timing import RoundPlan
 from .pipelines import GuardedSide, NativeSide, build_guarded, build_native
 from .torch_pipeline import Batch
@@ -47,7 +47,7 @@ VOCABULARY, TINY_VOCABULARY = 32768, 64
 
 
 @attrs.frozen(kw_only=True)
-class DrawnLanguage(Language):
+class DrawnLanguage(LanguageJob):
     """A language model over uniformly drawn tokens: `(sequence, batch)`, int64."""
 
     def batch(self, device: torch.device, replica: int = 0) -> Batch:

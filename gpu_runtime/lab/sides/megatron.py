@@ -31,7 +31,7 @@ from torch import Tensor
 from qeffect.report import UnusableError
 
 from ...backends.protocol import parameters
-from ...ranks.world import Member, all_gather
+from ...ranks.membership import Member, all_gather
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
 from ..comparisons.gradients import compare_gradients, save_gradients

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...backends.protocol import BackendError, StageBackend
 from ...ranks.job import Batches, Job
+from ...ranks.membership import Limits, Member
 from ...ranks.one_launch import OneLaunch
 from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member
 from ...runtime import Mode, RuntimeConfig, mode_on
 from ...step.graphs import GraphExecutor
 from ...step.optimizer import Gradients, Optimizer

@@ -20,14 +20,14 @@ from qeffect.checkpoint import Checkpoint
 
 from ...backends.protocol import StageBackend, parameters
 from ...ranks.job import Job
+from ...ranks.membership import Limits, Member
 from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member
 from ...runtime import Mode
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas
-from ...training.state import Persistent, by_layer, optimizer_state, shares_amax
+from ...training.state import PersistentTensors, by_layer, optimizer_state, shares_amax
 from .pipelines import TrainedSide, build_worker_of
 
 __all__ = [
@@ -109,7 +109,9 @@ def persistent_digests(worker: Worker, job: Job) -> dict[str, str]:
     worker.runtime.drain()
     place = worker.member.rank % worker.pp
     naming = by_layer(job.layers)
-    held = Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place).tensors
+    held = PersistentTensors.of(
+        worker.runtime, worker.optimizer, naming, worker.replica, place
+    ).tensors
     return dict(zip(held, (digests([tensor])[0] for tensor in held.values()), strict=True))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from ...ranks.job import Job
-from ...ranks.world import Member
+from ...ranks.membership import Member
 from ...runtime import Mode
 from ...step.memory.arena import Rule
 from ..statistics.paper import LARGE, SMALL

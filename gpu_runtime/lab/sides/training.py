@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ...backends.protocol import BackendError
 from ...ranks.assembly import build_worker
-from ...ranks.world import Limits, Member
+from ...ranks.membership import Limits, Member
 from ...training.assembly import JobData, backend_of
 from ...training.config import Config
 from ...training.evaluate import evaluate
