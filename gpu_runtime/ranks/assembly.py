@@ -12,9 +12,9 @@ from qeffect.destination_registry import DestinationRegistry
 
 from ..runtime import Mode, RuntimeConfig
 from .job import Batches, Job
+from .membership import Limits, Member
 from .pipeline import Pipeline
 from .worker import Worker
-from .world import Limits, Member
 
 __all__ = ["build_worker"]
 

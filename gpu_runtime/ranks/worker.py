@@ -29,11 +29,11 @@ from ..step.plan.rows import Row, walked
 from .channels import Channels, LostError, channels_of, end_group, transport_of
 from .consent import Consent, StoppedError, TerminatedError, wait_for
 from .job import require_meeting
+from .membership import Limits, Member, agree_on, all_gather
 from .pipeline import Feed, Pipeline
 from .replicas import Replicas
 from .side_stream_feed import feed_for
 from .ties import Reducers, Tie, require_declared
-from .world import Limits, Member, agree_on, all_gather
 
 __all__ = ["Worker"]
 
@@ -325,7 +325,8 @@ class Worker:
         One optimizer step.
 
         Raises:
-            StoppedError: All ranks stopped the step, for one cause; no weight has changed.
+            StoppedError: All ranks stopped, for one cause. This rank's weights have not changed;
+                after a recoverable cause no rank's have.
         """
         with self.stepping():
             self.pipeline.step(self.optimizer)

@@ -31,7 +31,7 @@ from ..step.plan.rows import Row
 from ..step.plan.slots import SlotPlan, plan_slots
 from ..step.reductions import SCALING, Reducer, Reductions, require_buckets
 from ..step.streams import Handoff
-from .configuration import RuntimeConfig
+from .runtime_config import RuntimeConfig
 
 __all__ = ["Assembly"]
 

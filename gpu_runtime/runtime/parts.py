@@ -25,7 +25,7 @@ from ..step.plan.rows import Row
 from ..step.reductions import Reducer
 from ..step.streams import Handoff, handoff_for
 from .assembly import Assembly
-from .configuration import RuntimeConfig
+from .runtime_config import RuntimeConfig
 
 __all__ = ["RuntimeParts"]
 

@@ -18,7 +18,7 @@ from qeffect.report import UnusableError, finite
 from ..backends.protocol import BackendError
 from ..ranks.assembly import build_worker
 from ..ranks.consent import StoppedError
-from ..ranks.world import Limits, Member, agree_on, all_gather
+from ..ranks.membership import Limits, Member, agree_on, all_gather
 from ..step.graphs import GraphExecutor
 from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints, EarlierSaveError

@@ -21,16 +21,16 @@ from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.membership import Limits, all_gather, join, leave
 from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import Limits, all_gather, join, leave
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
@@ -47,7 +47,7 @@ def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        result = compared(member, job, steps, limits=LIMITS)
+        result = compare_pipelines(member, job, steps, limits=LIMITS)
         found = result.comparison
         said.append(
             {
