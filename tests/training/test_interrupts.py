@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from qeffect.cli.interrupts import INTERRUPTED, descendants
+from qeffect.cli.interrupts import INTERRUPTED
 from tests.cli.test_interrupts import LIMIT_S, START_S, interrupted, pytestmark  # noqa: F401
 from tests.cli.test_interrupts import processes as processes
 
@@ -22,12 +22,20 @@ from .helpers import CONFIG, SMALL, text
 
 #: Runs the command as ``python -m qeffect`` does; a place that would be passed at once takes long.
 PROGRAM = """
-import os, sys, time
+import os, pathlib, sys, time
 from qeffect.cli import main
 from qeffect.gpu_runtime.ranks import membership
 
-if os.environ["SLOW"] == "start" and os.environ["RANK"] == "1":
-    membership._meet = lambda *_: time.sleep(600)
+meet, here = membership._meet, pathlib.Path(__file__).parent
+
+def meet_slowly(timeout):
+    (here / os.environ["RANK"]).touch()
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    meet(timeout)
+
+if os.environ["SLOW"] == "start":
+    membership._meet = meet_slowly
 if os.environ["SLOW"] == "save":
     os.fsync = lambda _: time.sleep(600)
 sys.exit(main())
@@ -56,23 +64,19 @@ def started(folder: Path, slow: str, ranks: int) -> subprocess.Popen[str]:
     (folder / "run.toml").write_text(run)
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    command, environment = [sys.executable], {"OMP_NUM_THREADS": "1", "SLOW": slow}
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    elif slow == "start":
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}
     return subprocess.Popen(
-        [sys.executable, *(launcher if ranks > 1 else ()), str(program)]
-        + ["runtime", "train", str(folder / "run.toml")],
+        [*command, str(program), "runtime", "train", str(folder / "run.toml")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
-        env={
-            **os.environ,
-            **(
-                {**alone, "MASTER_PORT": str(free_port())} if slow == "start" and ranks == 1 else {}
-            ),
-            "OMP_NUM_THREADS": "1",
-            "SLOW": slow,
-        },
+        env={**os.environ, **environment},
     )
 
 
@@ -85,22 +89,24 @@ def free_port() -> int:
 
 
 def reached(folder: Path, slow: str) -> Callable[[], bool]:
-    """Whether a run is at the place where it is slow; of a start and a step, soon after this."""
+    """Whether a run is at the place where it is slow, or a moment before it."""
     log, kept = folder / "log.jsonl", folder / "kept"
     return {
-        "start": lambda: False,
+        "start": (folder / "0").exists,
         "step": log.exists,
         "evaluation": lambda: log.exists() and '"step"' in log.read_text(),
         "save": lambda: any(kept.glob(".partial-*/*.distcp")),
     }[slow]
 
 
-def wait(process: subprocess.Popen[str], at: Callable[[], bool], seconds: float) -> None:
-    """Wait until a run is somewhere, at most some seconds."""
-    deadline = time.monotonic() + seconds
-    while not at() and time.monotonic() < deadline:
+def wait(process: subprocess.Popen[str], at: Callable[[], bool]) -> None:
+    """Wait until a run is somewhere."""
+    deadline = time.monotonic() + START_S
+    while not at():
         assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.05)
+    time.sleep(1.0)
 
 
 @pytest.mark.parametrize("slow", ["start", "step", "evaluation", "save"])
@@ -110,8 +116,7 @@ def test_one_rank_ends_at_once(
     """One line, exit code 130, no process left; a rank that waits for another one ends too."""
     process = started(tmp_path, slow, 1)
     processes.append(process)
-    wait(process, reached(tmp_path, slow), 12.0 if slow == "start" else START_S)
-    time.sleep(1.0)
+    wait(process, reached(tmp_path, slow))
 
     seconds, out, err = interrupted(process, False)
 
@@ -134,9 +139,7 @@ def test_two_ranks_end_at_once(
     """The first rank says one line for both; the launcher adds its own."""
     process = started(tmp_path, slow, 2)
     processes.append(process)
-    wait(process, lambda: len(descendants(process.pid)) >= 2, START_S)
-    wait(process, reached(tmp_path, slow), 12.0 if slow == "start" else START_S)
-    time.sleep(1.0)
+    wait(process, reached(tmp_path, slow))
 
     seconds, _, err = interrupted(process, True)
 
