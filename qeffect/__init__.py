@@ -2,6 +2,9 @@
 State and resource contracts for low-precision pipeline training under captured graphs.
 """
 
+from . import startup  # noqa: F401 - first: without it, Ctrl-C during imports is a traceback
+
+# isort: split
 from .action_blocks import guarded
 from .checkpoint import Checkpoint
 from .contract import Contract, Ticket

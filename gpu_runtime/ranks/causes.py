@@ -37,7 +37,7 @@ class TerminatedError(RuntimeError):
 @attrs.frozen
 class Cause:
     """
-    Why a step ended on every rank.
+    Why the ranks stopped.
 
     Args:
         kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
@@ -61,7 +61,13 @@ class Cause:
 
 
 class StoppedError(RuntimeError):
-    """The step stopped on every rank for one cause, `cause`."""
+    """
+    This rank stopped a step; all ranks that stop have the same `cause`.
+
+    The weights of two ranks may be one step apart, if one of them stopped before the last consent
+    or vote reached it. The cause is then not recoverable; after launches, `OneLaunch.rebuild` finds
+    the difference and raises.
+    """
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.text)

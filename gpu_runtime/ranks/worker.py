@@ -320,7 +320,8 @@ class Worker:
         One optimizer step.
 
         Raises:
-            StoppedError: All ranks stopped the step, for one cause; no weight has changed.
+            StoppedError: All ranks stopped, for one cause. This rank's weights have not changed;
+                after a recoverable cause no rank's have.
         """
         with self.stepping():
             self.pipeline.step(self.optimizer)

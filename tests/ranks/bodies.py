@@ -22,7 +22,7 @@ from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer
@@ -48,7 +48,7 @@ def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        result = compared(member, job, steps, limits=LIMITS)
+        result = compare_pipelines(member, job, steps, limits=LIMITS)
         found = result.comparison
         said.append(
             {
