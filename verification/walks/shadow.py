@@ -172,12 +172,12 @@ class Shadow:
                 stack.put(slot.index)
 
     def _reserve(self, ref: TapeRef, key: TapeKey, slot: int | None, link: int) -> None:
-        slot = self.slots[ref.slot]
-        self._claim(key, slot)
+        place = self.slots[ref.slot]
+        self._claim(key, place)
         if self.configs[key.stage].copies_input:
-            assert slot.tape is not None
-            slot.tape.arrived.add("copy")
-            slot.ended = (link, self.clock)
+            assert place.tape is not None
+            place.tape.arrived.add("copy")
+            place.ended = (link, self.clock)
             self.links[link].submitted = self.clock
             self.domain(key.stage).device = True
 
