@@ -85,12 +85,8 @@ def dependencies() -> list[Path]:
 
 def environment(folder: Path) -> Path:
     """Make a virtual environment that sees the dependencies; return its interpreter."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    for old in (*packages.glob("setuptools*"), packages / "_distutils_hack"):
-        shutil.rmtree(old, ignore_errors=True)  # Python 3.11 brings one that is too old to build
-    for hook in packages.glob("distutils-precedence.pth"):
-        hook.unlink()
     # A path file adds folders and runs nothing of theirs, so an editable install of the running
     # environment does not reach this one.
     lines = [str(path) for path in dependencies()]
@@ -99,10 +95,11 @@ def environment(folder: Path) -> Path:
 
 
 def install(python: Path, *what: str | Path) -> None:
-    """Install without a network."""
+    """Install without a network, by the pip of the running environment."""
     # What the running environment has of ours is on the path too, and is not what is installed.
     offline = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
-    run([python, "-m", "pip", "install", "--quiet", *offline, *what], python.parent)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run([*pip, "install", "--quiet", *offline, *what], python.parent)
 
 
 @pytest.fixture(scope="module")

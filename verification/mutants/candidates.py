@@ -151,7 +151,9 @@ def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[An
         yield value + 1
         yield value - 1
     elif name == "ticket":
-        yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing, *st.optimizing} - {value}
+        yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing, *st.optimizing} - {
+            value
+        }
     elif name == "bucket":
         yield from (bucket for bucket in range(len(st.stage_at)) if bucket != value)
     elif name == "caller":

@@ -136,9 +136,7 @@ def tickets(composition: Composition) -> Iterator[Goal]:
             facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)
         else:
             place = "stage" if action == "refresh" else "slot"
-            facts.append(
-                enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term
-            )
+            facts.append(enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term)
             facts += _whole(composition, transition)
         for path in paths:
             if path.clause is not None:

@@ -110,7 +110,9 @@ def match(
         composed: Transitions to run; the scope's own by default. A test gives wrong ones.
     """
     scope = standard_scopes()[name] if scope is None else scope
-    walker = Walker(scope, composed, also=(*_LIVE, *_WHOLE, "spoiled", "half_updated", "weight_epoch"))
+    walker = Walker(
+        scope, composed, also=(*_LIVE, *_WHOLE, "spoiled", "half_updated", "weight_epoch")
+    )
     states = explore(walker).parents
     counts: Counter[str] = Counter()
     for state in states:

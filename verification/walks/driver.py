@@ -295,7 +295,9 @@ class Driver(RandomWalk):
                 told += f" in slot {result.slot}"
         else:
             told = str(result) if isinstance(result, TapeRef) else ""
-        if call.transition.endswith(("refresh", "update")) or (slot is not None and slot >= len(self.shadow.slots)):
+        if call.transition.endswith(("refresh", "update")) or (
+            slot is not None and slot >= len(self.shadow.slots)
+        ):
             slot = None
         self.steps.append(CallRecord(call, refused, slot, told))
 

@@ -22,7 +22,7 @@ from ...step.eager import StageMemory
 from ...step.memory.slots import Slot, fill
 
 
-class Silent:
+class NullContract:
     """Stands in for the contract at the boundaries of an epoch, and accepts everything."""
 
     counts_awaited = False
@@ -42,17 +42,22 @@ class Silent:
     def finalize(self, stage: int, link: int) -> None:
         """Accept."""
 
-    def commit_epoch(self, *, caller: Hashable, counted: object = None) -> int:
+    @contextmanager
+    def update(self, *, caller: Hashable, counted: object = None) -> Iterator[None]:
         """Count."""
+        yield
         self.epoch += 1
-        return self.epoch
+
+    def outstanding(self) -> tuple[()]:
+        """Nothing is reserved."""
+        return ()
 
 
-def silence(runtime: Runtime) -> None:
+def remove_contract(runtime: Runtime) -> None:
     """Replace a runtime's contract by one that accepts everything."""
-    silent = cast(Any, Silent(runtime.contract.epoch))
-    runtime.contract = silent
-    runtime.actions.contract = silent
+    nothing = cast(Any, NullContract(runtime.contract.epoch))
+    runtime.contract = nothing
+    runtime.actions.contract = nothing
 
 
 @attrs.define(eq=False)
