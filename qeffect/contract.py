@@ -41,8 +41,9 @@ class Contract(Blocks, TapeCalls, StreamCalls, StepCalls, RestartCalls, Queries)
 
     ``check_*`` runs every guard and reserves what the action will touch. ``commit`` redeems the
     ticket after the physical action succeeded, ``abort`` after it failed. ``forward``, ``dgrad``,
-    ``wgrad``, ``refresh`` and ``update`` do both as context managers. A refused call changes nothing, with one
-    exception: if a commit's evidence is refused, its action has physically run, and is aborted.
+    ``wgrad``, ``refresh`` and ``update`` do both as context managers. A refused call changes
+    nothing, with one exception: if a commit's evidence is refused, its action has physically run,
+    and is aborted.
 
     Calls may come from any thread, one after another. A call that comes while another call is under
     way raises `ConcurrentCallError` and does nothing.

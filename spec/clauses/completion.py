@@ -165,8 +165,8 @@ put the waits on the streams.""",
             cause="The stream that `finalize` named waited for the gradients, but the optimizer "
             "runs on another stream that did not. The optimizer may read gradients that are still "
             "being written, and overwrite weights that are still being read.",
-            remedy="Name the stream of the finalized links as `caller` of `update`, `check_update` or "
-            "`commit_epoch`, and run the optimizer on it.",
+            remedy="Name the stream of the finalized links as `caller` of `update`, `check_update` "
+            "or `commit_epoch`, and run the optimizer on it.",
         ),
         Clause(
             id="completion.update-to-graph",

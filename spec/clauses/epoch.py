@@ -23,9 +23,9 @@ update ends the epoch. It is an action like F: `check_update` reserves the weigh
 `commit_epoch` is the check and the commit in one call, for an update that was enqueued whole.
 Across processes the caller makes the update a barrier.
 
-From its check to its commit the update may write any weight. Every stage is final then, so each F,
-each dI, each dW, each bind and each refresh is refused: the epoch has no work left. A second update,
-a restore and a checkpoint have clauses of their own. An update that fails half way leaves some
+From its check to its commit the update may write any weight. Every action of the epoch has run
+then, so each F, dI, dW, bind and refresh is refused. A second update, a restore and a checkpoint
+have clauses of their own. An update that fails half way leaves some
 weights updated and others not, and nothing can tell which: the weights are *half updated*. Only a
 restore of the whole process goes on from there.
 
@@ -114,8 +114,9 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             id="epoch.uncounted",
             number="8.6",
             title="An update brings what the device counted",
-            invariant="If the device counts its replays, the check of an update presents the counts of every "
-            "state domain. If the counts may come late (`late=True`), they are presented before "
+            invariant="If the device counts its replays, the check of an update presents the "
+            "counts of every state domain. If the counts may come late (`late=True`), they are "
+            "presented before "
             "the next update and before a checkpoint.",
             transitions=("check_update", "checkpoint"),
             argument="",

@@ -17,8 +17,8 @@ PART = Part(
     holder="a checkpoint only when quiescent; a fresh incarnation and stale caches at a restore",
     intro="""\
 A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
-no reduction, no half-updated weights, no device work that the host has not seen finish. A restore loads the numerical state
-first, then begins a new *incarnation*: every slot is free, every generation zero, every reference
+no reduction, no half-updated weights, no device work that the host has not seen finish. A restore
+loads the numerical state first, then begins a new *incarnation*: every slot is free, every generation zero, every reference
 issued before is refused, every weight cache is stale. That holds also when one checkpoint is
 restored twice, because the incarnation is a new random number that is never persisted.""",
     clauses=(

@@ -512,19 +512,20 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 # The weights change
 
 
-@STEPS("epoch.named", "check_update")
-def named_update(st: State, h: History, a: Args) -> Truth:
-    """An update names the weights that it replaces."""
-    return a.epoch == h.weights[0]
-
-
-@STEPS("epoch.commit", "check_update", "commit_update", c="cell", g="stage", s="slot")
+@STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """When an update begins and when it ends, every dW ran, no tape is live, and nothing was
-    spoiled."""
+    """An update begins only when every dW ran, no tape is live, and nothing was spoiled."""
     ran = h.ran_wgrad[c] == 1
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
-    return ran & idle & (h.spoiled[g] != h.weights[0])
+    return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
+
+
+@STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", g="stage", s="slot")
+def commit_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
+    """When an update ends, no action came between, and it names the weights that it replaces."""
+    idle = (h.owing[s] == 0) & (h.acting[s] == 0)
+    named = (a.epoch == h.weights[0]) & (a.epoch == st.weight_epoch[g])
+    return (h.ran_wgrad[c] == 1) & idle & named
 
 
 @STEPS("order.commit", "check_update", "commit_update", d="domain")
@@ -653,6 +654,5 @@ def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("tickets.update-redeems-its-own", "commit_update", "abort_update")
 def update_redeems_its_own(st: State, h: History, a: Args) -> Truth:
-    """The end of an update is accepted once, with ticket and epoch of the check that began it."""
-    mine = implies(a.ticket == h.ticket[0], h.outstanding[0] == UPDATE)
-    return mine & (h.optimizing[0] == 1) & (a.epoch == h.weights[0])
+    """The end of an update is accepted once, with the ticket of the check that began it."""
+    return implies(a.ticket == h.ticket[0], h.outstanding[0] == UPDATE) & (h.optimizing[0] == 1)

@@ -86,7 +86,7 @@ def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
     return (h.finals[g] == 0) | (st.final[g] == now(st, g)) | (st.spoiled[g] == now(st, g))
 
 
-# The update: every stage is final from its check on, so nothing but a restore is left to do
+# The update: every action of the epoch ran before its check, so none is left to run
 
 
 @HISTORY("epoch.one-update")
@@ -97,10 +97,10 @@ def one_update(st: State, h: History) -> Truth:
     return (idle | flying) & (st.half_updated[0] == h.half_updated[0])
 
 
-@HISTORY("epoch.update-of-final-stages", g="stage")
-def update_of_final_stages(st: State, h: History, g: Index) -> Truth:
-    """Every stage is final while an update is in flight, and after one failed half way."""
-    return implies(updating_or_half(st), st.final[g] == now(st, g))
+@HISTORY("epoch.update-of-whole-stages", g="stage")
+def update_of_whole_stages(st: State, h: History, g: Index) -> Truth:
+    """Every dW ran while an update is in flight, and after one failed half way."""
+    return implies(updating_or_half(st), st.wgrads[g] == st.cells[g])
 
 
 @HISTORY("epoch.update-without-tapes", s="slot")

@@ -67,6 +67,8 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
         facts = list(words.assumed(name))
         if name in ("abort_refresh", "abort_update"):
             facts += [value == ticket, ticket != 0]
+            if name == "abort_update":
+                facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)
         elif name == "fail_reduction":
             facts += [value != 0]
         refused = z3.Not(_conditions(composition, name))

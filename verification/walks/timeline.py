@@ -72,7 +72,8 @@ _LETTERS = {
     "restore": "R",
 }
 _LEGEND = (
-    "F I W forward, dgrad, wgrad, R refresh and C update: ( checked, ) committed, x aborted; ! refused; "
+    "F I W forward, dgrad, wgrad, R refresh and C update: ( checked, ) committed, x aborted; "
+    "! refused; "
     "v reserve, b bind, r read, d done reading, D drop, P purge, i invalidate, s submit, "
     "j join, w wait, h host drains the device, Z finalize, a reduction, K checkpoint, "
     "R restore"
