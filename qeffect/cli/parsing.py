@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from .command import UnusableError
 
-__all__ = ["Parser", "missing_commands"]
+__all__ = ["Parser", "missing_commands", "near"]
 
 #: What an option of a type takes, as a message names it.
 _EXPECTED: Final = {int: "a whole number", float: "a number"}
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         namespace, extra = super().parse_known_args(*args, **kwargs)
         if extra:  # said here and not by the parser above, which does not know the options
             options = [name for action in self._actions for name in action.option_strings]
-            hint = _near(next((word for word in extra if word.startswith("-")), ""), options)
+            hint = near(next((word for word in extra if word.startswith("-")), ""), options)
             self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
         return namespace, extra
 
@@ -87,16 +87,16 @@ class Parser(argparse.ArgumentParser):
             return
         names = [str(choice) for choice in action.choices]
         if not isinstance(action, argparse._SubParsersAction):
-            found = f"expected one of {', '.join(names)}, found {value!r}{_near(value, names)}"
+            found = f"expected one of {', '.join(names)}, found {value!r}{near(value, names)}"
             raise argparse.ArgumentError(action, found)
         if value in self.missing:
             raise UnusableError(self.missing[value])
         self.error(
-            f"unknown command {value!r}; expected one of {', '.join(names)}{_near(value, names)}"
+            f"unknown command {value!r}; expected one of {', '.join(names)}{near(value, names)}"
         )
 
 
-def _near(word: Any, names: Iterable[str]) -> str:
+def near(word: Any, names: Iterable[str]) -> str:
     """Return a question that names the nearest of some names, if one is near."""
     found = get_close_matches(str(word).partition("=")[0], list(names), 1)
     return f"; did you mean {found[0]}?" if found else ""

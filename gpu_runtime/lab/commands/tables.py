@@ -174,7 +174,8 @@ def merged(paths: Sequence[Path], out: Path | None) -> Report:
         for trial in part["raw"]["trials"]:
             if trial in trials:
                 raise UnusableError(
-                    f"--merge {path}: its trial of {trial['date']} is there twice; name each once"
+                    f"--merge {path}: its trial of {trial['date']} is given twice; name "
+                    "each report once"
                 )
             trials.append(trial)
     first = found[0]
