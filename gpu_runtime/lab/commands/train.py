@@ -29,7 +29,7 @@ from ...training.command import (
 from ...training.config import Checkpointing
 from ...training.config_file import read
 from ...training.loop import Trainer
-from ..comparisons.ranks import compared, native, tensor_digests, totals_of_ranks
+from ..comparisons.ranks import compare_pipelines, native, tensor_digests, totals_of_ranks
 
 __all__ = ["add_train_arguments", "run_train"]
 
@@ -76,7 +76,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
         progress.note(f"{what}, guarded and native")
     job = run.data.job
     captured = mode_on(config.run.device, config.parallel.mode) != "eager"
-    result = compared(
+    result = compare_pipelines(
         member,
         job,
         config.run.steps,
