@@ -9,9 +9,11 @@ from .action_blocks import guarded
 from .checkpoint import Checkpoint
 from .contract import Contract, Ticket
 from .counts import DeviceCounts
+from .destination_registry import DestinationRegistry
 from .destinations import Destination
 from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
+from .renamed import MODULES, NAMES, install
 from .stage_config import Bucket, StageConfig
 from .threads import ConcurrentCallError
 
@@ -21,6 +23,7 @@ __all__ = [
     "ConcurrentCallError",
     "Contract",
     "Destination",
+    "DestinationRegistry",
     "DeviceCounts",
     "Refusal",
     "Refused",
@@ -30,3 +33,5 @@ __all__ = [
     "Ticket",
     "guarded",
 ]
+
+install(__name__, MODULES, NAMES)

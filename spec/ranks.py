@@ -150,7 +150,7 @@ def all_came(st: Any, r: Any, q: Any) -> Any:
     return implies((st.up[r] == 1) & (st.name[r] != NOBODY), st.life[q] == st.life[r])
 
 
-# All ranks commit or none
+# No rank commits before all agree
 
 
 @RANK_PROMISES("ranks.refusal-holds-all", r="rank", q="rank")

@@ -40,6 +40,7 @@ SCOPES = (
     "stage-messages",
     "domains-messages",
     "callers-messages",
+    "callers-copies",
     "stage-buckets",
     "callers-update",
     "stages-tied",

@@ -14,13 +14,13 @@ from qeffect.relations.constants import GENERATION_MAX
 
 from .pipelining_table import Event
 
-__all__ = ["GuardedStep", "Reductions"]
+__all__ = ["GuardedStep", "TableReductions"]
 
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
 
 
 @attrs.frozen
-class Reductions:
+class TableReductions:
     """
     The reductions and awaited transfers of a table.
 
@@ -47,7 +47,7 @@ class GuardedStep:
         reductions: The table's reductions.
     """
 
-    def __init__(self, contract: Contract, reductions: Reductions) -> None:
+    def __init__(self, contract: Contract, reductions: TableReductions) -> None:
         self.contract = contract
         self.reductions = reductions
         self._refs: dict[tuple[int, int], TapeRef] = {}

@@ -16,7 +16,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, plain, sizes
-from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, name_of, partial_of
+from qeffect.gpu_runtime.training.checkpoint.files import (
+    FACTS,
+    MANIFEST,
+    Writer,
+    name_of,
+    partial_of,
+)
 from tests.ranks.ranks import launch
 from tests.training import bodies
 

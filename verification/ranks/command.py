@@ -55,6 +55,8 @@ class Ranks:
         ]
         for found in scopes:
             said = found.violation or "no promise broken; every state can reach the end"
+            if found.apart:
+                said += f"; in {found.apart:,} states a rank stopped one step behind another"
             lines.append(
                 f"{found.scope:20} {found.states:>7,} states {found.steps:>8,} steps: {said}"
             )

@@ -20,10 +20,12 @@ from typing import Any, Final
 from attrs import field, frozen
 
 from qeffect.refusals import Refused
+from qeffect.spec.launches import LAUNCH_PROMISES, LAUNCH_STEPS
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import BETWEEN, NOBODY, RANK_PROMISES, RANK_STEPS, STEP
 
 from .concrete_state import ConcreteState, Impossible, Size, broken
+from .launches import LAUNCH_LEMMAS, LAUNCHES
 from .lemmas import LEMMAS
 from .protocol import TRANSITIONS, Transition
 
@@ -54,7 +56,8 @@ class RankScope:
     @property
     def transitions(self) -> list[Transition]:
         """The transitions that take part."""
-        return [t for t in TRANSITIONS.values() if t.name not in self.leave_out]
+        found = LAUNCHES if self.size.launches else TRANSITIONS
+        return [t for t in found.values() if t.name not in self.leave_out]
 
 
 _MESSAGES: Final = frozenset({"post_send", "post_receive", "transfer", "release"})
@@ -121,6 +124,13 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             leave_out=_MESSAGES | _ACTIONS,
             says="two ranks, two steps, checkpoints, one fault anywhere",
         ),
+        RankScope(
+            "two-launches",
+            Size(2, attempts=1, launches=True),
+            goal=2,
+            faults=1,
+            says="two ranks, two steps of one launch each, rebuilds, one fault anywhere",
+        ),
     )
 }
 
@@ -136,6 +146,7 @@ class Found:
         steps: Transitions taken between them.
         taken: How often each transition was taken.
         refused: How often each thing that the protocol asks was refused.
+        apart: States in which a rank has stopped, and another one's weights are one step further.
         violation: The violation, or empty: a promise's name, ``deadlock``, or ``no way on``.
         trace: The transitions that lead to the violation, from the first.
     """
@@ -145,6 +156,7 @@ class Found:
     steps: int
     taken: Counter[str] = field(factory=Counter)
     refused: Counter[str] = field(factory=Counter)
+    apart: int = 0
     violation: str = ""
     trace: tuple[str, ...] = ()
 
@@ -156,6 +168,7 @@ class Found:
             "steps": self.steps,
             "taken": dict(sorted(self.taken.items())),
             "refused": dict(sorted(self.refused.items())),
+            "apart": self.apart,
             "violation": self.violation or None,
             "trace": list(self.trace),
         }
@@ -174,8 +187,17 @@ class _Search:
         self.mutated = transition
         self.without = without
         self.state = ConcreteState(scope.size)
-        self.promises: list[Predicate] = [*RANK_PROMISES, *(LEMMAS if lemmas else ())]
-        self.steps_of = {t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS}
+        launches = scope.size.launches
+        promises, also, steps = (
+            (LAUNCH_PROMISES, LAUNCH_LEMMAS, LAUNCH_STEPS)
+            if launches
+            else (RANK_PROMISES, LEMMAS, RANK_STEPS)
+        )
+        self.promises: list[Predicate] = [*promises, *(also if lemmas else ())]
+        self.steps_of = {
+            t.name: [p for p in steps if t.name in p.transitions] for t in scope.transitions
+        }
+        self.apart = 0
         members = scope.size.members
         self.moves = [
             (instead.get(t.name, t), given)
@@ -214,6 +236,7 @@ class _Search:
             sum(self.taken.values()),
             self.taken,
             self.refused,
+            self.apart,
             violation,
             tuple(reversed(trace)),
         )
@@ -275,6 +298,10 @@ class _Search:
     def _wanted(self, name: str, given: tuple[int, ...], faults: int) -> bool:
         """Whether a move stays within the scope."""
         state, scope = self.state, self.scope
+        if name == "launch":
+            return bool(state.launched[given[0]] < scope.goal)
+        if name == "rebuild":
+            return bool(state.round[given[0]] < scope.size.attempts)
         if name == "begin_attempt":
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
         if name == "offer":  # names that nobody has drawn are alike
@@ -292,6 +319,7 @@ class _Search:
         return True
 
     def _broken(self) -> str:
+        self.apart += _apart(self.state)
         for name, _ in broken(self.promises, self.state):
             return name
         return ""
@@ -299,6 +327,8 @@ class _Search:
     def _ended(self, number: int) -> bool:
         state = self.state
         state.buffer[:] = self.states[number][:-1]
+        if self.scope.size.launches:
+            return self._launches_ended()
         return all(
             state.up[r] == 1
             and state.epoch[r] >= self.scope.goal
@@ -306,6 +336,20 @@ class _Search:
             and state.leaving[r] == 0
             for r in range(self.scope.size.ranks)
         )
+
+    def _launches_ended(self) -> bool:
+        """Whether all ranks know of the last step, or have stopped for a new attempt."""
+        state, ranks = self.state, range(self.scope.size.ranks)
+        if all(
+            state.dead[r] == state.quits[r] == 0 and state.known[r] >= self.scope.goal
+            for r in ranks
+        ):
+            return True
+        if not all(state.cut[r] == 1 for r in ranks):
+            return False
+        reports = {state.report[state.round[r], r] for r in ranks if state.dead[r] == 0}
+        lost = any(state.dead[r] == 1 for r in ranks)
+        return NOBODY not in reports and (lost or len(reports) > 1)
 
     def _stuck(self) -> tuple[str, int] | None:
         """Return a state from which the protocol's own steps do not lead to the end."""
@@ -326,6 +370,28 @@ class _Search:
                     todo.append(before)
         left = [number for number, reached in enumerate(reaches) if not reached]
         return ("no way on", left[0]) if left else None
+
+
+def _apart(state: ConcreteState) -> bool:
+    """Whether a rank has stopped while another one's weights are one step further."""
+    ranks = range(state.size.ranks)
+    if state.size.launches:
+        return any(
+            state.round[r] == state.round[q]
+            and state.cut[q] == 1
+            and state.ran[q] == state.launched[q]
+            and state.weights[q] < state.weights[r]
+            for r in ranks
+            for q in ranks
+        )
+    return any(
+        state.life[r] == state.life[q]
+        and state.up[q] == 0
+        and state.ended[q] == 1
+        and state.epoch[q] < state.epoch[r]
+        for r in ranks
+        for q in ranks
+    )
 
 
 def _told(transition: Transition, given: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 from qeffect.spec.ranks import NOBODY
 
 from .explore import SCOPES, explore
+from .launches import LAUNCHES
 from .protocol import TRANSITIONS, Transition
 from .prove import prove
 from .symbolic_state import asked
@@ -142,7 +143,7 @@ class Caught:
 
 def mutants() -> Iterator[ProtocolMutant]:
     """Yield every mutant."""
-    for transition in TRANSITIONS.values():
+    for transition in (*TRANSITIONS.values(), *LAUNCHES.values()):
         for name in asked(transition):
             yield ProtocolMutant(transition.name, name, f"`{transition.name}` does not ask {name}")
     for (transition_name, column), says in WRITES.items():
@@ -163,7 +164,7 @@ def caught(mutant: ProtocolMutant, progress: Callable[[str], None] | None = None
         if not answer.proved
     )
     for scope in (SCOPES[name] for name in mutant.scopes):
-        if mutant.transition in scope.leave_out:
+        if mutant.transition not in {t.name for t in scope.transitions}:
             continue
         found = explore(
             scope,

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
-from ..files import Writer, manifest, name_of, numbered, problem_of
-from ..state import Naming, Persistent, checksums
-from .consent import RankGroup, SharedError, consent, lost, raise_first, stop
+from ..state import Naming, PersistentTensors, checksums
+from .agreement import RankGroup, SharedError, consent, lost, raise_first, stop
 from .facts import changes
+from .files import Writer, checkpoint_folders, manifest, name_of, problem_of
 from .load import (
     HalfLoadedError,
     Replicas,
@@ -98,7 +98,7 @@ class Checkpoints:
                 it and what to do.
         """
         try:
-            for _, path in numbered(self.folder)[:1]:
+            for _, path in checkpoint_folders(self.folder)[:1]:
                 if problem := problem_of(path, manifest(path), ()):
                     raise BackendError(problem)
                 return path
@@ -110,7 +110,7 @@ class Checkpoints:
         return None
 
     def _newest_whole(self) -> Path | None:
-        for _, path in numbered(self.folder):
+        for _, path in checkpoint_folders(self.folder):
             try:
                 if not problem_of(path, manifest(path), ()):
                     return path
@@ -284,12 +284,12 @@ class Checkpoints:
         own: dict[str, Any] = {"problem": self._awaited(), "path": str(path)}
         found_at: dict[str, TensorSource] = {}
         facts: dict[str, Any] = {}
-        held: Persistent | None = None
+        held: PersistentTensors | None = None
         try:
             if not own["problem"]:
                 facts = compare(path, worker, must)
                 place = worker.member.rank % worker.pp
-                held = Persistent.of(
+                held = PersistentTensors.of(
                     worker.runtime, worker.optimizer, naming, worker.replica, place
                 )
                 found_at = sources(path, worker, facts, held, extra_tensors or {}, replicas)

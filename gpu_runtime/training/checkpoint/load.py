@@ -17,18 +17,18 @@ from qeffect.checkpoint import Checkpoint
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
 from ...step.memory.numerical_state import NumericalState
-from ..files import AWAY, FACTS, manifest, problem_of, read_facts
 from ..state import (
     EXTRA,
     NUMERICAL,
     RANDOM,
-    Persistent,
+    PersistentTensors,
     random_states,
     set_random_states,
     shares_amax,
 )
-from .consent import SharedError
+from .agreement import SharedError
 from .facts import first_difference, mapping_of, placement, plain, requirements
+from .files import AWAY, FACTS, manifest, problem_of, read_facts
 from .save import random_name
 
 __all__ = [
@@ -104,7 +104,7 @@ def sources(
     path: Path,
     worker: Worker,
     facts: Mapping[str, Any],
-    held: Persistent,
+    held: PersistentTensors,
     extra: Mapping[str, Tensor],
     replicas: Replicas,
 ) -> dict[str, TensorSource]:
@@ -157,7 +157,7 @@ def sources(
 def take(
     worker: Worker,
     facts: Mapping[str, Any],
-    held: Persistent,
+    held: PersistentTensors,
     found: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
 ) -> None:
