@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
-from qeffect.cli.parsing import near
 from qeffect.countdown import Countdown
 from qeffect.report import environment, require_folder, require_place, write_json, write_text
-from qeffect.text import counted
+from qeffect.text import counted, near
 
 __all__ = [
     "DEPTH",

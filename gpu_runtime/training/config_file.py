@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from qeffect.cli.parsing import near
 from qeffect.report import UnusableError, json_mistake, unreadable
+from qeffect.text import near
 
 from .config import TABLES, Config
 

@@ -8,13 +8,13 @@ import argparse
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ..text import near
 from .command import UnusableError
 
-__all__ = ["Parser", "missing_commands", "near"]
+__all__ = ["Parser", "missing_commands"]
 
 #: What an option of a type takes, as a message names it.
 _EXPECTED: Final = {int: "a whole number", float: "a number"}
@@ -94,12 +94,6 @@ class Parser(argparse.ArgumentParser):
         self.error(
             f"unknown command {value!r}; expected one of {', '.join(names)}{near(value, names)}"
         )
-
-
-def near(word: Any, names: Iterable[str]) -> str:
-    """Return a question that names the nearest of some names, if one is near."""
-    found = get_close_matches(str(word).partition("=")[0], list(names), 1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def missing_commands(names: Iterable[str]) -> dict[str, str]:
