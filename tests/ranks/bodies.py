@@ -15,6 +15,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from qeffect.cli import main
 from qeffect.engine.stage import TRANSITIONS
@@ -60,6 +61,22 @@ def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
             }
         )
     return said
+
+
+def connected_as_by_torch_2_11(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
+    """The same under torch 2.11's first messages: a number to the rank of each next stage."""
+    from torch.distributed.pipelining._utils import InferenceMode  # in newer torch alone
+
+    def exchange(_: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        if not p2p_done:
+            ops = [op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    torch_schedules._PipelineSchedule._warmup_p2p = exchange
+    return exact(jobs, steps)
 
 
 # Faults

@@ -104,7 +104,9 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     report.path = args.out
     report.save()
     what = f"{len(args.merge)} reports in one"
-    return _outcome(report, what + ", NOT complete: one of them is not" * (not report.complete))
+    return _outcome(
+        report, what + ", NOT complete: one of the reports is incomplete" * (not report.complete)
+    )
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect import cli
 from qeffect.cli.command import Outcome, Progress
 
 from ...ranks.membership import Member, all_gather, join
@@ -318,3 +320,7 @@ def rows_of(mode: str, cells: Sequence[str], settings: PeerSettings) -> list[Pee
     sides = ("replays", "one launch") if settings.device == "cuda" else ("replays",)
     names = [("native", "il"), *((side, name) for name in ("il", "zbv") for side in sides)]
     return [PeerRow(cell, side, name, settings) for cell in cells for side, name in names]
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.main(["runtime", "report", "peers", *sys.argv[1:]]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from qeffect import cli
 from qeffect.cli.command import Outcome, Progress, refuse_unused
 
 from ...backends.deterministic import DETERMINISTIC
@@ -343,3 +345,7 @@ def _row(
         "losses": [sum(sum(rank["losses"][step]) for rank in ranks) for step in steps],
         "bytes": dict(weighed),
     }
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.main(["runtime", "report", "restarts", *sys.argv[1:]]))

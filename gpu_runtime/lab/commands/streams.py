@@ -151,7 +151,7 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
 
 def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise RuntimeError("the process has a device context already; it is not a fresh one")
+        raise RuntimeError("the process has a device context already; expected a fresh process")
     return check_handoff(**arguments)
 
 

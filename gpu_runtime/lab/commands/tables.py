@@ -148,7 +148,8 @@ def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
         for trial in part["raw"]["trials"]:
             if trial in trials:
                 raise UnusableError(
-                    f"--merge {path}: its trial of {trial['date']} is there twice; name each once"
+                    f"--merge {path}: its trial of {trial['date']} is given twice; name "
+                    "each report once"
                 )
             trials.append(trial)
     first = found[0]
