@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+# Bytecode is kept in the tree: without it each process of the suite compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: check test slow nightly lint types bench clean
 
 # The main job, what takes seconds first. Processor time on one core: fixtures, faults and failures

@@ -14,13 +14,13 @@ from attrs import asdict, frozen
 
 from qeffect.cli.command import Outcome, Progress
 
-__all__ = ["Finding", "add_doctor_arguments", "examine", "run_doctor"]
+__all__ = ["Diagnosis", "add_doctor_arguments", "examine", "run_doctor"]
 
 TORCH_MINIMUM = (2, 11)
 
 
 @frozen
-class Finding:
+class Diagnosis:
     """
     One thing that was looked at.
 
@@ -37,7 +37,7 @@ class Finding:
     remedy: str = ""
 
 
-def examine(*, probe: bool = False) -> list[Finding]:
+def examine(*, probe: bool = False) -> list[Diagnosis]:
     """
     Look at Python, torch, the device and Transformer Engine, in that order.
 
@@ -45,7 +45,7 @@ def examine(*, probe: bool = False) -> list[Finding]:
         probe: Run one small layer of Transformer Engine on the device as well, which sees what a
             look at its names cannot; it makes a device context and resets FP8 state.
     """
-    findings = [Finding("Python", platform.python_version(), True)]
+    findings = [Diagnosis("Python", platform.python_version(), True)]
     torch_finding, torch = _torch()
     findings.append(torch_finding)
     if torch is None:
@@ -55,20 +55,20 @@ def examine(*, probe: bool = False) -> list[Finding]:
     return findings
 
 
-def _torch() -> tuple[Finding, Any]:
+def _torch() -> tuple[Diagnosis, Any]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Finding("torch", str(error), False, "pip install 'qeffect[torch]'"), None
+        return Diagnosis("torch", str(error), False, "pip install 'qeffect[torch]'"), None
     numbers = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
     works = numbers >= TORCH_MINIMUM
     remedy = "" if works else "install torch 2.11 or later"
-    return Finding("torch", str(torch.__version__), works, remedy), torch
+    return Diagnosis("torch", str(torch.__version__), works, remedy), torch
 
 
-def _device(torch: Any) -> Finding:
+def _device(torch: Any) -> Diagnosis:
     if not torch.cuda.is_available():
-        return Finding(
+        return Diagnosis(
             "CUDA device",
             "none",
             False,
@@ -82,7 +82,7 @@ def _device(torch: Any) -> Finding:
     works = (major, minor) >= (8, 9)
     count = torch.cuda.device_count()
     which = f" (device {index} of {count})" if count > 1 else ""
-    return Finding(
+    return Diagnosis(
         "CUDA device",
         f"{name}{which}, compute capability {major}.{minor}",
         works,
@@ -90,12 +90,12 @@ def _device(torch: Any) -> Finding:
     )
 
 
-def _library(torch: Any, probe: bool) -> Finding:
+def _library(torch: Any, probe: bool) -> Diagnosis:
     what = "Transformer Engine"
     try:
         found = version("transformer-engine")
     except PackageNotFoundError:
-        return Finding(
+        return Diagnosis(
             what,
             "not installed",
             False,
@@ -105,9 +105,9 @@ def _library(torch: Any, probe: bool) -> Finding:
 
     problem = version_problem(found)
     if not torch.cuda.is_available():
-        return Finding(what, found, False, problem or "it needs a CUDA device")
+        return Diagnosis(what, found, False, problem or "it needs a CUDA device")
     if problem and os.environ.get("QEFFECT_UNTESTED_TE") != "1":
-        return Finding(what, found, False, f"{problem}. {_internals()}")
+        return Diagnosis(what, found, False, f"{problem}. {_internals()}")
     try:
         library()
         if probe:
@@ -116,8 +116,8 @@ def _library(torch: Any, probe: bool) -> Finding:
             check_backend()
     except Exception as error:  # whatever the library raises while it loads or runs
         said = str(error) or type(error).__name__
-        return Finding(what, found, False, f"{problem}. {said}" if problem else said)
-    return Finding(what, found, True)
+        return Diagnosis(what, found, False, f"{problem}. {said}" if problem else said)
+    return Diagnosis(what, found, True)
 
 
 def _internals() -> str:

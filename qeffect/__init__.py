@@ -2,14 +2,19 @@
 State and resource contracts for low-precision pipeline training under captured graphs.
 """
 
+from . import startup  # noqa: F401 - first: without it, Ctrl-C during imports is a traceback
+
+# isort: split
+from .action_blocks import guarded
 from .checkpoint import Checkpoint
-from .config import Bucket, StageConfig
 from .contract import Contract, Ticket
 from .counts import DeviceCounts
+from .destination_registry import DestinationRegistry
 from .destinations import Destination
-from .guarded import guarded
 from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
+from .renamed import MODULES, NAMES, install
+from .stage_config import Bucket, StageConfig
 from .threads import ConcurrentCallError
 
 __all__ = [
@@ -18,6 +23,7 @@ __all__ = [
     "ConcurrentCallError",
     "Contract",
     "Destination",
+    "DestinationRegistry",
     "DeviceCounts",
     "Refusal",
     "Refused",
@@ -27,3 +33,5 @@ __all__ = [
     "Ticket",
     "guarded",
 ]
+
+install(__name__, MODULES, NAMES)

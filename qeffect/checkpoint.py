@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
 
-from .config import StageConfig
 from .configuration import Configuration
 from .refusals import refused
+from .stage_config import StageConfig
 from .text import shown
 
 __all__ = ["Caches", "Checkpoint", "cache_semantics", "require_same"]

@@ -11,31 +11,32 @@ from typing import Any, NoReturn
 from .arguments import Arguments
 from .calls.blocks import Blocks
 from .calls.epochs import EpochCalls
-from .calls.reading import Reading
+from .calls.queries import Queries
 from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
 from .calls.streams import StreamCalls
 from .calls.tapes import TapeCalls
-from .config import StageConfig
+from .destination_registry import DestinationRegistry
 from .engine.stage import transitions
 from .keys import Cell
-from .layout import lay_out
-from .ledgers.counted import Counted
 from .ledgers.epochs import Epochs
+from .ledgers.expected_counts import ExpectedCounts
 from .ledgers.pool import Pool
+from .ledgers.recorded_steps import RecordedSteps
 from .ledgers.restarts import Restarts
 from .ledgers.runner import Observer, Runner
-from .ledgers.steps import Steps
 from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
+from .process_layout import lay_out
 from .relations.constants import GENERATION_MAX
+from .stage_config import StageConfig
 from .text import shown
 from .tickets import Ticket
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
 
-class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCalls, Reading):
+class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCalls, Queries):
     """
     The state and resource contract of one process (paper, Section III).
 
@@ -65,6 +66,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         counted: Whether `commit_epoch` requires the devices' counts; see `qeffect.counts`.
         late: With ``counted``, whether `present_counts` takes them after the commit, for an update
             that the device itself skips if they differ.
+        registry: The gradient destinations of other contracts of the process, which those of this
+            contract must not overlap. By default they are not compared.
 
     Raises:
         TypeError, ValueError: The configuration is unusable.
@@ -103,6 +106,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         observer: Observer | None = None,
         counted: bool = False,
         late: bool = False,
+        registry: DestinationRegistry | None = None,
     ) -> None:
         if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {shown(epoch)}")
@@ -128,7 +132,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
             raise ValueError("late=True requires counted=True: without it no counts are presented")
         if counted:
             own = {config.stage: config.domain for config in self.stages}
-            self._counted = Counted(own, laid.memory.slot_stage, late=late)
+            self._counted = ExpectedCounts(own, laid.memory.slot_stage, late=late)
         self.observer = observer
         self._entered = False  # True while a call is under way
         self._shares = any(config.tied for config in self.stages)
@@ -137,7 +141,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
         self._restarts = Restarts(self._runner, self._pool, self._epochs, self._counted)
-        self._steps = Steps(self._runner, self._pool, self._counted)
+        self._steps = RecordedSteps(self._runner, self._pool, self._counted)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # Bound once for F, dI and dW: each look-up would cost a guard's time.
@@ -150,6 +154,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
         self._commit_refresh = t.commit_refresh
+        if registry is not None:
+            registry.claim(self, self.stages)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copies and pickles: the guarded memory exists once, in this process."""

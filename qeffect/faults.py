@@ -16,10 +16,10 @@ from attrs import asdict, frozen
 from qeffect.spec.document import fault_rows
 
 from .caller import Caller
-from .config import StageConfig
 from .contract import Contract
 from .destinations import Destination
 from .refusals import Refused
+from .stage_config import StageConfig
 
 __all__ = ["FaultReport", "FaultRow", "run"]
 

@@ -2,7 +2,8 @@
 Old import names, which go on working for one release with a `DeprecationWarning`.
 
 `install` takes a table of old and new names. A module that is imported by an old name is a
-stand-in: its attributes are those of the new module, the same objects.
+stand-in: its attributes are those of the new module, the same objects. The tables below are the
+kernel's; `qeffect.gpu_runtime.renamed` has those of the runtime.
 """
 
 from __future__ import annotations
@@ -18,7 +19,26 @@ from typing import Any
 
 import attrs
 
-__all__ = ["install"]
+__all__ = ["MODULES", "NAMES", "install"]
+
+#: Modules of the kernel that the pages showed; both names are below `qeffect`.
+MODULES: Mapping[str, str] = {
+    "calls.reading": "calls.queries",
+    "config": "stage_config",
+    "engine.memory": "engine.concrete_memory",
+    "entries": "steps.entries",
+    "layout": "process_layout",
+    "ledgers.counted": "ledgers.expected_counts",
+    "ledgers.steps": "ledgers.recorded_steps",
+}
+
+#: What has another name in the new module of its old module.
+NAMES: Mapping[str, str] = {
+    "calls.reading.Reading": "calls.queries.Queries",
+    "layout.Layout": "process_layout.ProcessLayout",
+    "ledgers.counted.Counted": "ledgers.expected_counts.ExpectedCounts",
+    "ledgers.steps.Steps": "ledgers.recorded_steps.RecordedSteps",
+}
 
 
 def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) -> None:

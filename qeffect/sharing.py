@@ -8,9 +8,9 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from attrs import evolve
 
-from .config import StageConfig
 from .destinations import Destination
 from .refusals import refused
+from .stage_config import StageConfig
 
 __all__ = ["require_tied_ranks", "share_destinations", "written_once"]
 
@@ -97,7 +97,7 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
         ValueError: A tied weight has no second matrix on any rank, or its copies leave in
             different buckets.
 
-    >>> from qeffect.config import Bucket
+    >>> from qeffect.stage_config import Bucket
     >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
     >>> tied |= {"reduces": True, "buckets": (Bucket("tied", ("w",)),)}
     >>> require_tied_ranks([[StageConfig(s, matrices=("w",), **tied)] for s in (0, 3)])

@@ -14,6 +14,7 @@ from typing import Any
 from .clauses import CLAUSES, PARTS, SCHEDULE, Clause, Part
 from .columns import COLUMNS, CONFIGURED, SORTS, StateColumn
 from .guards import GUARDS
+from .launches import LAUNCH_COLUMNS, LAUNCH_PROMISES, LAUNCH_STEPS
 from .predicates import Register
 from .promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, MEMORY, PAPER, STEPS, WORLD
 from .ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
@@ -337,13 +338,15 @@ def _promises(keeping: Mapping[str, Any]) -> str:
 def _ranks() -> str:
     columns = [
         (f"`{name}`" if index == ("one",) else f"`{name}[{', '.join(index)}]`", meaning)
-        for name, (index, meaning) in RANK_COLUMNS.items()
+        for name, (index, meaning) in {**RANK_COLUMNS, **LAUNCH_COLUMNS}.items()
     ]
     return "\n".join(
         [
             _text("ranks"),
             *(f"- `{p.name}`: {p.text}" for p in RANK_PROMISES),
             *(f"- `{p.name}`{_where(p.transitions)}: {p.text}" for p in RANK_STEPS),
+            *(f"- `{p.name}`: {p.text}" for p in LAUNCH_PROMISES),
+            *(f"- `{p.name}`{_where(p.transitions)}: {p.text}" for p in LAUNCH_STEPS),
             "",
             "The promises use these columns:",
             "",

@@ -3,9 +3,9 @@ Ranks: promises about several processes together, each with a contract of its ow
 
 The promises are predicates over the columns below, which record what happened on every rank and on
 every channel between two ranks. ``r``, ``q`` and ``p`` are any ranks, ``k`` and ``j`` any places in
-a channel, ``n`` any attempt. Nothing here restates the guards of the protocol
-(`qeffect.verification.ranks.protocol`). The promises are proved of the protocol for any number of
-ranks.
+a channel, ``n`` any attempt, ``a`` and ``b`` any names of attempts. Nothing here restates the
+guards of the protocol (`qeffect.verification.ranks.protocol`). The promises are proved of the
+protocol for any number of ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "base": (("one",), "the epoch of the checkpoint that the newest attempt began from"),
     "saved": (("one",), "the epoch that the newest whole checkpoint is named after"),
     "saved_life": (("one",), "the attempt that wrote that checkpoint; 0 before the first"),
+    "lead": (("one",), "configured: the rank that draws an attempt's name"),
+    "offered": (("one",), "the name that the launcher's store offers, of whichever attempt"),
+    "drawn_in": (("name",), "the attempt in which the name was drawn"),
+    "seat": (("name", "rank"), "the attempt in which the rank took its seat under the name"),
+    "confirmed": (("name",), "1 once every seat under the name was taken"),
     "life": (("rank",), "the attempt in which the rank last started"),
+    "drew": (("rank",), "the name that the rank drew in its attempt"),
+    "name": (("rank",), "the name under which the rank's connections are"),
     "up": (("rank",), "1 while the rank's process runs"),
     "open": (("rank",), "1 while the rank's connections are open"),
     "phase": (
@@ -124,7 +131,26 @@ def one_attempt(st: Any, r: Any, q: Any) -> Any:
     return implies((st.up[r] == 1) & (st.up[q] == 1), st.life[r] == st.life[q])
 
 
-# All ranks commit or none
+@RANK_PROMISES("ranks.name-of-one-attempt", r="rank", q="rank")
+def name_of_one_attempt(st: Any, r: Any, q: Any) -> Any:
+    """Two ranks whose connections are under one name started in the same attempt."""
+    return implies((st.name[r] == st.name[q]) & (st.name[r] != NOBODY), st.life[r] == st.life[q])
+
+
+@RANK_PROMISES("ranks.one-name", r="rank", q="rank")
+def one_name(st: Any, r: Any, q: Any) -> Any:
+    """All ranks that connect in an attempt connect under the same name."""
+    both = (st.name[r] != NOBODY) & (st.name[q] != NOBODY)
+    return implies(both & (st.life[r] == st.life[q]), st.name[r] == st.name[q])
+
+
+@RANK_PROMISES("ranks.all-came", r="rank", q="rank")
+def all_came(st: Any, r: Any, q: Any) -> Any:
+    """While a rank with connections runs, every rank has started in the same attempt."""
+    return implies((st.up[r] == 1) & (st.name[r] != NOBODY), st.life[q] == st.life[r])
+
+
+# No rank commits before all agree
 
 
 @RANK_PROMISES("ranks.refusal-holds-all", r="rank", q="rank")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,18 @@ def pytest_configure(config: pytest.Config) -> None:
         profiles.load()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    if not selects_devices(config.getoption("markexpr")):
+        # What needs no GPU has to pass in the same way where there are some.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     file = config.getoption("record")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(file.absolute(), config), "qeffect record")
+
+
+def selects_devices(expression: str) -> bool:
+    """Whether a marker expression selects a test that is marked ``gpu`` and nothing else."""
+    names: defaultdict[str, bool] = defaultdict(bool, gpu=True)
+    return not expression or bool(eval(expression, {"__builtins__": {}}, names))
 
 
 def pytest_report_header() -> str:
@@ -51,8 +61,13 @@ def pytest_report_header() -> str:
     return profiles.described()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is marked ``ci`` where the profile is ``dev``."""
+    """Deselect what is marked ``ci`` under ``dev``; keep tests of one long sweep together."""
+    for item in items:
+        # `--dist loadgroup` then runs the sweep once. Other distributions ignore the group.
+        if "report" in getattr(item, "fixturenames", ()) and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if not profiles.THINNED:
         return
     left = [item for item in items if item.get_closest_marker("ci") is not None]

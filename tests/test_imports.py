@@ -9,6 +9,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,26 +34,33 @@ def _modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def nodes(path: Path, *, lazy: bool) -> Iterator[ast.AST]:
-    """The syntax tree of a module node by node, with or without what is inside functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    yield from (node for node in ast.walk(tree) if lazy or id(node) not in inside)
+@cache
+def _statements(path: Path) -> tuple[tuple[bool, ast.Import | ast.ImportFrom], ...]:
+    """The imports of a module, each with whether a function holds it; parsed once."""
+    found: list[tuple[bool, ast.Import | ast.ImportFrom]] = []
+    left: list[tuple[bool, ast.AST]] = [(False, ast.parse(path.read_text(encoding="utf-8")))]
+    while left:
+        inside, node = left.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((inside, node))
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        left += [(inside, child) for child in ast.iter_child_nodes(node)]
+    return tuple(found)
+
+
+def statements(path: Path, *, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements of a module, with or without those inside functions."""
+    yield from (node for inside, node in _statements(path) if lazy or not inside)
 
 
 def _names(path: Path, *, lazy: bool) -> Iterator[str]:
     """Full names of what a module imports, with or without those inside functions."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     package = (("qeffect",) if parts[0] != "qeffect" else ()) + parts[:-1]
-    for node in nodes(path, lazy=lazy):
+    for node in statements(path, lazy=lazy):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1] if node.level else ()
             yield from (".".join((*base, node.module or "", a.name)) for a in node.names)
 
@@ -103,7 +111,7 @@ def test_no_import_circle() -> None:
     """Modules can be read in an order in which each comes after all that it imports."""
     graph = _graph(PACKAGES)
     assert {"qeffect.contract", "qeffect.spec.clauses", "qeffect.verification.lint"} <= set(graph)
-    assert "qeffect.config" in graph["qeffect.layout"]
+    assert "qeffect.stage_config" in graph["qeffect.process_layout"]
     try:
         order = list(TopologicalSorter(graph).static_order())
     except CycleError as error:

@@ -12,6 +12,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ IDENTIFIERS: Mapping[str, str] = {
     "DI": "`dgrad`; the consumer bit is `DGRAD_BIT`",
     "DW": "`wgrad`; the consumer bit is `WGRAD_BIT`",
 }
+#: Any of them, between underscores or the ends of a word.
+_LISTED = re.compile(rf"(?<![^\W_])({'|'.join(IDENTIFIERS)})(?![^\W_])")
 #: What no text may contain: comments, docstrings, messages, pages.
 TEXT: Mapping[str, str] = {
     r"\bpending\b": "consumers, in flight, deferred or to come",
@@ -64,7 +67,9 @@ def identifiers(source: str) -> Iterator[tuple[int, str]]:
 
 def misnamed(source: str) -> list[str]:
     """Return the identifiers that are on the list, each with its line and what to call it."""
-    found = []
+    found: list[str] = []
+    if not _LISTED.search(source):
+        return found  # tokenizing the whole tree takes seconds, and few files have such a word
     for line, name in identifiers(source):
         for word, better in IDENTIFIERS.items():
             if f"_{word}_" in f"_{name}_":
@@ -89,6 +94,12 @@ def defined(source: str) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Assign):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+@cache
+def definitions() -> tuple[tuple[str, str], ...]:
+    """Every file with every name that it defines; the tree is parsed once."""
+    return tuple((n, d) for n, source in files(".py", *ROOMS[:-1]) for d in defined(source))
 
 
 def literals(room: str, name: str) -> set[str]:
@@ -132,8 +143,7 @@ def test_an_old_word_is_seen(text: str) -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_a_type_is_defined_once(name: str) -> None:
     """No two modules give one name to two types."""
-    rooms = ROOMS[:-1]
-    places = [n for n, source in files(".py", *rooms) for d in defined(source) if d == name]
+    places = [place for place, found in definitions() if found == name]
     assert 1 == len(places), places
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import profiles
+from tests.conftest import selects_devices
 from tests.record import COUNTED, RECORDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +70,29 @@ def test_an_unknown_profile_is_refused() -> None:
 
     assert code == 4
     assert "HYPOTHESIS_PROFILE is 'hourly'; choose from dev, ci, nightly" in told
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [
+        ("not gpu and not slow and not nightly", False),
+        ("slow", False),
+        ("nightly and not gpu", False),
+        ("gpu", True),
+        ("gpu or slow", True),
+        ("not slow", True),
+        ("", True),
+    ],
+)
+def test_gpus_are_hidden_from_tests_that_need_none(expression: str, shown: bool) -> None:
+    """Only a run that may select a test of `tests/gpu` sees the devices of its machine."""
+    assert selects_devices(expression) == shown
+
+
+def test_this_run_sees_no_gpu(pytestconfig: pytest.Config) -> None:
+    """Neither this process nor those that tests start, unless tests of devices may run."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    assert hidden != selects_devices(pytestconfig.getoption("markexpr"))
 
 
 def test_a_kept_record_is_of_a_whole_run_of_a_commit() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
 from qeffect.countdown import Countdown
 from qeffect.report import environment, require_place, write_json, write_text
+from qeffect.text import counted
 
 from .scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
 
@@ -31,6 +32,8 @@ SCOPES = tuple(SCOPE_STATES)
 #: The largest pool that is explored: all its states are kept in memory.
 MOST_STATES, MOST_KEYS = 20_000_000, 64
 MOST_SEEDS = 10_000
+#: The most random schedules of one run; a million take days.
+MOST_RANDOM = 1_000_000
 #: Transitions in a row of the bounded proof; more take minutes each.
 DEPTH = 8
 #: Random schedules that met everything with every seed that was tried.
@@ -338,13 +341,25 @@ def _summary(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
-    """Run ``qeffect check --random N --seed S``."""
+    """
+    Run ``qeffect check --random N --seed S``.
+
+    Raises:
+        UnusableError: There are too many schedules, or the seed is negative.
+    """
+    if args.random > MOST_RANDOM:
+        raise UnusableError(
+            f"--random must be at most {MOST_RANDOM:,}, not {args.random}; run several seeds "
+            "instead"
+        )
+    if args.seed < 0:
+        raise UnusableError(f"--seed must be at least 0, not {args.seed}")
     machine = needs("verify", _machine)
     report = machine.run(args.random, args.seed, progress=progress, note=progress.note)
     data = report.asdict()
     missing = data["uncovered"]
     ran = (
-        f"{data['schedules']:,} random schedules, {data['actions']:,} actions at "
+        f"{counted(data['schedules'], 'random schedule')}, {data['actions']:,} actions at "
         f"{data['actions_per_second']:,.0f}/s"
     )
     good = "every legal one accepted, every illegal one refused with nothing changed."
@@ -352,15 +367,16 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
         reason, lines = "violation", [str(data["failure"])]
     elif missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        reason, lines = (
-            "too few schedules",
-            [
-                f"too few schedules: never exercised: {', '.join(missing[:_NAMED])}{more}; "
-                f"use --random {max(_ENOUGH, 2 * args.random)} or more",
-                f"{ran}: of what was exercised, {good}",
-                "--json lists everything that was never exercised",
-            ],
+        few = (
+            f"too few schedules: never exercised: {', '.join(missing[:_NAMED])}{more}; "
+            f"use --random {max(_ENOUGH, 2 * args.random)} or more"
         )
+        lines = [
+            few,
+            f"{ran}: of what was exercised, {good}",
+            "--json lists everything that was never exercised",
+        ]
+        return Outcome("unusable", {"error": few, "reason": "too few schedules", **data}, lines)
     else:
         reason, lines = "", [f"{ran}: {good}"]
     return Outcome("refused" if reason else "accepted", {"reason": reason, **data}, lines)

@@ -12,10 +12,10 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeRef
-from qeffect.layout import Layout
+from qeffect.process_layout import ProcessLayout
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.promises import ASSUMED, STEPS
 
@@ -82,7 +82,7 @@ class ConcreteRun:
     process: Process
     focus: Focus = field(factory=Focus)
     relations: frozenset[str] = frozenset()
-    laid: Layout = field(init=False, repr=False)
+    laid: ProcessLayout = field(init=False, repr=False)
     st: Memory = field(init=False, repr=False)
     h: Any = field(init=False, repr=False)
     _seen: Any = field(init=False, repr=False)

@@ -9,10 +9,10 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any, Final
 
-from qeffect.config import StageConfig
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import OPTIONAL, RELATIONS
 from qeffect.spec.predicates import Predicate
+from qeffect.stage_config import StageConfig
 
 __all__ = ["MANDATORY", "Members", "failing", "instances", "members_of", "seen", "speaks_of"]
 

@@ -16,7 +16,7 @@ from qeffect import Contract, StageConfig
 from qeffect.contract import Observer
 from qeffect.engine.stage import transitions
 from qeffect.keys import Cell
-from qeffect.layout import Layout, lay_out
+from qeffect.process_layout import ProcessLayout, lay_out
 from qeffect.relations.constants import GENERATION_MAX
 
 __all__ = ["Process"]
@@ -67,7 +67,7 @@ class Process:
         arguments = {"stages": self.stages, **self.options, **changes}
         return Contract(**arguments, observer=observer)
 
-    def lay_out(self) -> Layout:
+    def lay_out(self) -> ProcessLayout:
         """Return the kernel's memory of the process, in incarnation 1 and the process's epoch."""
         options = self.options
         omit, epoch = options.pop("omit", ()), options.pop("epoch", 0)

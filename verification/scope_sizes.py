@@ -52,6 +52,7 @@ SCOPE_STATES: Final[Mapping[str, int]] = {
     "stage-messages": 218,
     "domains-messages": 196,
     "callers-messages": 6_148,
+    "callers-copies": 1_684,
     "stage-buckets": 119,
     "callers-update": 140,
     "stages-tied": 1_182,

@@ -246,7 +246,7 @@ class Wgrads:
     by_unit: Mapping[str, Tensor]
 
 
-class Adding:
+class Accumulation:
     """
     Whether each product of one dW adds to its destination; a second product into it always adds.
 

@@ -28,15 +28,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qeffect.config import StageConfig
 from qeffect.contract import Contract
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.transport import Transport
+from qeffect.stage_config import StageConfig
 from qeffect.text import shown
 
-from .pipelining_step import GuardedStep, Reductions
+from .pipelining_step import GuardedStep, TableReductions
 from .pipelining_table import Event, GuardedRow, declared_order, event_of, table_of
 
 __all__ = ["UNUSED", "GuardedSchedule", "guard"]
@@ -131,10 +131,10 @@ class GuardedSchedule:
         self._declared = None if table is None else declared_order(table, stages)
         indices = [stage.stage_index for stage in stages]
         # A loop without reductions may be intended, as in torch 2.15 when FSDP accumulates.
-        self._reductions = Reductions(dict.fromkeys(indices, False))
+        self._reductions = TableReductions(dict.fromkeys(indices, False))
         if table is not None and self._walks:
             reduced = {a.stage for row in table.atoms for a in row if a.kind is Kind.REDUCE_GRAD}
-            self._reductions = Reductions(
+            self._reductions = TableReductions(
                 {index: index in reduced for index in indices},
                 awaits_sends=table.awaits_sends,
                 awaits_reductions=table.awaits_reductions,

@@ -7,20 +7,20 @@ from typing import Any
 
 import attrs
 
+from qeffect.action_blocks import Dgrad, Forward
 from qeffect.contract import Contract
-from qeffect.guarded import Dgrad, Forward
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.relations.constants import GENERATION_MAX
 
 from .pipelining_table import Event
 
-__all__ = ["GuardedStep", "Reductions"]
+__all__ = ["GuardedStep", "TableReductions"]
 
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
 
 
 @attrs.frozen
-class Reductions:
+class TableReductions:
     """
     The reductions and awaited transfers of a table.
 
@@ -47,7 +47,7 @@ class GuardedStep:
         reductions: The table's reductions.
     """
 
-    def __init__(self, contract: Contract, reductions: Reductions) -> None:
+    def __init__(self, contract: Contract, reductions: TableReductions) -> None:
         self.contract = contract
         self.reductions = reductions
         self._refs: dict[tuple[int, int], TapeRef] = {}

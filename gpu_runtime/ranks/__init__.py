@@ -1,7 +1,7 @@
 """
 A pipeline over several ranks: one process per rank, over gloo (cpu) or NCCL (cuda).
 
-* `world.py` lets the ranks meet; `assembly.py` builds a `Worker` (`worker.py`) from a job
+* `membership.py` lets the ranks meet; `assembly.py` builds a `Worker` (`worker.py`) from a job
   (`job.py`).
 * `pipeline.py` walks one rank's row of the schedule: receive, F, send, receive, dI, send, dW.
   `channels.py` posts the messages, `side_stream_feed.py` brings the data.

@@ -11,7 +11,7 @@ import attrs
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
 
-from .channels import Ends, LostError, Message, first_difference
+from .channels import ChannelEnds, LostError, Message, first_difference
 
 __all__ = [
     "Cause",
@@ -37,7 +37,7 @@ class TerminatedError(RuntimeError):
 @attrs.frozen
 class Cause:
     """
-    Why a step ended on every rank.
+    Why the ranks stopped.
 
     Args:
         kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
@@ -61,7 +61,13 @@ class Cause:
 
 
 class StoppedError(RuntimeError):
-    """The step stopped on every rank for one cause, `cause`."""
+    """
+    This rank stopped a step; all ranks that stop have the same `cause`.
+
+    The weights of two ranks may be one step apart, if one of them stopped before the last consent
+    or vote reached it. The cause is then not recoverable; after launches, `OneLaunch.rebuild` finds
+    the difference and raises.
+    """
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.text)
@@ -83,7 +89,7 @@ class Verdicts:
 
     said: Mapping[int, dict[str, Any]]
     world: int
-    every: Sequence[Ends]
+    every: Sequence[ChannelEnds]
     table: Schedule
 
     def cause(self, epoch: int) -> Cause:
@@ -205,7 +211,7 @@ def verdict_of(
     epoch: int,
     atom: Atom | None,
     passed: int,
-    posted: Mapping[Ends, Sequence[int]],
+    posted: Mapping[ChannelEnds, Sequence[int]],
     at: str,
 ) -> dict[str, Any]:
     """

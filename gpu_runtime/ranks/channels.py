@@ -25,8 +25,8 @@ from torch import Tensor
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 
 __all__ = [
+    "ChannelEnds",
     "Channels",
-    "Ends",
     "LostError",
     "Message",
     "Transfer",
@@ -45,7 +45,7 @@ _MOST_BLOCKS = 8
 _ABORT_S = 10.0
 
 
-class Ends(NamedTuple):
+class ChannelEnds(NamedTuple):
     """A channel: the global ranks of its sender and its receiver."""
 
     source: int
@@ -128,7 +128,7 @@ class Transfer:
 class _Channel:
     """One end of a channel: its group, this step's posted messages, the digest of past steps."""
 
-    ends: Ends
+    ends: ChannelEnds
     group: Any
     posted: list[int] = attrs.field(factory=list)
     digest: int = 0
@@ -141,7 +141,7 @@ class _Channel:
         return digest
 
 
-def channels_of(table: Schedule, ranks: Sequence[int]) -> list[Ends]:
+def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
     """
     Return every directed pair of ranks with messages in a table, in the same order on all ranks.
 
@@ -154,7 +154,7 @@ def channels_of(table: Schedule, ranks: Sequence[int]) -> list[Ends]:
         for a in atoms:
             if a.kind in SENDS:
                 to = a.stage + (1 if a.kind is Kind.SEND_F else -1)
-                found.add(Ends(ranks[home[a.stage]], ranks[home[to]]))
+                found.add(ChannelEnds(ranks[home[a.stage]], ranks[home[to]]))
     return sorted(found)
 
 
@@ -198,7 +198,7 @@ class Channels:
     def __init__(
         self,
         rank: int,
-        groups: Mapping[Ends, Any],
+        groups: Mapping[ChannelEnds, Any],
         *,
         host: bool,
         deadline: float = 30.0,
@@ -215,7 +215,7 @@ class Channels:
     @classmethod
     def open(
         cls,
-        every: Sequence[Ends],
+        every: Sequence[ChannelEnds],
         *,
         device: torch.device,
         deadline: float = 30.0,
@@ -239,7 +239,7 @@ class Channels:
         """
         host, rank = device.type == "cpu", dist.get_rank()
         limit = datetime.timedelta(seconds=deadline)
-        own: dict[Ends, Any] = {}
+        own: dict[ChannelEnds, Any] = {}
         for ends in every:
             group = dist.new_group(
                 [*ends],
@@ -273,7 +273,7 @@ class Channels:
         Raises:
             LostError: The connection is broken.
         """
-        channel = self._channels[Ends(self.rank, to)]
+        channel = self._channels[ChannelEnds(self.rank, to)]
         transfer = Transfer(None, tensor.contiguous(), message.sent, to)
         self._post(dist.isend, transfer, channel, message.number)
         return transfer
@@ -285,7 +285,7 @@ class Channels:
         Raises:
             LostError: The connection is broken.
         """
-        channel = self._channels[Ends(source, self.rank)]
+        channel = self._channels[ChannelEnds(source, self.rank)]
         transfer = Transfer(None, into, message.received, source)
         self._post(dist.irecv, transfer, channel, message.number)
         return transfer
@@ -325,11 +325,11 @@ class Channels:
 
     # What was posted
 
-    def digests(self) -> dict[Ends, int]:
+    def digests(self) -> dict[ChannelEnds, int]:
         """The digest of each channel's end on this rank, over all posted messages."""
         return {ends: channel.roll() for ends, channel in self._channels.items()}
 
-    def posted(self) -> dict[Ends, tuple[int, ...]]:
+    def posted(self) -> dict[ChannelEnds, tuple[int, ...]]:
         """The numbers of the messages posted since the last commit, by channel."""
         return {ends: tuple(channel.posted) for ends, channel in self._channels.items()}
 

@@ -1,11 +1,15 @@
 """
-Consent of all ranks to a step: all update their weights, or all stop with the same cause.
+Consent of all ranks to a step: no rank updates its weights before all ranks agree to the update.
 
 Consent is one small all-reduce on the CPU over a group of all ranks; it waits for no device. Each
-rank contributes its epoch and the digest of its end of each channel. Weights are updated only if
-all ranks agree. A rank that cannot continue first publishes the reason in the store, then closes
-its connections. Its peers wake up at once and publish what they saw. The first rank that has heard
-all the others, or has waited for its grace, writes the one cause that all ranks read.
+rank contributes its epoch and the digest of its end of each channel. A rank that cannot continue
+first publishes the reason in the store, then closes its connections. Its peers wake up at once and
+publish what they saw. The first rank that has heard all the others, or has waited for its grace,
+writes the one cause that all ranks read.
+
+The all-reduce may end on some ranks and fail on others when a rank stops during it. Then some ranks
+have updated and others have not. The epochs in their verdicts differ, so the cause is not
+recoverable in place, and all ranks start again from a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from .causes import (
     name_of,
     verdict_of,
 )
-from .channels import Channels, Ends, LostError, end_group
+from .channels import ChannelEnds, Channels, LostError, end_group
 from .replicas import Replicas
 from .ties import Reducers
 
@@ -112,7 +116,7 @@ class Consent:
     group: Any
     rank: int
     world: int
-    every: Sequence[Ends]
+    every: Sequence[ChannelEnds]
     channels: Channels
     table: Schedule
     ranks: Sequence[int]
@@ -125,6 +129,8 @@ class Consent:
     def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
         """
         Consent to the update, and wait until all ranks have consented to the same step.
+
+        Another rank may raise where this one returns, if a rank stops at that moment.
 
         Args:
             epoch: The epoch that ends.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from ..step.nested_graphs import nesting_obstacle
+from .membership import Member, all_gather
 from .worker import Worker
-from .world import Member, all_gather
 
 __all__ = ["first_obstacle", "obstacles", "obstacles_on"]
 

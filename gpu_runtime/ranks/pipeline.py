@@ -224,9 +224,9 @@ class Pipeline:
             The gradients that the optimizer was given, valid until the next dW.
 
         Raises:
-            StoppedError: A rank could not go on. No rank has updated its weights, and all ranks
-                raise this error with one cause. After a recoverable cause, every rank calls
-                `Worker.rebuild`.
+            StoppedError: A rank could not go on. This rank has not updated its weights. All ranks
+                stop with one cause, but another one may have taken this update first. After a
+                recoverable cause no rank has, and every rank calls `Worker.rebuild`.
         """
         epoch, handoff = self.runtime.epoch, self.runtime.handoff
         # The walk runs on the graph stream, between the caller's earlier and later work.

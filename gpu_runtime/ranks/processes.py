@@ -20,9 +20,9 @@ from qeffect.schedule.actions import ScheduleError
 from ..backends.deterministic import DETERMINISTIC
 from ..backends.protocol import BackendError
 from .consent import Cause
-from .world import Limits, Member, join, launcher_ranks
+from .membership import Limits, Member, join, launcher_ranks
 
-__all__ = ["join_ranks", "process_count", "report_once", "silence", "stopped_outcome"]
+__all__ = ["join_ranks", "mute_unless_speaker", "process_count", "report_once", "stopped_outcome"]
 
 #: Seconds that a failed rank waits before it ends, so that the speaking rank can print.
 _LAST_WORD_S = 5.0
@@ -76,15 +76,15 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
     try:
         outcome = run()
     except (BackendError, ScheduleError, UnusableError) as error:
-        silence(failed=True)
+        mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST
-    silence(failed=outcome.exit != 0, speaker=int(lost))
+    mute_unless_speaker(failed=outcome.exit != 0, speaker=int(lost))
     return outcome
 
 
-def silence(*, failed: bool, speaker: int = 0) -> None:
+def mute_unless_speaker(*, failed: bool, speaker: int = 0) -> None:
     """
     Silence every rank but the speaker, since all would print the same.
 

@@ -217,7 +217,7 @@ class Rehearsal:
         """Whether this step would be the recorded step; if not, `difference` says why."""
         self.difference = self._beside()
         if not self.difference:
-            found = self.pipeline.runtime.contract.check_step(step)
+            found = self.pipeline.runtime.contract.check_step(step, guards_alone=True)
             self.difference = "" if found is None else str(found)
         return not self.difference
 

@@ -28,7 +28,7 @@ call into one buffer and back, and for larger ones the copies cost more than the
 NCCL copies nothing."""
 
 
-class _Started:
+class _BucketCollectives:
     """The collectives of one bucket that are under way."""
 
     def __init__(self, owner: Replicas, bucket: int | str, gradients: Iterable[Tensor]) -> None:
@@ -90,10 +90,10 @@ class Replicas:
         self.together = self.size == 2 if together is None else together
         self.host = host
         self.deadline = datetime.timedelta(seconds=deadline)
-        self._started: list[_Started] = []
+        self._started: list[_BucketCollectives] = []
         self._ending: Abort | None = None
 
-    def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> _Started:
+    def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> _BucketCollectives:
         """Begin to sum a bucket's gradients in place."""
         started = self._begun(bucket, gradients.values())
         alone = ALONE_BYTES if self.host else None
@@ -111,7 +111,7 @@ class Replicas:
             raise started.lost(error) from None
         return started
 
-    def largest(self, words: Tensor) -> _Started:
+    def largest(self, words: Tensor) -> _BucketCollectives:
         """Begin to replace int32 words in place by their maximum over all replicas."""
         started = self._begun("amax ", ())
         try:
@@ -121,8 +121,8 @@ class Replicas:
         started.works.append(work)
         return started
 
-    def _begun(self, bucket: int | str, gradients: Iterable[Tensor]) -> _Started:
-        started = _Started(self, bucket, gradients)
+    def _begun(self, bucket: int | str, gradients: Iterable[Tensor]) -> _BucketCollectives:
+        started = _BucketCollectives(self, bucket, gradients)
         if self.group is None:  # torch would take None for the group of all ranks
             raise started.lost(RuntimeError("its connection is closed"))
         self._started = [s for s in self._started if s.works] + [started]

@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from qeffect.config import Bucket, StageConfig
 from qeffect.sharing import require_tied_ranks
+from qeffect.stage_config import Bucket, StageConfig
 
 from ..backends.protocol import BackendError
 from ..step.memory.tied_weights import Place

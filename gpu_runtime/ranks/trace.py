@@ -29,11 +29,11 @@ from qeffect.schedule.trace import timed_trace
 from ..backends.protocol import BackendError
 from ..step.eager import StageMemory
 from ..step.effects import Effects
-from .channels import Channels, Ends, Message, Transfer
+from .channels import ChannelEnds, Channels, Message, Transfer
 from .consent import name_of
+from .membership import Member, all_gather
 from .pipeline import Entry, Passage
 from .worker import Worker
-from .world import Member, all_gather
 
 __all__ = ["Span", "Tracer", "chrome_trace"]
 
@@ -82,7 +82,7 @@ class _Clock:
         self.origin = self.mark()
 
     def mark(self) -> Any:
-        """Mark the present: the host's time, or on a GPU an event on the current stream."""
+        """FileDigest the present: the host's time, or on a GPU an event on the current stream."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -96,22 +96,22 @@ class _Clock:
         return 1e6 * float(mark - self.host)
 
 
-class _Seen:
+class _RecordingChannels:
     """Channels that record each transfer."""
 
     def __init__(self, inner: Channels, tracer: Tracer) -> None:
         self._inner, self._tracer = inner, tracer
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
-        ends = Ends(self._inner.rank, to)
+        ends = ChannelEnds(self._inner.rank, to)
         return self._posted(self._inner.send, tensor, to, message, ends, "sends")
 
     def receive(self, into: Tensor, source: int, message: Message) -> Transfer:
-        ends = Ends(source, self._inner.rank)
+        ends = ChannelEnds(source, self._inner.rank)
         return self._posted(self._inner.receive, into, source, message, ends, "receives")
 
     def _posted(
-        self, post: Any, tensor: Tensor, peer: int, message: Message, ends: Ends, lane: str
+        self, post: Any, tensor: Tensor, peer: int, message: Message, ends: ChannelEnds, lane: str
     ) -> Transfer:
         began = self._tracer.clock.mark()
         transfer: Transfer = post(tensor, peer, message)
@@ -129,7 +129,7 @@ class _Seen:
         return getattr(self._inner, name)
 
 
-class _Noted:
+class _RecordingReduction:
     """A reduction that records its end."""
 
     def __init__(self, work: Any, bucket: int | str, tracer: Tracer) -> None:
@@ -143,7 +143,7 @@ class _Noted:
         self.tracer.note("reductions", f"reduction of {self.bucket}", self.began, ended)
 
 
-class _Refreshing:
+class _RefreshRecorder:
     """An executor that records each refresh separately from the F after it."""
 
     def __init__(self, inner: Any, tracer: Tracer) -> None:
@@ -191,11 +191,13 @@ class Tracer:
         with self.worker.runtime.caller_scope():
             self.clock = _Clock(self.worker.member.device)
         pipeline.program[:] = [self._entry(entry) for entry in program]
-        pipeline.channels = _Seen(channels, self)
+        pipeline.channels = _RecordingChannels(channels, self)
         if reducer is not None:
-            runtime.reducer = lambda name, given: _Noted(reducer(name, given), name, self)
+            runtime.reducer = lambda name, given: _RecordingReduction(
+                reducer(name, given), name, self
+            )
         executor = runtime.performer.executor
-        runtime.performer.executor = _Refreshing(executor, self)
+        runtime.performer.executor = _RefreshRecorder(executor, self)
         pipeline._agree = self._timed("consent of all", pipeline._agree)
         runtime.update = self._timed("update", runtime.update)
         try:

@@ -1,7 +1,7 @@
 """
 The runtime of one process: its configuration, its parts, and the boundaries of its epochs.
 
-* `configuration.py`: `RuntimeConfig`, which says how a step runs (`mode`) and what it holds.
+* `runtime_config.py`: `RuntimeConfig`, which says how a step runs (`mode`) and what it holds.
 * `assembly.py`: builds slots, gradient destinations, the contract and the executor.
 * `parts.py`: holds these parts; `performed_by` lets another performer do the physical part.
 * `epoch.py`: the end of an epoch: `finalize`, `update`, and the counts of the device.
@@ -9,8 +9,8 @@ The runtime of one process: its configuration, its parts, and the boundaries of 
 """
 
 from ..step.reductions import Reducer, Reduction
-from .configuration import COUNTS, MODES, Counts, Mode, RuntimeConfig, mode_on
 from .runtime import Runtime
+from .runtime_config import COUNTS, MODES, Counts, Mode, RuntimeConfig, mode_on
 
 __all__ = [
     "COUNTS",

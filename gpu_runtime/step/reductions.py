@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from qeffect.config import Bucket
 from qeffect.contract import Contract
+from qeffect.stage_config import Bucket
 
 from ..backends.protocol import BackendError, StageBackend
 from .memory.scaling import SharedScaling

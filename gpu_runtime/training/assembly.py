@@ -16,14 +16,14 @@ from qeffect.schedule.actions import ScheduleError
 
 from ..backends.dynamic import library
 from ..backends.protocol import BackendError
-from ..ranks.world import Member, agree_on, all_gather
+from ..ranks.membership import Member, agree_on, all_gather
 from ..runtime import mode_on
-from .balance import measured, slowest
+from .balance import measure_times, slowest
 from .checkpoint import Checkpoints
+from .checkpoint.files import manifest, read_facts
 from .config import Config
 from .data import DataError, Loader, Tokens
-from .files import manifest, read_facts
-from .model import Language, balanced_cut, even_cut
+from .language_model import LanguageJob, balanced_cut, even_cut
 from .rates import Rate
 
 __all__ = ["TIMES", "JobData", "backend_of", "job_of", "measure_cut", "open_job"]
@@ -36,7 +36,7 @@ def backend_of(config: Config) -> str:
     return "reference" if config.run.device == "cpu" else "transformer-engine"
 
 
-def job_of(config: Config) -> Language:
+def job_of(config: Config) -> LanguageJob:
     """
     Return the job of a configuration, with its training text open.
 
@@ -56,7 +56,7 @@ def job_of(config: Config) -> Language:
             raise UnusableError(f"{source}: [model] head: {error}") from None
     steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
     try:
-        job = Language(
+        job = LanguageJob(
             schedule=parallel.schedule,
             pp=parallel.pp,
             vpp=parallel.vpp or None,
@@ -138,7 +138,7 @@ class JobData(NamedTuple):
         held_out: The text of evaluations; None without evaluation.
     """
 
-    job: Language
+    job: LanguageJob
     held_out: Loader | None
 
 
@@ -197,7 +197,7 @@ def measure_cut(
         try:
             mode = mode_on(member.device, parallel.mode)
             mode = "replays" if mode == "one launch" else mode
-            own = measured(job, member.device, backend_of(config), mode=mode)
+            own = measure_times(job, member.device, backend_of(config), mode=mode)
         except (BackendError, RuntimeError, ValueError) as error:
             problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
         agree_on(member, problem)

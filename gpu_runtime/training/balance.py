@@ -19,9 +19,9 @@ import torch
 from ..runtime import Mode, Runtime, RuntimeConfig
 from ..step.eager import StageMemory
 from ..step.plan.order import Order
-from .model import Language
+from .language_model import LanguageJob
 
-__all__ = ["ACTIONS", "Times", "measured", "slowest"]
+__all__ = ["ACTIONS", "Times", "measure_times", "slowest"]
 
 ACTIONS = ("F", "dI", "dW")
 WARMUP = 3
@@ -76,8 +76,8 @@ def slowest(ranks: Sequence[Times]) -> Times:
     return Times(longest("embedding"), longest("layer"), longest("head"))
 
 
-def measured(
-    job: Language, device: torch.device, backend: str, *, mode: Mode, repeats: int = REPEATS
+def measure_times(
+    job: LanguageJob, device: torch.device, backend: str, *, mode: Mode, repeats: int = REPEATS
 ) -> Times:
     """
     Time a layer and both ends of a model on a device: medians, after a warm-up.

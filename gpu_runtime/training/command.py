@@ -24,18 +24,18 @@ from qeffect.report import UnusableError, require_place
 from qeffect.text import counted
 
 from ..ranks.consent import StoppedError
+from ..ranks.membership import Limits, Member
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
-from ..ranks.world import Limits, Member
 from ..report import Report, environment
 from .assembly import JobData, backend_of, measure_cut, open_job
 from .config import Config
 from .config_file import read
 from .figures import derive_train
+from .language_model import LanguageJob
 from .loop import Trainer
-from .model import Language
 
 __all__ = [
-    "Run",
+    "JoinedRun",
     "add_train_arguments",
     "carry_out",
     "launch_lines",
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 @attrs.frozen
-class Run:
+class JoinedRun:
     """
     A training run that every rank has joined, before its first step.
 
@@ -105,7 +105,7 @@ class Run:
 def carry_out(
     args: argparse.Namespace,
     config: Config,
-    train: Callable[[Run], Outcome],
+    train: Callable[[JoinedRun], Outcome],
     *,
     how: str = "train",
     deterministic: bool = False,
@@ -141,7 +141,7 @@ def carry_out(
         f"{counted(job.microbatches, 'microbatch')}, {backend_of(config)} on {config.run.device}"
     )
     try:
-        outcome = train(Run(config, data, member, what))
+        outcome = train(JoinedRun(config, data, member, what))
     except StoppedError as stopped:
         outcome = stopped_outcome(stopped.cause, what)
     except Refused as refused:
@@ -152,7 +152,7 @@ def carry_out(
     return outcome
 
 
-def require_processes(config: Config, job: Language, how: str) -> None:
+def require_processes(config: Config, job: LanguageJob, how: str) -> None:
     """
     Require as many processes as a job takes; one that takes one may be started by itself.
 
@@ -179,7 +179,7 @@ def require_processes(config: Config, job: Language, how: str) -> None:
         )
 
 
-def _trained(run: Run, progress: Progress, *, resume: bool) -> Outcome:
+def _trained(run: JoinedRun, progress: Progress, *, resume: bool) -> Outcome:
     config, member, what = run.config, run.member, run.what
     trainer = Trainer(member, config, progress, data=run.data, note=progress.note, resume=resume)
     if trainer.began:
@@ -260,7 +260,7 @@ def _alone() -> None:
 
 
 def _write(
-    path: Path, commit: str | None, how: str, config: Config, job: Language, outcome: Outcome
+    path: Path, commit: str | None, how: str, config: Config, job: LanguageJob, outcome: Outcome
 ) -> None:
     """The report of a run that came to its end, whatever it found."""
     data = outcome.data

@@ -25,7 +25,7 @@ from qeffect.report import UnusableError
 
 from .data import save
 
-__all__ = ["Bytes", "Listed", "differences", "listing", "make", "stdlib"]
+__all__ = ["Bytes", "ListedFile", "differences", "listing", "make", "stdlib"]
 
 LISTS = Path(__file__).parent / "corpora"
 END = "<|end|>"
@@ -36,7 +36,7 @@ _SUFFIXES = (".py", ".txt")
 
 
 @attrs.frozen
-class Listed:
+class ListedFile:
     """
     A file of a list.
 
@@ -65,7 +65,7 @@ def stdlib() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def listing(folder: Path) -> Iterator[Listed]:
+def listing(folder: Path) -> Iterator[ListedFile]:
     """List the text files of a standard library by name, without files that a build generates."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -79,17 +79,17 @@ def listing(folder: Path) -> Iterator[Listed]:
             content.decode("utf-8")
         except UnicodeDecodeError:
             continue  # the library's own tests of other encodings
-        yield Listed(name, len(content), hashlib.sha256(content).hexdigest()[:16])
+        yield ListedFile(name, len(content), hashlib.sha256(content).hexdigest()[:16])
 
 
-def known(version: str) -> list[Listed] | None:
+def known(version: str) -> list[ListedFile] | None:
     """The list of a version of Python; None if the version has no list."""
     path = LISTS / f"cpython-{version}.txt"
     if not path.exists():
         return None
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = [line.split(" ", 2) for line in lines if line and not line.startswith("#")]
-    return [Listed(name, int(size), digest) for digest, size, name in rows]
+    return [ListedFile(name, int(size), digest) for digest, size, name in rows]
 
 
 def versions() -> list[str]:
@@ -97,7 +97,7 @@ def versions() -> list[str]:
     return sorted(path.stem.removeprefix("cpython-") for path in LISTS.glob("cpython-*.txt"))
 
 
-def differences(found: Iterable[Listed], expected: Iterable[Listed]) -> list[str]:
+def differences(found: Iterable[ListedFile], expected: Iterable[ListedFile]) -> list[str]:
     """Describe each difference between two lists, sorted by file name."""
     here, there = ({one.name: one for one in side} for side in (found, expected))
     said = []
@@ -254,7 +254,7 @@ def make(
     return record
 
 
-def _odd(version: str, folder: Path, expected: list[Listed] | None, odd: list[str]) -> str:
+def _odd(version: str, folder: Path, expected: list[ListedFile] | None, odd: list[str]) -> str:
     if expected is None:
         return (
             f"this is Python {version}; QEffect has lists of {', '.join(versions())}; run one of "

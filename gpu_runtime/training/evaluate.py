@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends.protocol import BackendError, StageBackend
+from ..ranks.membership import Member, all_gather
 from ..ranks.worker import Worker
-from ..ranks.world import Member, all_gather
 from ..step.memory.numerical_state import Snapshot, live_state
 from .data import Loader
-from .model import Language
+from .language_model import LanguageJob
 
 __all__ = ["PlacedStages", "evaluate", "mean_loss"]
 
@@ -28,7 +28,7 @@ __all__ = ["PlacedStages", "evaluate", "mean_loss"]
 _NOT_COUNTED = -100
 
 
-def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> float:
+def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -> float:
     """
     Return the mean negative log likelihood per token of held-out windows; every rank calls it.
 
@@ -74,7 +74,7 @@ class PlacedStages:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def mean_loss(placed: PlacedStages, job: Language, held_out: Loader, windows: int) -> float:
+def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows: int) -> float:
     """
     Return the mean loss over windows, as `evaluate` does.
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from ..ranks.consent import StoppedError, wait_for
 from ..ranks.fallback import capture_failed
 from ..ranks.job import Batches, Job
+from ..ranks.membership import Member, all_gather
 from ..ranks.obstacles import first_obstacle, obstacles, obstacles_on
 from ..ranks.one_launch import OneLaunch
 from ..ranks.worker import Worker
-from ..ranks.world import Member, all_gather
 from ..runtime import Mode, mode_on
 from ..step.clipping import DeviceNorm, Norm
 
@@ -89,7 +89,7 @@ class StepRunner:
             self.replays = first_obstacle(worker.member, obstacles(worker))
             self.whole = None if self.replays else OneLaunch(worker)
         self._left = False
-        self._behind: dict[int, _Behind] = {}
+        self._behind: dict[int, _PendingResults] = {}
         self._norms: dict[int, Norm | None] = {}
         self._results: dict[int, StepResult] = {}
 
@@ -111,9 +111,9 @@ class StepRunner:
         whole.step()
         if whole.graph is None:
             found = self.feed.losses.pop(epoch, {})
-            self._behind[epoch] = _Behind.of(found, self.worker.norm)
+            self._behind[epoch] = _PendingResults.of(found, self.worker.norm)
         else:
-            self._behind[epoch] = _Behind.of_launch(whole.feed.losses, whole.device_norm)
+            self._behind[epoch] = _PendingResults.of_launch(whole.feed.losses, whole.device_norm)
 
     @property
     def known(self) -> int:
@@ -203,7 +203,7 @@ class StepRunner:
 
 
 @attrs.frozen
-class _Behind:
+class _PendingResults:
     """
     Copies on the host of a step's results, complete once an event has happened.
 
@@ -224,18 +224,20 @@ class _Behind:
     launched: bool
 
     @classmethod
-    def of(cls, losses: Mapping[int, Tensor], norm: Norm | None) -> _Behind:
+    def of(cls, losses: Mapping[int, Tensor], norm: Norm | None) -> _PendingResults:
         """Queue the copies of a guarded step on the current stream, without waiting."""
         return cls._of([_in_order(losses)], norm, launched=False)
 
     @classmethod
-    def of_launch(cls, losses: Mapping[int, Tensor], norm: DeviceNorm | None) -> _Behind:
+    def of_launch(cls, losses: Mapping[int, Tensor], norm: DeviceNorm | None) -> _PendingResults:
         """Likewise of a launch; the current stream is after this launch, not after the next."""
         looked = [] if norm is None else [[norm.total], [norm.factor, norm.skip]]
         return cls._of([_in_order(losses), *looked], None, launched=True)
 
     @classmethod
-    def _of(cls, groups: list[list[Tensor]], norm: Norm | None, *, launched: bool) -> _Behind:
+    def _of(
+        cls, groups: list[list[Tensor]], norm: Norm | None, *, launched: bool
+    ) -> _PendingResults:
         held = [_place(group) for group in groups]
         _copy(held, groups)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ __all__ = [
     "OPTIMIZER",
     "RANDOM",
     "Naming",
-    "Persistent",
+    "PersistentTensors",
     "by_layer",
     "checksums",
     "optimizer_state",
@@ -88,7 +88,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 @attrs.frozen(eq=False)
-class Persistent:
+class PersistentTensors:
     """
     The live tensors of one rank that persist, by name.
 
@@ -110,7 +110,7 @@ class Persistent:
     @classmethod
     def of(
         cls, runtime: Runtime, optimizer: Optimizer, naming: Naming, replica: int, place: int
-    ) -> Persistent:
+    ) -> PersistentTensors:
         """
         Name a rank's tensors.
 

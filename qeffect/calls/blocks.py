@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..guarded import Dgrad, Forward, Refresh, Wgrad
+from ..action_blocks import Dgrad, Forward, Refresh, Wgrad
 from ..keys import TapeKey, TapeRef
 from .checks import Checks
 from .redemption import Redemption
@@ -15,7 +15,7 @@ __all__ = ["Blocks"]
 
 
 class Blocks(Checks, Redemption):
-    """The actions as context managers, whose classes are in `qeffect.guarded`."""
+    """The actions as context managers, whose classes are in `qeffect.action_blocks`."""
 
     def refresh(self, stage: int, link: int = 0) -> Refresh:
         """Guard a refresh of a stage's weight cache: ``with contract.refresh(stage): ...``."""

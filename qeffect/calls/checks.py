@@ -12,7 +12,7 @@ from ..ledgers.runner import FAILURES
 from ..relations.constants import ADDS, JOINS, OPENS, OVERWRITES
 from ..threads import ConcurrentCallError, exclusive_call
 from ..tickets import Ticket, issue
-from .parts import Parts
+from .parts import ContractParts
 
 __all__ = ["Checks"]
 
@@ -36,7 +36,7 @@ _new = object.__new__
 # before its call: a call through an attribute first looks for a method of the class.
 
 
-class Checks(Parts):
+class Checks(ContractParts):
     """Ask before an action; the ticket of an accepted check names what is reserved for it."""
 
     @exclusive_call

@@ -8,12 +8,12 @@ from collections.abc import Hashable, Mapping
 
 from ..counts import DeviceCounts
 from ..threads import exclusive_call
-from .parts import Parts
+from .parts import ContractParts
 
 __all__ = ["EpochCalls"]
 
 
-class EpochCalls(Parts):
+class EpochCalls(ContractParts):
     """Finalize stages, reduce buckets, and commit the epoch."""
 
     @exclusive_call

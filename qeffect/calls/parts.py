@@ -8,24 +8,24 @@ from collections.abc import Callable
 from typing import Any
 
 from ..arguments import Arguments
-from ..config import StageConfig
+from ..engine.concrete_memory import Memory
 from ..engine.freelist import FreeSlots
-from ..engine.memory import Memory
 from ..engine.stage import Transitions
 from ..keys import Cell
-from ..ledgers.counted import Counted
 from ..ledgers.epochs import Epochs
+from ..ledgers.expected_counts import ExpectedCounts
 from ..ledgers.pool import Pool
+from ..ledgers.recorded_steps import RecordedSteps
 from ..ledgers.restarts import Restarts
 from ..ledgers.runner import Observer, Runner
-from ..ledgers.steps import Steps
 from ..ledgers.streams import Streams
 from ..ledgers.tapes import Tapes
+from ..stage_config import StageConfig
 
-__all__ = ["Parts"]
+__all__ = ["ContractParts"]
 
 
-class Parts:
+class ContractParts:
     """
     The attributes of a contract; `qeffect.contract.Contract` sets them all.
 
@@ -40,13 +40,13 @@ class Parts:
     memory: Memory
 
     _runner: Runner
-    _counted: Counted | None
+    _counted: ExpectedCounts | None
     _pool: Pool
     _tapes: Tapes
     _streams: Streams
     _epochs: Epochs
     _restarts: Restarts
-    _steps: Steps
+    _steps: RecordedSteps
 
     _observer: Observer | None
     #: Whether a commit has somebody to tell: the observer, or the device's counts.

@@ -22,12 +22,12 @@ from ..refusals import Refused
 from ..relations.constants import NEVER
 from ..threads import ConcurrentCallError, exclusive_call
 from ..tickets import ABORTS, COMMITS, Fills, Ticket
-from .reading import Reading
+from .queries import Queries
 
 __all__ = ["Redemption"]
 
 
-class Redemption(Reading):
+class Redemption(Queries):
     """Redeem a ticket, once: by commit or by abort."""
 
     def commit(

@@ -8,12 +8,12 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..threads import exclusive_call
-from .reading import Reading
+from .queries import Queries
 
 __all__ = ["RestartCalls"]
 
 
-class RestartCalls(Reading):
+class RestartCalls(Queries):
     """Save what persists, begin a new incarnation, and declare a cache lost."""
 
     @exclusive_call

@@ -4,19 +4,19 @@ Calls about a whole optimizer step that recurs: recorded once, then committed as
 
 from __future__ import annotations
 
-from ..steps import Difference, RecordedStep, Recording, Standing
+from ..steps import Difference, RecordedStep, Recording, StepState
 from ..threads import exclusive_call
-from .reading import Reading
+from .queries import Queries
 
 __all__ = ["StepCalls"]
 
 
-class StepCalls(Reading):
+class StepCalls(Queries):
     """Record a step; later compare it with the state and commit it as one."""
 
-    def standing(self) -> Standing:
+    def step_state(self) -> StepState:
         """The contract's state as far as a step may change it."""
-        return self._steps.standing()
+        return self._steps.step_state()
 
     @exclusive_call
     def record_step(self) -> Recording:
@@ -56,46 +56,45 @@ class StepCalls(Reading):
         return Recording(self)
 
     @exclusive_call
-    def check_step(self, step: RecordedStep) -> Difference | None:
+    def check_step(self, step: RecordedStep, *, guards_alone: bool = False) -> Difference | None:
         """
-        Ask whether every action of a recorded step would be accepted now; nothing changes.
+        Ask whether `commit_step` would be accepted now; nothing changes and nothing is logged.
 
         The state that the step's transitions read is compared once; `qeffect.steps` explains why
-        that replaces every guard of every action. The caller must know that the step would run the
-        same actions with the same evidence: the order, slots and destinations.
+        that replaces every guard of every action. If the state differs, the transitions run one by
+        one over a copy of it. The caller must know that the step would run the same actions with
+        the same evidence: the order, slots and destinations.
+
+        Args:
+            step: The recorded step.
+            guards_alone: Do not require the counts of the last commit.
 
         Returns:
-            None if every guard would pass and `commit_step` would leave the same state. Otherwise
-            the first difference, with the clause that would refuse. A difference may be harmless:
-            check and commit the actions one by one then.
+            None if every transition would be accepted, with the recorded slots. Otherwise a
+            difference; its clause is the one by which the first refused transition is refused. It
+            names none for another incarnation, an observer, or counts compared at the commit.
 
         Raises:
             TypeError, ValueError: The argument is not a recorded step, or not of this contract.
         """
-        return self._steps.differs(step)
+        return self._steps.differs(step, guards_alone=guards_alone)
 
     @exclusive_call
     def commit_step(self, step: RecordedStep) -> int:
         """
         Commit every action of a recorded step, and its epoch, at once.
 
-        Afterwards the state is the same as after checking and committing the actions one by one.
-        The state is compared again first, since calls may have come after `check_step`.
+        Afterwards the state is the same as after checking and committing the actions one by one, in
+        the recorded slots. The state is compared again first, since calls may have come after
+        `check_step`.
 
         Returns:
             The new epoch.
 
         Raises:
             Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
-            TypeError, ValueError: The argument is not a recorded step of this contract, or the
-                state differs from the step's start; nothing was changed.
+            TypeError, ValueError: The argument is not a recorded step of this contract, or one of
+                its transitions would be refused; nothing was changed.
         """
-        difference = self._steps.differs(step)
-        if difference is not None:
-            raise ValueError(f"commit_step: {difference}; ask check_step before the step is run")
-        if self._counted is not None:
-            self._counted.require_commit(None)
         self._steps.commit(step)
-        if self._counted is not None:
-            self._counted.committed()
         return self._epochs.current

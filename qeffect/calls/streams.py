@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ..threads import ConcurrentCallError, exclusive_call
-from .parts import Parts
+from .parts import ContractParts
 
 __all__ = ["StreamCalls"]
 
 
-class StreamCalls(Parts):
+class StreamCalls(ContractParts):
     """Record enqueued work and waits between streams, for the guards of completion."""
 
     def submit(self, caller: Hashable = "main") -> None:

@@ -7,18 +7,21 @@ from __future__ import annotations
 from ..destinations import Destination
 from ..keys import TapeKey, TapeRef
 from ..threads import ConcurrentCallError, exclusive_call
-from .parts import Parts
+from .parts import ContractParts
 
 __all__ = ["TapeCalls"]
 
 
-class TapeCalls(Parts):
+class TapeCalls(ContractParts):
     """Reserve slots, bind destinations, receive and send messages, abort tapes."""
 
     @exclusive_call
     def reserve(self, key: TapeKey, slot: int | None = None, *, link: int = 0) -> TapeRef:
         """
         Claim a slot for a key before its forward, so that its input buffer can be filled.
+
+        If the stage has ``copies_input``, the call stands for the copy, which is work of the link:
+        enqueue the copy before any other call, and `join` the link before F.
 
         Args:
             key: Key of the execution.

@@ -15,11 +15,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from ..config import StageConfig
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
 from ..report import environment, require_place, write_json
+from ..stage_config import StageConfig
 from . import prices
 from .command import Outcome, Progress, UnusableError, needs
 

@@ -34,9 +34,9 @@ from qeffect.spec.transitions import TRANSITIONS as DESCRIBED
 
 __all__ = [
     "LEFT_OUT",
+    "ComposedText",
     "CompositionError",
     "Half",
-    "Joined",
     "compose",
     "half_name",
     "half_source",
@@ -119,7 +119,7 @@ def source(function: Callable[..., Any]) -> str:
 
 
 @frozen
-class Joined:
+class ComposedText:
     """
     A composed transition as text.
 
@@ -176,7 +176,7 @@ def refuse(
     return _built(transition, joiner.join())
 
 
-def _built(transition: str, joined: Joined) -> Callable[..., Any]:
+def _built(transition: str, joined: ComposedText) -> Callable[..., Any]:
     filename = f"<composed {transition} {hash(joined.text) & 0xFFFFFFFF:08x}>"
     lines = joined.text.splitlines(True)
     linecache.cache[filename] = (len(joined.text), None, lines, filename)
@@ -194,7 +194,7 @@ def join(
     relations: Iterable[ModuleType],
     *,
     replaced: Mapping[str, ast.FunctionDef] | None = None,
-) -> Joined:
+) -> ComposedText:
     """
     Return the source of a composed transition; the arguments are those of `compose`.
 
@@ -302,7 +302,7 @@ class _Joiner:
                 if self.names.setdefault(name, value) is not value:
                     raise CompositionError(f"{name} means two things in {self.transition}")
 
-    def join(self) -> Joined:
+    def join(self) -> ComposedText:
         self.refuse_late_reads()
         lines = [f"def {self.transition}({', '.join(('st', *self.parameters))}):"]
         lines += [f"    {line}".rstrip() for line in self.docstring()]
@@ -317,7 +317,7 @@ class _Joiner:
             lines.append("    return ticket")
         text = "\n".join(lines) + "\n"
         read = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-        return Joined(text, {name: v for name, v in self.names.items() if name in read})
+        return ComposedText(text, {name: v for name, v in self.names.items() if name in read})
 
     def docstring(self) -> list[str]:
         when = [t.when for t in DESCRIBED if t.name == self.transition]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from .compose import Joined, join
+from .compose import ComposedText, join
 from .stage import RELATIONS, TRANSITIONS
 
 __all__ = ["FOLDER", "PAGES", "pages", "stale", "write"]
@@ -100,7 +100,7 @@ NumPy. A composition that leaves relations out is made at run time.
 {_names(sorted(TRANSITIONS))}'''
 
 
-def _page(joined: Mapping[str, Joined]) -> str:
+def _page(joined: Mapping[str, ComposedText]) -> str:
     names = {name: value for one in joined.values() for name, value in one.names.items()}
     constants = sorted(name for name, value in names.items() if isinstance(value, int))
     imports = "from ...refusals import Refused\n" if "Refused" in names else ""
@@ -123,7 +123,7 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _names(names: Mapping[str, Joined] | list[str]) -> str:
+def _names(names: Mapping[str, ComposedText] | list[str]) -> str:
     """Spell ``__all__`` as the formatter would."""
     spelled = [f'"{name}"' for name in sorted(names)]
     line = f"__all__ = [{', '.join(spelled)}]\n"

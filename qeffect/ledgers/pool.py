@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..engine.concrete_memory import Memory
 from ..engine.freelist import FreeSlots
-from ..engine.memory import Memory
 from ..keys import Cell, TapeKey
 
 __all__ = ["Pool"]

@@ -11,8 +11,8 @@ from ..checkpoint import Checkpoint, require_same
 from ..configuration import Configuration
 from ..refusals import refused
 from ..text import shown
-from .counted import Counted
 from .epochs import Epochs
+from .expected_counts import ExpectedCounts
 from .pool import Pool
 from .runner import FAILURES, Runner
 
@@ -33,7 +33,7 @@ class Restarts:
     __slots__ = ("_begun", "_counted", "_epochs", "_pool", "_runner")
 
     def __init__(
-        self, runner: Runner, pool: Pool, epochs: Epochs, counted: Counted | None = None
+        self, runner: Runner, pool: Pool, epochs: Epochs, counted: ExpectedCounts | None = None
     ) -> None:
         self._runner = runner
         self._pool = pool

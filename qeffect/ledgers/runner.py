@@ -10,7 +10,7 @@ from typing import Any
 from attrs import define
 
 from ..arguments import UNUSABLE, Arguments
-from ..engine.memory import Memory
+from ..engine.concrete_memory import Memory
 from ..engine.stage import Transitions
 from ..explain import explain
 from ..refusals import Refused

@@ -14,7 +14,7 @@ import attrs
 
 from ..configuration import Configuration
 from ..contract import Contract
-from ..engine.memory import Snapshot
+from ..engine.concrete_memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
 from ..relations.constants import NEVER
 from .budget import require_affordable

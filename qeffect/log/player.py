@@ -205,10 +205,10 @@ class Player:
                 f"the end of the log after {counted(self.events, 'event')}",
                 "a closing line",
             )
-        if next(lines, None) is not None:
-            raise Violation(
-                "log.closing", number + 1, "events", "another line", "the end of the log"
-            )
+        more = next(lines, None)
+        if more is not None:
+            found = "another log's header" if more.startswith(_BEGIN) else "another line"
+            raise Violation("log.closing", number + 1, "events", found, "the end of the log")
 
     # A log of the first version
 
@@ -259,6 +259,11 @@ class Player:
             if len(line) >= MAX_LINE:
                 raise LogError(f"{self._where(number)} is longer than {MAX_LINE} bytes")
             raise Violation("log.closing", number, "events", "a truncated line", "a closing line")
+        if line.endswith(b"\r\n"):
+            raise LogError(
+                f"{self._where(number)} ends in CR LF (\\r\\n); expected LF (\\n) alone: copy the "
+                "log as binary data"
+            )
         if not _SEALED.fullmatch(line[-_END:]):
             raise LogError(f"{self._where(number)} does not end in a digest: {line[-_END:]!r}")
         raise Violation(

@@ -29,10 +29,10 @@ from typing import Any
 
 import attrs
 
-from ..config import StageConfig
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
+from ..stage_config import StageConfig
 from .actions import (
     RECEIVES,
     SEND_WAITS,

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import attrs
 
+from ..report import json_mistake, unreadable
 from .actions import Kind, Schedule, ScheduleError, shorten
 
 #: Microseconds of each unit that a file may use.
@@ -130,8 +131,7 @@ def read_durations(path: Path) -> Durations:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ScheduleError(f"{path}: cannot be read: {reason}") from None
+        raise ScheduleError(f"{path}: {unreadable(error)}") from None
     if len(data) > MAX_BYTES:
         raise ScheduleError(f"{path}: larger than the limit of {MAX_BYTES >> 20} MiB")
     try:
@@ -140,7 +140,7 @@ def read_durations(path: Path) -> Durations:
         )
     except (ValueError, RecursionError) as error:
         raise ScheduleError(
-            f"{path}: not JSON: {error or type(error).__name__}; expected one object such as "
+            f"{path}: not JSON: found {json_mistake(error)}; expected one object such as "
             '{"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.3, "message": 0.04}'
         ) from None
     return parse_durations(given, source=str(path))

@@ -21,17 +21,30 @@ Why this gives the same result as running the transitions one by one:
   their maximum, which a step must not reach. So every guard decides as before, and every write is
   the recorded write, moved.
 
-The last point is also tested: when a step is made, its transitions, the functions in force, run
-again from starts that are moved far apart. They must be accepted and must end in the recorded end,
-moved alike. The contract's state beside its memory (free slots, reservations, device counts) is
-compared and written in the same way.
+The last point is proved for every path of every transition that a step may contain, each family and
+any amounts (`qeffect.verification.proofs.recurring`). It is also tried: when a step is made, its
+transitions, the functions in force, run again from starts that are moved far apart. They must be
+accepted and must end in the recorded end, moved alike. The contract's state beside its memory (free
+slots, reservations, device counts) is compared and written in the same way.
+
+A start that differs may still be as good: the caller waited once more, or another tape used a slot
+before. The step's transitions then run one by one over a copy of the state, and the step is
+committed as one if all are accepted (`qeffect.ledgers.step_trial`).
 """
 
 from __future__ import annotations
 
 from .counters import BASES, COUNTERS, translated
-from .recorded import RecordedStep
+from .recorded_step import RecordedStep
 from .recording import Recording
-from .standing import Difference, Standing
+from .state import Difference, StepState
 
-__all__ = ["BASES", "COUNTERS", "Difference", "RecordedStep", "Recording", "Standing", "translated"]
+__all__ = [
+    "BASES",
+    "COUNTERS",
+    "Difference",
+    "RecordedStep",
+    "Recording",
+    "StepState",
+    "translated",
+]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..engine.memory import Memory
+from ..engine.concrete_memory import Memory
 
 __all__ = ["TracedColumn", "TracedMemory"]
 

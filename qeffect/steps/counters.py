@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from attrs import evolve
 
-from ..engine.memory import Memory
+from ..engine.concrete_memory import Memory
 from ..engine.stage import TRANSITIONS
 from ..keys import TapeRef
 from ..relations.constants import NEVER

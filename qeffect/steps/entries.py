@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from ..engine.memory import Memory
+from ..engine.concrete_memory import Memory
 
 __all__ = ["Entries"]
 

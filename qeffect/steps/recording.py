@@ -9,19 +9,19 @@ from typing import Any, Protocol
 
 from ..engine.stage import Transitions
 from .counters import Event
-from .recorded import RecordedStep
-from .standing import Standing
+from .recorded_step import RecordedStep
+from .state import StepState
 
-__all__ = ["Recorder", "Recording"]
+__all__ = ["RecordableContract", "Recording"]
 
 
-class Recorder(Protocol):
+class RecordableContract(Protocol):
     """What a recording needs of a contract."""
 
     observer: Callable[[str, tuple[Any, ...], Any], None] | None
     transitions: Transitions
 
-    def standing(self) -> Standing:
+    def step_state(self) -> StepState:
         """The contract's state now."""
 
 
@@ -36,14 +36,14 @@ class Recording:
         ValueError: The contract already has an observer.
     """
 
-    def __init__(self, contract: Recorder) -> None:
+    def __init__(self, contract: RecordableContract) -> None:
         if contract.observer is not None:
             raise ValueError(
                 "record_step: the contract has an observer, which a recorded step would bypass; "
                 "set observer to None first"
             )
         self._contract = contract
-        self._start = contract.standing()
+        self._start = contract.step_state()
         self._events: list[Event] = []
         contract.observer = self._hear
 
@@ -67,4 +67,5 @@ class Recording:
         if contract.observer != self._hear:
             raise ValueError("the contract's observer was replaced during the step")
         self.drop()
-        return RecordedStep.of(contract.transitions, self._start, self._events, contract.standing())
+        end = contract.step_state()
+        return RecordedStep.of(contract.transitions, self._start, self._events, end)

@@ -79,9 +79,10 @@ nothing depends on, or an event that a later restore undoes.""",
             argument="events",
             unchanged=_BEFORE,
             section="design",
-            cause="The process ended before it closed its log, or the end was cut off.",
-            remedy="Close the recorder, also on an exception. The events before the break kept "
-            "the contract.",
+            cause="The process ended before it closed its log, the end was cut off, or something "
+            "was appended to the log.",
+            remedy="Close the recorder, also on an exception, and keep each log in a file of its "
+            "own. The events before the break kept the contract.",
         ),
         Clause(
             id="log.state",

@@ -248,12 +248,12 @@ class TestCheck:
         assert [] == data["uncovered"]
 
     def test_too_few_random_schedules(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Too few fail the run, but are told apart from wrong ones, first of all."""
+        """Too few settle nothing: exit code 2, and no violation."""
         code, data = json_of(capsys, "check", "--random", "2")
         _, out, _ = run(capsys, "check", "--random", "2")
         first, second = out.splitlines()[:2]
 
-        assert 1 == code
+        assert (2, "unusable") == (code, data["verdict"])
         assert "too few schedules" == data["reason"]
         assert data["uncovered"]
         assert not data["failure"]
@@ -285,16 +285,16 @@ class TestCheck:
     [
         (["check"], "FILE.csv --torch --te-order --fixtures --random is required"),
         (["plan"], "one of the arguments FILE.csv --torch --te-order is required"),
-        (["check", "a.csv", "--te-order", "1,-1"], "not allowed with argument FILE.csv"),
-        (["check", "a.csv", "--fixtures"], "not allowed with argument FILE.csv"),
-        (["check", "a.csv", "--random", "5"], "not allowed with argument FILE.csv"),
-        (["check", "--random", "5", "--torch", "1F1B"], "not allowed with argument --random"),
-        (["check", "--random", "5", "--fixtures"], "not allowed with argument --random"),
+        (["check", "a.csv", "--te-order", "1,-1"], "not allowed with FILE.csv"),
+        (["check", "a.csv", "--fixtures"], "not allowed with FILE.csv"),
+        (["check", "a.csv", "--random", "5"], "not allowed with FILE.csv"),
+        (["check", "--random", "5", "--torch", "1F1B"], "not allowed with --random"),
+        (["check", "--random", "5", "--fixtures"], "not allowed with --random"),
         (["check", "no-such-file.csv"], "cannot be read"),
         (["check", "--random", "0"], "at least 1"),
-        (["check", "--random", "many"], "invalid int value"),
+        (["check", "--random", "many"], "--random: expected a whole number, found 'many'"),
         (["check", "--torch", "ScheduleNone"], "ScheduleNone"),
-        (["check", "--pairing", "lifo", "a.csv"], "invalid choice"),
+        (["check", "--pairing", "lifo", "a.csv"], "expected one of contract, fifo, latest, global"),
         (["plan", "--te-order", "1,-1", "--hidden", "-3"], "hidden"),
         (["plan", "--te-order", "1,-1", "--hidden", "64", "--dtype", "int4"], "int4"),
         (["explore", "--scope", "none"], "no scope is named"),
@@ -318,12 +318,12 @@ class TestCheck:
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["failures", "none"], "no failure is named 'none'"),
         (["runtime"], "required"),
-        (["runtime", "walk"], "invalid choice"),
+        (["runtime", "walk"], "unknown command 'walk'"),
         (["runtime", "demo", "--steps", "0"], "--steps must be at least 1"),
         (["runtime", "demo", "--step", "3"], "unrecognized arguments: --step"),
         (["runtime", "compare", "--device", "cpu", "--commit", "x"], "40 hexadecimal digits"),
         (["check", "--te-order", "1,-1", "--svg", "a", "--trace", "./a"], "a file of its own"),
-        (["frobnicate"], "invalid choice"),
+        (["frobnicate"], "unknown command 'frobnicate'; expected one of check, "),
         ([], "required"),
     ],
 )
@@ -443,6 +443,8 @@ def test_a_refusal_says_where(
     monkeypatch.setattr(prove, "run", lambda **_: prove.ProofReport(obligations=[goal]))
     report = evolve(qeffect.faults.run(), verdict="refused")
     monkeypatch.setattr(qeffect.faults, "run", lambda: report)
+    wrong = machine.RandomReport(schedules=1, actions=9, seconds=1.0, failure="F was refused")
+    monkeypatch.setattr(machine, "run", lambda *_, **__: wrong)
 
     code, data = json_of(capsys, *name.split(), *REFUSED[name])
 
@@ -513,7 +515,11 @@ _FULL, _CLOSED = "No space left on device", "Bad file descriptor"
         ((*_REPLAY, "--json"), ">/dev/full", f"standard output cannot be written: {_FULL}"),
         (_REPLAY, ">&-", f"standard output cannot be written: {_CLOSED}"),
         ((*_REPLAY, "--json"), ">&-", f"standard output cannot be written: {_CLOSED}"),
-        (("replay", "none", "--json"), ">/dev/full", "cannot read none: No such file or directory"),
+        (
+            ("replay", "none", "--json"),
+            ">/dev/full",
+            "none: cannot be read: No such file or directory; check its name",
+        ),
     ],
 )
 def test_an_output_that_takes_nothing_is_unusable(
@@ -693,7 +699,7 @@ def test_outstanding_sends_of_a_table_without_waits(
     assert 2 == run(capsys, "check", str(path), "--max-outstanding-sends", "1")[0]
     code, out, err = run(capsys, "plan", str(path), "--max-outstanding-sends", "-1")
     assert (2, "") == (code, out)
-    assert "non-negative" in err
+    assert "--max-outstanding-sends must be at least 0" in err
 
 
 def test_plan_says_what_sends_hold(capsys: pytest.CaptureFixture[str], awaited: Path) -> None:

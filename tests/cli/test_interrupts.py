@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -97,8 +97,21 @@ def wait_for(process: subprocess.Popen[str], said: str) -> None:
     raise AssertionError(f"it ended before it began: {seen}")
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
-@pytest.mark.parametrize("command", LONG)
+def both_ways(commands: Iterable[str]) -> list[object]:
+    """Each command interrupted alone and with its group; `dev` takes the two ways in turn."""
+    return [
+        pytest.param(
+            command,
+            bool(way),
+            id=f"{command}-{('alone', 'group')[way]}",
+            marks=() if way == number % 2 else pytest.mark.ci,
+        )
+        for number, command in enumerate(commands)
+        for way in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("command", "whole_group"), both_ways(LONG))
 def test_every_long_command_ends_at_once(
     command: str, whole_group: bool, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -122,8 +135,7 @@ PARENTS = {
 }
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
-@pytest.mark.parametrize("command", PARENTS)
+@pytest.mark.parametrize(("command", "whole_group"), both_ways(PARENTS))
 def test_processes_that_a_command_started_end_with_it(
     command: str, whole_group: bool, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -173,3 +185,55 @@ def test_a_job_in_the_background_of_a_script_ignores_it(
     wait_for(process, "Checking. ")
 
     assert process.poll() is None
+
+
+#: Sends SIGINT to its own process as soon as a module is looked for; Python loads it at its start.
+SITE = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+#: The console script, as pip writes it.
+SCRIPT = "import sys\nfrom qeffect.cli import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize("how", ["module", "script"])
+@pytest.mark.parametrize(
+    "module", ["qeffect.checkpoint", "qeffect.cli", "argparse", "qeffect.verification.commands"]
+)
+def test_an_interrupt_during_imports(tmp_path: Path, how: str, module: str) -> None:
+    """One line and no traceback, from the package's first import on."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    script = tmp_path / "qeffect"
+    script.write_text(SCRIPT)
+    program = ["-m", "qeffect"] if how == "module" else [str(script)]
+    done = subprocess.run(
+        [sys.executable, *program, "faults"],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "INTERRUPT_AT": module,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        },
+        check=False,
+    )
+
+    assert (INTERRUPTED, "", "qeffect: interrupted\n") == (
+        done.returncode, done.stdout, done.stderr
+    )  # fmt: skip
+
+
+def test_a_library_keeps_its_signals(tmp_path: Path) -> None:
+    """Only the command's own process blocks SIGINT when it imports the package."""
+    program = "import signal, qeffect; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert "set()\n" == done.stdout

@@ -243,10 +243,10 @@ def _resources() -> str:
     )
 
 
-#: The programs of reports that `qeffect runtime` does not make.
+#: The commands of reports whose command lines are without one.
 _MADE_BY = {
-    "restarts": "python -m qeffect.gpu_runtime.lab.commands.restarts",
-    "peers": "python -m qeffect.gpu_runtime.lab.commands.peers",
+    "restarts": "qeffect runtime report restarts",
+    "peers": "qeffect runtime report peers",
 }
 
 

@@ -58,6 +58,16 @@ SLOW = {
     "qeffect/README.md sh 0": "starts fifteen commands, one after another",
     "qeffect/README.md sh 1": "starts a pipeline of two processes three times",
 }
+#: Shell blocks that start trainings or pipelines, which the profile dev leaves out.
+LONG = {
+    "README.md sh 1": "starts a pipeline of two processes",
+    "gpu_runtime/README.md sh 0": "starts trainings of one and two processes",
+}
+
+
+def marks(block: Block) -> list[pytest.MarkDecorator]:
+    """What leaves a block out of short runs."""
+    return [pytest.mark.slow] * (block.name in SLOW) + [pytest.mark.ci] * (block.name in LONG)
 
 
 def every(language: str) -> list[Block]:
@@ -71,11 +81,8 @@ def is_run(line: str) -> bool:
 
 
 def parametrized(language: str) -> list[object]:
-    """The blocks of a language as parameters, the slow ones marked."""
-    return [
-        pytest.param(block, id=block.name, marks=[pytest.mark.slow] * (block.name in SLOW))
-        for block in every(language)
-    ]
+    """The blocks of a language as parameters, the long ones marked."""
+    return [pytest.param(block, id=block.name, marks=marks(block)) for block in every(language)]
 
 
 @pytest.fixture
@@ -170,5 +177,5 @@ def test_nothing_is_named_that_no_page_has() -> None:
     names = {block.name for language in LANGUAGES for block in every(language)}
     lines = [line for block in every("sh") for line in commands(block)]
 
-    assert names >= {*ELSEWHERE, *SLOW}
+    assert names >= {*ELSEWHERE, *SLOW, *LONG}
     assert [] == [n for n in NOT_RUN if not any(line.startswith(n) for line in lines)]

@@ -17,7 +17,7 @@ import pytest
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.data import Loader, Tokens
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from tests.ranks import launch_bodies, ranks
 from tests.ranks.ranks import launch
 from tests.ranks.test_launch_bodies import one_cause
@@ -89,13 +89,13 @@ def test_rates_and_the_norm_are_values_of_the_device(job: Job, tmp_path: Path) -
         assert word["differ"] == []
 
 
-def tied(folder: Path, **options: Any) -> Language:
+def tied(folder: Path, **options: Any) -> LanguageJob:
     """A language model of a layer a stage, whose embedding and head are one weight."""
     options = {"pp": 2, "microbatches": 4, "config": CONFIG, "vocabulary": 512, **options}
     path = noise(folder, 40000, vocabulary=512)
     tokens = Tokens.open(path, vocabulary=512, sequence=CONFIG.sequence)
     loader = Loader(tokens=tokens, sequence=CONFIG.sequence, seed=3)
-    return Language(tied=True, loader=loader, **options)
+    return LanguageJob(tied=True, loader=loader, **options)
 
 
 @pytest.mark.parametrize(

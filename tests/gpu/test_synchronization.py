@@ -243,3 +243,13 @@ class TestLaunches:
     def test_a_caller_waits_for_the_launch(self, waits: bool, tmp_path: Path) -> None:
         """The tail behind the launch is that of the update, not of the last dW."""
         assert self.said(waiting_bodies.updated, waits, tmp_path) == waits
+
+    @WAITS
+    def test_leaving_drains_the_device(self, waits: bool, tmp_path: Path) -> None:
+        """`leave` also waits for device work that was submitted after the last launch."""
+        assert self.said(waiting_bodies.left, waits, tmp_path) == waits
+
+    @WAITS
+    def test_closing_waits_for_the_launch(self, waits: bool, tmp_path: Path) -> None:
+        """`close` drops the graph when its launch has ended; every stream then sees the update."""
+        assert self.said(waiting_bodies.closed, waits, tmp_path) == waits

@@ -133,3 +133,53 @@ def updated(job: Job, waits: bool) -> bool:
     fresh = found.same(left)
     _close(runner)
     return fresh
+
+
+def left(job: Job, waits: bool) -> bool:
+    """Whether `leave` returns only when the work behind the last launch has ended."""
+    runner = _begun(job)
+    runtime = runner.runtime
+    flag, found = (torch.zeros((), device=runner.worker.member.device) for _ in range(2))
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with runtime.caller_scope():
+        delay()
+        flag.fill_(1.0)
+    if not waits:
+        runtime.drain = runtime.contract.drain  # type: ignore[method-assign]
+    runner.leave()
+    with torch.cuda.stream(aside):  # waits for no other stream
+        found.copy_(flag)
+    torch.cuda.synchronize()
+    assert float(flag) == 1.0
+    runner.close()
+    runner.worker.close()
+    return float(found) == 1.0
+
+
+def closed(job: Job, waits: bool) -> bool:
+    """Whether any stream reads the weights of the last launch once `close` has returned."""
+    runner = _begun(job)
+    before, found, after = (_Weights(runner.worker) for _ in range(3))
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    before.take()
+    torch.cuda.synchronize()
+    delay(runner.runtime.handoff.stream)  # type: ignore[attr-defined]
+    runner.step()
+    # The graph is dropped afterwards, so that nothing but the wait can be seen.
+    drop, runner._drop = runner._drop, lambda: None  # type: ignore[method-assign]
+    synchronize = torch.cuda.synchronize
+    if not waits:
+        torch.cuda.synchronize = lambda *_: None
+    runner.close()
+    torch.cuda.synchronize = synchronize
+    with torch.cuda.stream(aside):  # waits for no other stream
+        found.take()
+    torch.cuda.synchronize()
+    after.take()
+    assert not after.same(before), "the step moved no weight, so that nothing could be seen"
+    fresh = found.same(after)
+    drop()
+    runner.worker.close()
+    return fresh

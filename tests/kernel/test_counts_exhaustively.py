@@ -21,8 +21,8 @@ import pytest
 
 from qeffect import Contract, DeviceCounts, Refused, StageConfig, TapeKey, TapeRef
 from qeffect.counts import COUNTED, MULTIPLIER, advance, fold, mark
-from qeffect.ledgers import counted as module
-from qeffect.ledgers.counted import Counted
+from qeffect.ledgers import expected_counts as module
+from qeffect.ledgers.expected_counts import ExpectedCounts
 
 #: An action that ran: its kind, its stage, and its slot or, for a refresh, its stage again.
 Ran = tuple[str, int, int]
@@ -276,7 +276,7 @@ ALPHABET: Final[tuple[Ran, ...]] = (
 )
 
 
-def misjudged(ledger: type[Counted], length: int) -> str:
+def misjudged(ledger: type[ExpectedCounts], length: int) -> str:
     """Say which pair of short lists a ledger judges otherwise than the oracle; else nothing."""
     for stages in ({"a": (0, 1)}, {"a": (0,), "b": (1,)}):
         domains = {s: d for d, own in stages.items() for s in own}
@@ -298,7 +298,7 @@ def misjudged(ledger: type[Counted], length: int) -> str:
     return ""
 
 
-def misadded(ledger: type[Counted], length: int) -> str:
+def misadded(ledger: type[ExpectedCounts], length: int) -> str:
     """Say which list, told at once behind another one, counts otherwise than one by one."""
     lists = [*short(length, ALPHABET)]
     for domains in ({0: "a", 1: "a"}, {0: "a", 1: "b"}):
@@ -335,7 +335,7 @@ LIFE: Final = (
 )
 
 
-def mislived(ledger: type[Counted], length: int) -> str:
+def mislived(ledger: type[ExpectedCounts], length: int) -> str:
     """Say in which short life a late ledger answers otherwise than the oracle; else nothing."""
     for life in product(LIFE, repeat=length):
         made, ran, awaited = ledger({0: "a"}, (0,), late=True), 0, None
@@ -381,25 +381,25 @@ def mislived(ledger: type[Counted], length: int) -> str:
 
 def test_a_commit_is_refused_exactly_where_the_lists_differ() -> None:
     """Of every two lists of up to three actions, in one domain and in two, the clause is right."""
-    assert "" == misjudged(Counted, 3)
+    assert "" == misjudged(ExpectedCounts, 3)
 
 
 def test_a_list_that_is_told_at_once_counts_as_one_by_one() -> None:
     """Behind every other one, in one domain and in two."""
-    assert "" == misadded(Counted, 2)
+    assert "" == misadded(ExpectedCounts, 2)
 
 
 def test_late_counts_are_awaited_exactly_between_commit_and_comparison() -> None:
     """In every life of four events: neither commit nor checkpoint before the counts agree."""
-    assert "" == mislived(Counted, 4)
+    assert "" == mislived(ExpectedCounts, 4)
 
 
 # That they can fail
 
 
-def _broken() -> Iterator[tuple[str, type[Counted]]]:
+def _broken() -> Iterator[tuple[str, type[ExpectedCounts]]]:
     """Yield ledgers from which a refusal, or an update of what it keeps, is deleted."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Counted)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(ExpectedCounts)))
     lines = [
         node
         for node in ast.walk(tree)
@@ -422,7 +422,7 @@ def _broken() -> Iterator[tuple[str, type[Counted]]]:
                     body[body.index(line)] = ast.Pass()
         space = dict(vars(module))
         exec(compile(ast.fix_missing_locations(copy), f"without {place}", "exec"), space)
-        yield ast.unparse(line).splitlines()[0], space["Counted"]
+        yield ast.unparse(line).splitlines()[0], space["ExpectedCounts"]
 
 
 def test_a_ledger_that_lacks_a_line_is_found_out() -> None:

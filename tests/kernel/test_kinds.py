@@ -17,7 +17,7 @@ import pytest
 from attrs import evolve
 
 from qeffect import Checkpoint, Contract, Destination, Refused, StageConfig, TapeKey, TapeRef
-from qeffect.guarded import guarded
+from qeffect.action_blocks import guarded
 from qeffect.keys import cell_of
 from qeffect.log.recorder import Recorder
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qeffect import Refused, StageConfig
+from qeffect import Contract, Refused, StageConfig, TapeKey, Ticket
 from qeffect.engine.stage import OPTIONAL, STATE, Transitions
 from qeffect.steps import BASES, COUNTERS, RecordedStep
 
@@ -73,12 +73,13 @@ def test_a_step_as_one_leaves_what_its_actions_leave(name: str) -> None:
     step = recorded(one)
     recorded(each)
     for _ in range(4):
-        assert one.contract.check_step(step) is None
+        assert one.contract.check_step(step, guards_alone=True) is None
         if one.contract.counts_awaited:
             one.contract.present_counts(one.contract.committed_counts())
+        assert one.contract.check_step(step) is None
         assert one.contract.commit_step(step) == one.contract.epoch
         run(each)
-        assert one.contract.standing() == each.contract.standing() or (
+        assert one.contract.step_state() == each.contract.step_state() or (
             one.contract.snapshot() == each.contract.snapshot()
             and one.contract._steps._free() == each.contract._steps._free()
             and one.contract._reserved == each.contract._reserved
@@ -167,31 +168,97 @@ def test_an_epoch_that_is_spoiled_in_advance_does_not_recur(
         run(other)
 
 
-@pytest.mark.parametrize(("lists", "where"), [("free", "free"), ("reserved", "reserved")])
-def test_what_a_contract_holds_beside_its_memory_is_looked_at(
-    lists: str, where: str, monkeypatch: pytest.MonkeyPatch
+def in_slots(contract: Contract, step: RecordedStep) -> None:
+    """Let a contract's F take up the slots of a recorded step, which a launch of it would fill."""
+    slots = {given[0].cell: given[1] for name, given in step.events if name == "check_forward"}
+    check = contract.check_forward
+
+    def check_forward(key: TapeKey, **options: Any) -> Ticket:
+        return check(key, slot=slots[key.cell], **options)
+
+    contract.check_forward = check_forward  # type: ignore[method-assign]
+
+
+def whole(rig: Rig) -> dict[str, Any]:
+    """All that a step may change."""
+    now = rig.contract.step_state()
+    return {**now.memory.snapshot(), "free": now.free, "reserved": now.reserved}
+
+
+def reorder(contract: Contract) -> None:
+    """Let another slot be the next that a stage takes up by default."""
+    first = next(iter(contract._free[0]))
+    contract._free[0].pop(first)
+    contract._free[0].put(first)
+
+
+def reserve(contract: Contract) -> None:
+    """Let a list name a slot as reserved that no transition has reserved."""
+    contract._reserved[0, 0, 0, 0] = next(iter(contract._free[0]))
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda contract: contract.wait(),
+        lambda contract: (contract.submit(), contract.join()),
+        lambda contract: contract.drain(),
+        lambda contract: contract.invalidate(0),
+        reorder,
+    ],
+)
+def test_a_harmless_difference_is_tried_action_by_action(
+    happens: Callable[[Contract], Any],
 ) -> None:
-    """Another order of free slots, or a reservation, has the next F take another slot."""
-    rig, other = Rig(), Rig()
-    other.contract.memory.incarnation[0] = rig.contract.incarnation
-    step = recorded(rig)
-    recorded(other)
-    for contract in (rig.contract, other.contract):
-        if lists == "free":
-            first = next(iter(contract._free[0]))
-            contract._free[0].pop(first)
-            contract._free[0].put(first)
-        else:
-            contract._reserved[0, 0, 0, 0] = next(iter(contract._free[0]))
-    found = rig.contract.check_step(step)
-    assert found is not None
-    assert where in found.where
+    """The step is committed as one, and leaves what its actions leave in the recorded slots."""
+    one, each = Rig(), Rig()
+    each.contract.memory.incarnation[0] = one.contract.incarnation
+    step = recorded(one)
+    recorded(each)
+    for rig in (one, each):
+        happens(rig.contract)
+    in_slots(each.contract, step)
+    for _ in range(2):
+        assert one.contract.check_step(step) is None
+        one.contract.commit_step(step)
+        run(each)
+        assert whole(one) == whole(each)
+
+
+@pytest.mark.parametrize("happens", [reorder, reserve])
+def test_what_a_contract_holds_beside_its_memory_is_looked_at(
+    happens: Callable[[Contract], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the look, the recorded lists would replace the present ones."""
+    one, each, blind = (Rig(stage(slots=3)) for _ in range(3))
+    for rig in (each, blind):
+        rig.contract.memory.incarnation[0] = one.contract.incarnation
+    step, blindly = recorded(one), recorded(blind)
+    recorded(each)
+    for rig in (one, each, blind):
+        happens(rig.contract)
+    one.contract.commit_step(step)
+    in_slots(each.contract, step)
+    run(each)
+    assert whole(one) == whole(each)
 
     monkeypatch.setattr(RecordedStep, "_outside_memory", lambda *_: None)
+    blind.contract.commit_step(blindly)
+    assert whole(blind) != whole(one)
+
+
+def test_counts_of_the_last_commit_are_asked_for_at_the_check() -> None:
+    """As they are at the commit, which refuses by the same clause."""
+    rig = Rig(counted=True, late=True)
+    step = recorded(rig)
+    found = rig.contract.check_step(step)
+    assert found is not None
+    assert found.clause == "epoch.uncounted"
+    assert rig.contract.check_step(step, guards_alone=True) is None
+    with pytest.raises(Refused, match=r"epoch\.uncounted"):
+        rig.contract.commit_step(step)
+    rig.contract.present_counts(rig.contract.committed_counts())
     assert rig.contract.check_step(step) is None
-    rig.contract.commit_step(step)
-    run(other)
-    assert rig.contract.snapshot() != other.contract.snapshot()
 
 
 def test_a_commit_looks_again() -> None:

@@ -254,7 +254,7 @@ def test_every_transition_is_made_by_a_call_that_looks() -> None:
         "outstanding",
         "reference",
         "snapshot",
-        "standing",
+        "step_state",
         "token",
         "link",
         "first_writer",

@@ -45,10 +45,12 @@ DEPENDENCIES = ("attrs", "torch", "z3", "numpy", "setuptools")
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, *, code: int = 0
+    command: Sequence[str | Path], folder: Path, *, code: int = 0, path: Sequence[Path] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in a folder with nothing of ours in its environment; expect its exit code."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_"))}
+    if path:
+        clean["PYTHONPATH"] = os.pathsep.join(map(str, path))
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
@@ -67,7 +69,7 @@ def build(source: Path, kind: str) -> Path:
     out = source.parent / f"{source.name}-{kind}"
     out.mkdir()
     # Without isolation: the build's one requirement is among the tests' own.
-    run([sys.executable, "-P", "-c", BUILD.format(kind), out], source)
+    run([sys.executable, "-P", "-c", BUILD.format(kind), out], source, path=dependencies())
     (made,) = out.iterdir()
     return made
 
@@ -85,12 +87,8 @@ def dependencies() -> list[Path]:
 
 def environment(folder: Path) -> Path:
     """Make a virtual environment that sees the dependencies; return its interpreter."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    for old in (*packages.glob("setuptools*"), packages / "_distutils_hack"):
-        shutil.rmtree(old, ignore_errors=True)  # Python 3.11 brings one that is too old to build
-    for hook in packages.glob("distutils-precedence.pth"):
-        hook.unlink()
     # A path file adds folders and runs nothing of theirs, so an editable install of the running
     # environment does not reach this one.
     lines = [str(path) for path in dependencies()]
@@ -99,10 +97,11 @@ def environment(folder: Path) -> Path:
 
 
 def install(python: Path, *what: str | Path) -> None:
-    """Install without a network."""
+    """Install without a network, by the pip of the running environment."""
     # What the running environment has of ours is on the path too, and is not what is installed.
     offline = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
-    run([python, "-m", "pip", "install", "--quiet", *offline, *what], python.parent)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run([*pip, "install", "--quiet", *offline, *what], python.parent)
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _Action
 
-from qeffect.config import StageConfig
 from qeffect.contract import Contract
 from qeffect.gpu_runtime.guards.pipelining import UNUSED, GuardedSchedule, guard
 from qeffect.refusals import Refused
+from qeffect.stage_config import StageConfig
 
 MICROBATCHES = 4
 WIDTH = 8

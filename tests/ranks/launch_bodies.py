@@ -25,14 +25,14 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.membership import Limits, Member, join
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import Limits, Member, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig, mode_on
 from qeffect.gpu_runtime.step.clipping import Clipping, Norm, square_sums
 from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.step.optimizer import Optimizer
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from tests.ranks import bodies
 from tests.ranks.bodies import bits, copies_of, parameters_of
 from tests.ranks.recorded import gate_without_kernels
@@ -62,7 +62,7 @@ def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **opti
 
     def optimizer(stages: Any) -> Optimizer:
         lr = 1e-3 if rate is None else torch.full((), rate, device=member.device)
-        decays = job.decays if isinstance(job, Language) else None
+        decays = job.decays if isinstance(job, LanguageJob) else None
         capturable = cuda and (one or rate is not None)
         return Optimizer(stages, lr=lr, decays=decays, capturable=capturable)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.world import Limits, join
+from qeffect.gpu_runtime.ranks.membership import Limits, join
 
 
 def logged(schedules: list[str], folder: str, steps: int) -> list[int]:

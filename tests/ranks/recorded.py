@@ -33,7 +33,7 @@ from qeffect.gpu_runtime.ranks import gate, obstacles, one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
-from qeffect.gpu_runtime.ranks.replicas import Replicas, _Started
+from qeffect.gpu_runtime.ranks.replicas import Replicas, _BucketCollectives
 from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
@@ -332,7 +332,7 @@ def install() -> None:
         (Replicas, "largest"),
     ):
         _recorded(owner, name)
-    for owner in (Channels, _Started):
+    for owner in (Channels, _BucketCollectives):
         _recorded(owner, "wait", posts=False)
 
     def gathered(self: Any, into: Tensor, own: Tensor) -> None:

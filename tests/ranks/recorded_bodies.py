@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from qeffect.gpu_runtime.ranks import fallback, gate
-from qeffect.gpu_runtime.ranks.channels import Channels, Ends, Message
+from qeffect.gpu_runtime.ranks.channels import ChannelEnds, Channels, Message
 from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.membership import Limits, join
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.replicas import Replicas
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import Limits, join
 from qeffect.gpu_runtime.runtime import Mode, RuntimeConfig
 from tests.ranks import bodies, recorded
 from tests.ranks.bodies import bits, copies_of, parameters_of
@@ -305,7 +305,7 @@ def _posts_of(begin: Callable[[Any], tuple[Consent, Callable[[], Any]]]) -> list
 
 
 def _a_message(group: Any) -> tuple[Consent, Callable[[], Any]]:
-    channels = Channels(0, {Ends(0, 1): group}, host=True)
+    channels = Channels(0, {ChannelEnds(0, 1): group}, host=True)
     table: Any = None
     consent = Consent(None, None, 0, 1, (), channels, table, (0,))
     return consent, lambda: channels.send(torch.ones(2), 1, Message(0, 0, False))

@@ -9,10 +9,10 @@ import torch
 
 from qeffect.gpu_runtime.ranks.consent import StoppedError, name_of
 from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.membership import all_gather, join
 from qeffect.gpu_runtime.ranks.pipeline import Pipeline
 from qeffect.gpu_runtime.ranks.replicas import Replicas
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import all_gather, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.optimizer import Gradients, Optimizer
 from tests.ranks.bodies import LIMITS, bits, once_more, parameters_of

@@ -14,7 +14,7 @@ import pytest
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.commands import pipeline
-from qeffect.gpu_runtime.ranks.world import join
+from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.report import UnusableError
 from qeffect.schedule.tables import read_fixture, write_table
 from tests.docs.code import blocks

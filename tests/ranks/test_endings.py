@@ -11,12 +11,12 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks import channels
-from qeffect.gpu_runtime.ranks.channels import Channels, Ends, LostError, end_groups
+from qeffect.gpu_runtime.ranks.channels import ChannelEnds, Channels, LostError, end_groups
 from qeffect.gpu_runtime.ranks.consent import Cause, Consent, StoppedError
+from qeffect.gpu_runtime.ranks.membership import Limits, Member
 from qeffect.gpu_runtime.ranks.replicas import Replicas
 from qeffect.gpu_runtime.ranks.ties import Reducers
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import Limits, Member
 from qeffect.gpu_runtime.step.streams import HostHandoff
 
 
@@ -105,7 +105,7 @@ def test_a_graph_is_dropped_when_every_group_of_its_kernels_was_let_go(
         dropped.wait(5.0)
 
     groups = [_Group(aborted) for _ in range(4)]
-    own = Channels(0, {Ends(0, 1): groups[0], Ends(1, 0): groups[1]}, host=False)
+    own = Channels(0, {ChannelEnds(0, 1): groups[0], ChannelEnds(1, 0): groups[1]}, host=False)
     replicas, copies = (Replicas(group, host=False, deadline=1.0) for group in groups[2:])
     consent = Consent(
         None, None, 0, 1, (), own, None, (0,),  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import atexit, ctypes
 atexit.register(ctypes.PyDLL(None).usleep, 700_000)
 import os, time, torch
 import torch.distributed as dist
-from qeffect.gpu_runtime.ranks.world import Limits, join
+from qeffect.gpu_runtime.ranks.membership import Limits, join
 member = join("cpu", Limits(start=30.0))
 if member.rank == 0:
     found = [torch.ones(3), torch.ones(3)]

@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.step.plan.rows import walked
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG
 from qeffect.schedule.actions import Kind
@@ -49,7 +49,7 @@ def held(whole: Any, at: str = "contract") -> Iterator[tuple[str, Any]]:
 #: The parts of a contract; whatever else it holds is a value.
 OWN = {
     "Contract", "Memory", "Runner", "Arguments", "Pool", "Tapes", "Streams", "Epochs", "Restarts",
-    "Counted", "Steps", "FreeSlots",
+    "ExpectedCounts", "RecordedSteps", "FreeSlots",
 }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rul
 @pytest.mark.parametrize("schedule", ["il", "zbv"])
 def test_so_is_that_of_a_model_with_a_tied_weight(schedule: str) -> None:
     """Its copies' sum is one of the step's reductions, on one rank of two or on both."""
-    job = Language(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
+    job = LanguageJob(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
     for rank in range(2):
         one, each = pair(job, rank, late=True, reduced=True)
         for step in range(STEPS):
@@ -110,7 +110,7 @@ def test_so_is_that_of_a_model_with_a_tied_weight(schedule: str) -> None:
 @pytest.mark.parametrize(("schedule", "rank"), [("il", 0), ("il", 1), ("zbv", 0)])
 def test_a_step_without_the_sum_over_a_tie_is_refused(schedule: str, rank: int) -> None:
     """Before its launch, on each rank that has a copy."""
-    job = Language(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
+    job = LanguageJob(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
     one = Rank(job, rank, reduced=True)
     one.step()
     one.runtime._reductions.copies.clear()
@@ -137,7 +137,7 @@ class Kept:
         assert self.rank.rehearsal.recurs is not None
         self.step = self.rank.rehearsal.recurs
         self.contract = self.rank.contract
-        self.start = self.contract.standing()
+        self.start = self.contract.step_state()
         self.columns = [*self.contract.transitions.columns]
 
     def back(self) -> None:
@@ -169,14 +169,17 @@ class Kept:
             return getattr(error, "clause", type(error).__name__)
         return self.whole()
 
-    def as_one(self) -> dict[str, Any]:
-        """What the step leaves as one, whether or not it may be committed so."""
-        self.contract._steps.commit(self.step)
+    def as_one(self) -> dict[str, Any] | str:
+        """What the step leaves as one; or why it may not be committed so."""
+        try:
+            self.contract.commit_step(self.step)
+        except ValueError as error:
+            return str(error)
         return self.whole()
 
     def whole(self) -> dict[str, Any]:
         """All that the step may have moved."""
-        now = self.contract.standing()
+        now = self.contract.step_state()
         return {"free": now.free, "reserved": now.reserved, **now.memory.snapshot()}
 
     def try_entries(self, *entries: tuple[str, Any, Any]) -> str:
@@ -193,12 +196,14 @@ class Kept:
         if isinstance(ended, str):
             if found is None:
                 return "dangerous"
-            return "named" if found.clause == ended else "refused"
+            if ended in UNUSABLE:  # a value that no transition writes; no clause refuses it
+                return "unusable" if found.clause is None else "dangerous"
+            return "named" if found.clause == ended else "misnamed"
         put()
         alike = self.as_one() == ended
         if found is None:
             return "same" if alike else "dangerous"
-        return "over-strict" if alike else "other"
+        return "over-strict"
 
 
 def others(value: Any) -> list[Any]:
@@ -213,14 +218,20 @@ def others(value: Any) -> list[Any]:
     return [other for other in dict.fromkeys(near) if other != value]
 
 
+#: The errors of an index that no column has.
+UNUSABLE = {"IndexError", "KeyError", "TypeError", "ValueError"}
+
+
 def edits(kept: Kept) -> list[tuple[str, Any, Any]]:
     """Every other value at every index of every column, configured ones too."""
     found = []
     for name in kept.columns:
         column = getattr(kept.start.memory, name)
         items = column.items() if isinstance(column, dict) else enumerate(column)
+        links = {**CONFIG, **STATE}[name].values == "link"
         for index, value in items:
-            found += [(name, index, other) for other in others(value)]
+            # To a list, -1 is its last entry: a link that no transition writes.
+            found += [(name, index, o) for o in others(value) if not (links and o == -1)]
     return found
 
 
@@ -241,10 +252,10 @@ def test_no_other_state_is_taken_for_the_recorded_one(schedule: str, number: int
 
     counts = Counter(kept.try_entries(edit) for edit in every)
 
-    assert counts["dangerous"] == 0
-    assert min(counts["same"], counts["named"], counts["other"]) > 10
-    assert counts["named"] > 5 * counts["refused"]  # refused by another clause, from such a state
-    assert counts["over-strict"] < len(every) // 3, counts
+    assert counts["dangerous"] == counts["misnamed"] == 0
+    assert min(counts["same"], counts["named"], counts["unusable"]) > 10
+    # Only another incarnation is refused although its actions would be accepted.
+    assert counts["over-strict"] == len([name for name, _, _ in every if name == "incarnation"])
     kept.back()
     assert kept.contract.check_step(kept.step) is None
 
@@ -252,13 +263,14 @@ def test_no_other_state_is_taken_for_the_recorded_one(schedule: str, number: int
 def test_no_state_with_several_other_entries_is_taken_for_the_recorded_one() -> None:
     """Two to four entries at once, of which one could make up for another."""
     kept = Kept(Job(schedule="zbv", pp=2, microbatches=2, config=SMALL), 0)
-    dice, every = random.Random(0), edits(kept)
+    dice = random.Random(0)
+    every = [edit for edit in edits(kept) if edit[0] != "incarnation"]  # which decides alone
     counts: Counter[str] = Counter()
     for _ in range(300):
         counts[kept.try_entries(*dice.sample(every, dice.randint(2, 4)))] += 1
-    assert counts["dangerous"] == 0
-    assert min(counts["same"], counts["over-strict"], counts["other"]) > 0
-    assert counts["named"] + counts["refused"] > 50
+    assert counts["dangerous"] == counts["misnamed"] == 0
+    assert min(counts["same"], counts["unusable"]) > 0
+    assert counts["named"] > 50
 
 
 @pytest.mark.parametrize(
@@ -275,7 +287,7 @@ def test_each_look_is_needed(
 ) -> None:
     """Without one of them a step is taken for accepted that its actions refuse."""
     kept = Kept(Job(schedule="1f1b", pp=2, microbatches=2, config=SMALL), 1)
-    assert kept.try_entries(edit) in ("named", "refused", "other")
+    assert kept.try_entries(edit) in ("named", "same")
     monkeypatch.setattr(RecordedStep, check, lambda *_: None)
     assert kept.try_entries(edit) == "dangerous"
 
@@ -363,13 +375,16 @@ def test_a_checkpoint_that_is_taken_changes_nothing_that_a_step_reads() -> None:
     assert rank.step()
 
 
-def test_a_cache_that_was_lost_is_looked_at() -> None:
-    """Before a step it does no harm, as every step begins with a refresh; one by one agrees."""
-    rank = begun()
-    rank.contract.invalidate(0)
-    assert not rank.step()
-    assert "cache_epoch[0]" in rank.rehearsal.difference
-    assert [rank.step() for _ in range(3)] == [False, False, True]
+def test_a_cache_that_was_lost_does_no_harm() -> None:
+    """Every step begins with a refresh; the step is tried, and committed as one."""
+    rank, other = begun(), begun()
+    other.every_action = True
+    other.contract.memory.incarnation[0] = rank.contract.incarnation
+    for one in (rank, other):
+        one.contract.invalidate(0)
+    assert rank.step()
+    assert not other.step()
+    assert state(rank.contract) == state(other.contract)
 
 
 def program(rank: Rank) -> None:

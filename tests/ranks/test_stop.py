@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.world import Limits
+from qeffect.gpu_runtime.ranks.membership import Limits
 from tests.ranks import bodies
 from tests.ranks.ranks import Said, launch
 from tests.training.helpers import language, noise

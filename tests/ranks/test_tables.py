@@ -15,7 +15,7 @@ from qeffect.gpu_runtime.lab import reports
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow, table_rows
 from qeffect.gpu_runtime.lab.statistics.complete_step import derive_tables
 from qeffect.gpu_runtime.lab.statistics.paper import LARGE, SMALL
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.schedule.plan import plan
 from qeffect.schedule.torch_tables import torch_schedule
 from tests.ranks import table_bodies
@@ -56,10 +56,10 @@ def test_four_ranks_have_one_stage_each_of_the_same_four_layers() -> None:
     for pp in (2, 4):
         rows = table_rows(("mapping",), (LARGE,), pp)
         for row in rows:
-            job = row.job(pp)
+            job = row.job()
             assert job.num_stages == 4
             assert job.table().num_ranks == pp
-            if isinstance(job, Language):
+            if isinstance(job, LanguageJob):
                 assert (job.cut, job.vocabulary) == ((1, 1, 1, 1), 32768)
         cuts[pp] = {(row.vpp, row.schedule) for row in rows}
     assert cuts == {2: {(2, "il"), (2, "zbv")}, 4: {(1, "1f1b"), (1, "izb")}}
@@ -69,8 +69,8 @@ def test_weak_scaling_has_no_ends_of_a_language_model() -> None:
     """One layer a stage, and twice the stages over twice the ranks."""
     rows = table_rows(("weak",), (SMALL, LARGE), 4)
     assert {row.model for row in rows} == {"layers"}
-    assert {row.job(4).num_stages for row in rows} == {8}
-    assert TableRow(SMALL, "layers", 2, "il", "replays") in rows
+    assert {row.job().num_stages for row in rows} == {8}
+    assert TableRow(SMALL, "layers", 2, "il", "replays", 4) in rows
 
 
 @pytest.mark.ci

@@ -7,8 +7,8 @@ from typing import Any
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import name_of
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.trace import Tracer, chrome_trace
-from qeffect.gpu_runtime.ranks.world import join
 from tests.ranks.bodies import LIMITS, bits
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qeffect.gpu_runtime.backends.reference.linear import product, write_gradient
-from qeffect.gpu_runtime.backends.reference.scaling import E4M3, E5M2, Quantized, ScalingState
+from qeffect.gpu_runtime.backends.reference.scaling import E4M3, E5M2, QuantizedTensor, ScalingState
 
 VERSION = "2.18.0"
 _BUFFER_INFO = "buffer_index_and_autocast_key"
@@ -131,7 +131,7 @@ class Workspace:
 
     def __init__(self, weight: Tensor, meta: Meta, index: int) -> None:
         self.meta, self.index = meta, index
-        self.cached = Quantized(torch.zeros(weight.shape, dtype=E4M3), torch.ones(()))
+        self.cached = QuantizedTensor(torch.zeros(weight.shape, dtype=E4M3), torch.ones(()))
         self.quantize_(weight)
 
     def quantize_(self, weight: Tensor) -> Workspace:
@@ -152,8 +152,8 @@ class Workspace:
 
 
 def general_gemm(
-    x: Quantized,
-    dy: Quantized,
+    x: QuantizedTensor,
+    dy: QuantizedTensor,
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
@@ -200,7 +200,7 @@ class _Product(torch.autograd.Function):
             "layout": "NT",
         }
 
-        def wgrad_gemm(x: Quantized, dy: Quantized) -> tuple[Tensor, None]:
+        def wgrad_gemm(x: QuantizedTensor, dy: QuantizedTensor) -> tuple[Tensor, None]:
             return general_gemm(x, dy, **wgrad_gemm_kwargs)
 
         sizes = [weight.shape[0] for weight in call.weights]

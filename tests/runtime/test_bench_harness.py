@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,10 @@ def scripted_run(
 ) -> CellRun:
     """A run whose workers answer from a script."""
 
-    def make(spec: ColumnSpec, cell: BenchCell, settings: Settings) -> toys.Scripted:
+    def make(
+        spec: ColumnSpec, cell: BenchCell, settings: Settings, *, profiles: bool = False
+    ) -> toys.Scripted:
+        log.append((spec.name, "start to profile" if profiles else "start to time"))
         return toys.Scripted(log, spec.name, [0.1, 0.2, 0.3], (fails or {}).get(spec.name))
 
     return CellRun(TINY, specs, attrs.evolve(toys.SETTINGS, **changes), make_column=make)
@@ -84,22 +88,37 @@ class TestRounds:
         assert ["abc", "bca", "cab"] == ["".join(turns[n : n + 3]) for n in (0, 3, 6)]
 
     def test_set_up_is_one_column_at_a_time_and_before_any_turn(self) -> None:
-        """Nothing is built while another column is measured."""
+        """Nothing is built while another column is measured; what is profiled is built anew."""
         log: list[tuple[str, str]] = []
         scripted_run(log).run()
 
+        del log[log.index(("a", "start to profile")) :]
         methods = [method for _, method in log]
         assert methods.index("turn") > max(i for i, m in enumerate(methods) if m == "build")
         assert [name for name, method in log if method == "build"] == ["a", "b", "c"]
 
-    def test_the_profiler_comes_after_every_turn_and_after_memory_was_read(self) -> None:
-        """Its own buffers on the device would count as growth."""
+    def test_the_profiler_runs_in_processes_that_start_after_all_timed_ones_ended(self) -> None:
+        """What is timed in a process that profiled once is slower for ever."""
         log: list[tuple[str, str]] = []
         scripted_run(log).run()
 
+        starts = [n for n, (_, method) in enumerate(log) if method == "start to profile"]
+        assert 3 == len(starts)
+        for n, (_, method) in enumerate(log):
+            assert (method == "trace") <= (n > max(starts))
+            assert (method in ("turn", "memory", "host_actions")) <= (n < min(starts))
         for name in "abc":
             methods = [method for who, method in log if who == name]
-            assert ["memory", "trace", "end"] == methods[-3:]
+            assert methods.index("end") < methods.index("start to profile")
+            assert ["start to profile", "prepare", "build", "trace", "end"] == methods[-5:]
+
+    def test_without_a_profile_nothing_starts_again(self) -> None:
+        """As in the sweep, and with --no-profile."""
+        log: list[tuple[str, str]] = []
+        record = scripted_run(log, profile_steps=0).run()
+
+        assert "start to profile" not in {method for _, method in log}
+        assert [None] * 3 == [column["trace"] for column in record["columns"].values()]
 
     def test_a_failing_column_is_recorded_and_the_others_go_on(self) -> None:
         """It fails in its second turn: its error stands in the record, its worker is ended."""
@@ -176,6 +195,16 @@ class TestWorkers:
         assert {"steps": 2} == built["facts"]
         assert 2 == turn["steps"]
         assert turn["wall_s"] > 0
+
+    @pytest.mark.parametrize("profiles", [False, True])
+    def test_a_worker_that_times_cannot_profile(self, profiles: bool) -> None:
+        """A step that uses the profiler fails the column, unless its process is for that."""
+        worker = ColumnProcess(toys.spec("a", profile=True), TINY, toys.SETTINGS, profiles=profiles)
+        worker.post("build")
+        refusal = pytest.raises(ChildError, match="this process times steps")
+        with nullcontext() if profiles else refusal:
+            worker.collect(60)
+        worker.end()
 
     def test_an_exception_becomes_one_line(self) -> None:
         """The parent hears the type and the first line, and the process can go on."""

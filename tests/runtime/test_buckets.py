@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qeffect.config import Bucket
 from qeffect.gpu_runtime.backends.protocol import BackendError, matrices
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
@@ -23,6 +22,7 @@ from qeffect.gpu_runtime.runtime import Reduction, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import RULES, Rule
 from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.refusals import Refused
+from qeffect.stage_config import Bucket
 
 from .helpers import TINY, optimizer_for, reference_stages
 from .injection import FINAL, final_of

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.backends.reference.scaling import Quantized
+from qeffect.gpu_runtime.backends.reference.scaling import QuantizedTensor
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
@@ -198,7 +198,9 @@ class TestAddresses:
         if what == "parameter":
             layer.fc1.weight = torch.nn.Parameter(layer.fc1.weight.detach().clone())
         elif what == "cache":
-            layer.fc1.cache = Quantized(layer.fc1.cache.data.clone(), layer.fc1.cache.scale_inv)
+            layer.fc1.cache = QuantizedTensor(
+                layer.fc1.cache.data.clone(), layer.fc1.cache.scale_inv
+            )
         elif what == "state":
             layer.backward_scaling.history = layer.backward_scaling.history.clone()
         elif what == "buffer":

@@ -31,7 +31,7 @@ from qeffect.gpu_runtime.lab.commands import compare as command
 from qeffect.gpu_runtime.lab.commands import probes
 from qeffect.gpu_runtime.lab.commands.pools import record_of
 from qeffect.gpu_runtime.lab.comparisons import faults, interleaved
-from qeffect.gpu_runtime.lab.comparisons.capture_memory import DISCIPLINES, ORDERS, trial
+from qeffect.gpu_runtime.lab.comparisons.capture_memory import DISCIPLINES, ORDERS, run_trial
 from qeffect.gpu_runtime.lab.comparisons.cases import (
     DEFAULT_SETS,
     MATRIX,
@@ -395,7 +395,7 @@ class TestPools:
         """At the first action that is not in capture order; then nobody is asked."""
         short = attrs.evolve(small(case), steps=2)
 
-        found = trial(short.to_json(), "shared", "reference", "cpu")
+        found = run_trial(short.to_json(), "shared", "reference", "cpu")
 
         refused = {"clause": "capture.out-of-order", "action": action, "position": position}
         assert refused == found["refused"]
@@ -406,17 +406,19 @@ class TestPools:
         stages = fresh_stages(small(ORDERS[0]), "reference", device="cpu")
         config = RuntimeConfig(readers=True, pool="shared")
 
-        with pytest.raises(ValueError, match=r"cannot be carried: .* each slot a pool of its own"):
+        with pytest.raises(
+            ValueError, match=r"cannot run to its end: .* each slot a pool of its own"
+        ):
             Runtime(stages, ORDERS[0].order(), config)
 
     @pytest.mark.parametrize("case", ORDERS, ids=lambda c: c.name)
     def test_every_discipline_computes_the_same(self, case: Case) -> None:
         """Eager, where a pool's name moves no memory, guarded or not: native's bits."""
         short = attrs.evolve(small(case), steps=2).to_json()
-        native = trial(short, "native", "reference", "cpu")
+        native = run_trial(short, "native", "reference", "cpu")
 
         for discipline in DISCIPLINES:
-            own = trial(short, discipline, "reference", "cpu")
+            own = run_trial(short, discipline, "reference", "cpu")
             run = record_of(Case.from_json(short), discipline, native, own)
             assert 4 == len(run["categories"])
             assert 0 == sum(entry["mismatched"] for entry in run["categories"])
@@ -425,7 +427,7 @@ class TestPools:
     def test_differences_and_failures_are_recorded(self) -> None:
         """One other digest is one mismatch with its label; a failed run has its error."""
         case = attrs.evolve(small(ORDERS[0]), steps=1)
-        native = trial(case.to_json(), "native", "reference", "cpu")
+        native = run_trial(case.to_json(), "native", "reference", "cpu")
         other = json.loads(json.dumps(native))
         held = other["recording"]["values"]["input gradients"]
         label = next(iter(held))

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from qeffect.cli import main
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.commands import peers
 from qeffect.gpu_runtime.lab.comparisons.gradients import distance_sums
 from qeffect.gpu_runtime.lab.reports.text import peer_lines
 from qeffect.gpu_runtime.lab.runner.ranks import RankExits, last_words, run_ranks
 from qeffect.gpu_runtime.lab.sides import megatron
 from qeffect.gpu_runtime.lab.statistics.peers import FAR, combined, owed, verdict
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.report import UnusableError
 
 from . import report_samples as samples
@@ -164,12 +164,12 @@ class TestNames:
     ) -> None:
         """All four stages of a model, and no name twice within a chunk."""
         install(monkeypatch)
-        job = Language(pp=2, vpp=2, config=LayerConfig(32, 64, 2, 16), vocabulary=64)
+        job = LanguageJob(pp=2, vpp=2, config=LayerConfig(32, 64, 2, 16), vocabulary=64)
         counts = []
         for index in range(4):
             stages = job.stages([index], CPU, "transformer-engine", loss=False)
             named = [job.name_of(index, name) for name in parameters(stages[0])]
-            found = {megatron.theirs(name, index) for name in named}
+            found = {megatron.megatron_name(name, index) for name in named}
             assert len(found) == len(named)
             assert sum(name.startswith("decoder.layers.0.") for name in found) == 12
             counts.append(len(named))
@@ -178,12 +178,14 @@ class TestNames:
 
     def test_layers_are_counted_from_the_chunks_first(self) -> None:
         """Both matrices of the MLP are modules of their own there."""
-        assert megatron.theirs("layers.5.layernorm_mlp.fc2_bias", 4) == (
+        assert megatron.megatron_name("layers.5.layernorm_mlp.fc2_bias", 4) == (
             "decoder.layers.1.mlp.linear_fc2.bias"
         )
-        assert megatron.theirs("head.layer_norm_weight", 3) == "decoder.final_layernorm.weight"
+        assert (
+            megatron.megatron_name("head.layer_norm_weight", 3) == "decoder.final_layernorm.weight"
+        )
         with pytest.raises(KeyError):
-            megatron.theirs("layers.0.layernorm_mlp.fc3_bias", 0)
+            megatron.megatron_name("layers.0.layernorm_mlp.fc3_bias", 0)
 
 
 class TestProcesses:
@@ -267,7 +269,7 @@ class TestRefusals:
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: None if name == "megatron" else find(name)
         )
-        assert peers.main(argv) == 2
+        assert main(["runtime", "report", "peers", *argv]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert words in line
 

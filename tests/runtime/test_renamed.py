@@ -22,7 +22,7 @@ RUNTIME = "qeffect.gpu_runtime"
 SHOWN = {
     "parallel.guard.guard": "guards.pipelining.guard",
     "parallel.world.Worker": "ranks.worker.Worker",
-    "parallel.world.join": "ranks.world.join",
+    "parallel.world.join": "ranks.membership.join",
     "parallel.consent.StoppedError": "ranks.consent.StoppedError",
     "optimizer.Optimizer": "step.optimizer.Optimizer",
     "plan.order.Order": "step.plan.order.Order",

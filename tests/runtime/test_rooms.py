@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import nodes
+from tests.test_imports import statements
 
 ROOT = Path(__file__).parents[2] / "gpu_runtime"
 NAME = "qeffect.gpu_runtime"
@@ -33,7 +33,7 @@ ROOMS = (
 
 def imported(path: Path, *, lazy: bool) -> Iterator[str]:
     """Modules of the runtime that a module imports, with or without those inside functions."""
-    for node in nodes(path, lazy=lazy):
+    for node in statements(path, lazy=lazy):
         if not isinstance(node, ast.ImportFrom):
             continue
         base = node.module or ""

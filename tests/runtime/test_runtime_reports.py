@@ -24,7 +24,7 @@ import torch
 from qeffect.gpu_runtime.backends.protocol import Reports, StageBackend
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
-from qeffect.gpu_runtime.backends.reference.scaling import Quantized
+from qeffect.gpu_runtime.backends.reference.scaling import QuantizedTensor
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
@@ -81,7 +81,7 @@ def forget_a_placeholder(injected: Injection, broken: pytest.MonkeyPatch) -> Non
         refresh()
         linear = stage.linears[1]
         old = linear.cache
-        linear.cache = Quantized(torch.zeros_like(old.data), torch.ones_like(old.scale_inv))
+        linear.cache = QuantizedTensor(torch.zeros_like(old.data), torch.ones_like(old.scale_inv))
 
     broken.setattr(stage, "refresh_cache", and_replace)
 

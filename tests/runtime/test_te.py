@@ -39,7 +39,7 @@ from qeffect.gpu_runtime.backends.te.internals import (
     IMPORTED,
     LAYER,
     STATE,
-    Imported,
+    ImportedName,
     missing_imports,
     missing_members,
     missing_state,
@@ -399,12 +399,12 @@ class TestVersion:
         assert "tested: 2.18 to 2.20" in (version_problem(version) or "")
 
 
-def names(reached: tuple[Imported, ...] = (*IMPORTED, *BASELINE)) -> Any:
+def names(reached: tuple[ImportedName, ...] = (*IMPORTED, *BASELINE)) -> Any:
     """One case for each name that is looked for at import."""
     return pytest.mark.parametrize("reached", reached, ids=lambda one: one.path)
 
 
-def drop(reached: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
+def drop(reached: ImportedName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one name out of the stand-in, as a later version may."""
     holder: Any = sys.modules[reached.module]
     *parents, last = reached.path.split(".")
@@ -423,7 +423,9 @@ class TestInternals:
         assert [] == missing_members(layer)
 
     @names(IMPORTED)
-    def test_a_name_that_is_gone(self, reached: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_name_that_is_gone(
+        self, reached: ImportedName, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A library without one of the names is refused, and the message has that name in full."""
         drop(reached, monkeypatch)
 
@@ -547,7 +549,7 @@ class TestBackendCheck:
 
 class TestDoctor:
     @pytest.fixture(autouse=True)
-    def host(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], doctor.Finding]:
+    def host(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], doctor.Diagnosis]:
         """A host with two GPUs whose second one is current, and a look at its library."""
         for name, said in (
             ("is_available", True),
@@ -560,7 +562,7 @@ class TestDoctor:
         check = self_test.check_backend
         monkeypatch.setattr(self_test, "check_backend", lambda: check("cpu"))
 
-        def look(version: str) -> doctor.Finding:
+        def look(version: str) -> doctor.Diagnosis:
             install(monkeypatch, version)
             monkeypatch.setattr(doctor, "version", lambda _: version)
             return doctor.examine(probe=True)[-1]
@@ -579,7 +581,7 @@ class TestDoctor:
     @pytest.mark.parametrize("version", ["2.18.0", "2.19.0", "2.20.2"])
     def test_a_tested_version_works(self, version: str) -> None:
         """A tested version whose small layer runs is enough."""
-        assert doctor.Finding("Transformer Engine", version, True) == self.look(version)
+        assert doctor.Diagnosis("Transformer Engine", version, True) == self.look(version)
 
     def test_it_names_what_a_run_lacks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A member that only a layer shows is named."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -24,22 +25,27 @@ from torch.distributed.checkpoint.metadata import Metadata
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.native import rule_for
 from qeffect.gpu_runtime.lab.sides import restart as restarts
-from qeffect.gpu_runtime.lab.sides.restart import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.sides.restart import (
+    Trial,
+    build_trial,
+    facts_of,
+    persistent_digests,
+)
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.membership import Limits, join
 from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import Limits, join
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
-from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
-from qeffect.gpu_runtime.training.model import Language
-from qeffect.gpu_runtime.training.state import Persistent, by_layer
+from qeffect.gpu_runtime.training.checkpoint.files import FACTS, MANIFEST, Writer, canonical
+from qeffect.gpu_runtime.training.language_model import LanguageJob
+from qeffect.gpu_runtime.training.state import PersistentTensors, by_layer
 from qeffect.refusals import Refused
 
 LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=2.0)
@@ -52,17 +58,17 @@ def trial(job: Job, **options: Any) -> Trial:
 
 def started(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """A run from the beginning."""
-    return restarts.started(join("cpu", LIMITS), trial(job, **how), folder, **options)
+    return restarts.first_run(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
 def gone_on(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """A run from the latest checkpoint."""
-    return restarts.gone_on(join("cpu", LIMITS), trial(job, **how), folder, **options)
+    return restarts.resumed_run(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
 def remapped(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """A step from the latest checkpoint, and the same step set up by hand."""
-    return restarts.remapped(join("cpu", LIMITS), trial(job), folder, **options)
+    return restarts.remapped_run(join("cpu", LIMITS), trial(job), folder, **options)
 
 
 class Run:
@@ -70,7 +76,7 @@ class Run:
 
     def __init__(self, job: Job, folder: str, *, limits: Limits = LIMITS, **options: Any) -> None:
         self.job = job
-        self.worker: Worker = made(join("cpu", LIMITS), trial(job, limits=limits))
+        self.worker: Worker = build_trial(join("cpu", LIMITS), trial(job, limits=limits))
         self.checkpoints = Checkpoints(folder, **options)
         self.naming = by_layer(job.layers)
         self.rank = self.worker.member.rank
@@ -86,7 +92,7 @@ class Run:
 
     def bits(self) -> dict[str, str]:
         """Every persistent tensor's digest."""
-        return bits(self.worker, self.job)
+        return persistent_digests(self.worker, self.job)
 
     def attempt(self, act: Callable[[], Any]) -> dict[str, Any]:
         """What an act raises, and whether it moved anything."""
@@ -496,7 +502,7 @@ def carried(job: Job, folder: str) -> dict[str, Any]:
     return {"drawn": torch.rand(3).tolist(), "counts": counts.tolist(), "free": free}
 
 
-def language(job: Language, folder: str) -> dict[str, Any]:
+def language(job: LanguageJob, folder: str) -> dict[str, Any]:
     """Two steps of a language model and a save; or a load, and a step."""
     member = join("cpu", LIMITS)
     worker = build_worker(member, job, "reference", limits=LIMITS)
@@ -504,7 +510,9 @@ def language(job: Language, folder: str) -> dict[str, Any]:
 
     def bits_now() -> dict[str, str]:
         place = member.rank % worker.pp
-        held = Persistent.of(worker.runtime, worker.optimizer, job.name_of, worker.replica, place)
+        held = PersistentTensors.of(
+            worker.runtime, worker.optimizer, job.name_of, worker.replica, place
+        )
         return dict(zip(held.tensors, digests([*held.tensors.values()]), strict=True))
 
     path = checkpoints.latest()
@@ -619,6 +627,30 @@ def half_updated(job: Job, folder: str) -> dict[str, Any]:
         stepped = type(error).__name__
     said = run.attempt(run.save)
     return {**said, "stepped": stepped, "files": [p.name for p in Path(folder).glob("*")]}
+
+
+def failed_alone(job: Job, folder: str, place: str) -> dict[str, Any]:
+    """A first save that fails on rank 1 alone, where the other rank waits for it; then a save."""
+    run = Run(job, folder)
+    run.worker.step()
+
+    def fail(*_: Any) -> Any:
+        raise (BackendError if place == "confirm" else TypeError)("an injected failure")
+
+    def act() -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            if run.rank == 1 and place == "confirm":
+                patched.setattr(run.worker.runtime, "confirm", fail)
+            elif run.rank == 1:
+                patched.setattr(run.worker.optimizer, "state_tensors", fail)
+            run.save()
+
+    said = run.attempt(act)
+    said["files"] = [p.name for p in Path(folder).glob("*")]
+    if said["cause"] is not None:
+        run.worker.rebuild(StoppedError(Cause(**said["cause"])))
+    said["then"] = run.save().name
+    return said
 
 
 def half_loaded(job: Job, folder: str) -> dict[str, Any]:
@@ -774,7 +806,7 @@ def restored_otherwise(job: Job, _: str) -> dict[str, Any]:
     """A contract's checkpoint loaded where replicas share amax, and where they do not."""
     member = join("cpu", LIMITS)
     own = attrs.evolve(job, amax="replica")
-    workers = [made(member, trial(each)) for each in (own, job)]
+    workers = [build_trial(member, trial(each)) for each in (own, job)]
     checkpoint, state = workers[0].runtime.checkpoint()
     said = {"own": "", "clause": None, "text": ""}
     workers[0].runtime.restore(checkpoint, state)

@@ -19,8 +19,8 @@ from qeffect.gpu_runtime.lab.commands import curves
 from qeffect.gpu_runtime.lab.commands import pipeline as command
 from qeffect.gpu_runtime.lab.runner.training_run import RunControl, RunName, train_run
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
+from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training import assembly
 from qeffect.gpu_runtime.training.assembly import open_job
 from qeffect.gpu_runtime.training.balance import Times

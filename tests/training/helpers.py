@@ -9,7 +9,7 @@ import numpy as np
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.training.data import Loader, Tokens, save
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.gpu_runtime.training.rates import Rate
 
 TINY = LayerConfig(32, 64, 2, 16)
@@ -30,7 +30,7 @@ def noise(folder: Path, count: int = 4000, vocabulary: int = 64) -> Path:
     return path
 
 
-def language(path: Path, **options: Any) -> Language:
+def language(path: Path, **options: Any) -> LanguageJob:
     """A model of 64 tokens over a file of them."""
     tokens = Tokens.open(path, vocabulary=64, sequence=16)
     given = {
@@ -39,7 +39,7 @@ def language(path: Path, **options: Any) -> Language:
         "loader": Loader(tokens=tokens, sequence=16, seed=3),
         "rate": Rate(peak=1e-2, warmup=2, steps=10, least=1e-3),
     }
-    return Language(**{**given, **options})
+    return LanguageJob(**{**given, **options})
 
 
 SMALL = """

@@ -15,23 +15,23 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
-from qeffect.gpu_runtime.ranks.world import join
+from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.gpu_runtime.training.loop import Trainer
-from qeffect.gpu_runtime.training.model import Language
 from tests.ranks.bodies import LIMITS, bits, parameters_of
 from tests.runtime import fake_te
 
 
-def evaluating(job: Language, held_out: Loader, steps: int) -> dict[str, Any]:
+def evaluating(job: LanguageJob, held_out: Loader, steps: int) -> dict[str, Any]:
     """Steps with evaluations between them, then the same without; what differs, what moved."""
     member = join("cpu", LIMITS)
     found, losses, held, moved = [], [], [], []
@@ -60,7 +60,7 @@ def evaluating(job: Language, held_out: Loader, steps: int) -> dict[str, Any]:
     }
 
 
-def held_out(jobs: list[Language], text: Loader) -> list[list[float]]:
+def held_out(jobs: list[LanguageJob], text: Loader) -> list[list[float]]:
     """Of each job before its first step: the loss of each single window, then of all."""
     member = join("cpu", LIMITS)
     said = []
@@ -77,19 +77,21 @@ def held_out(jobs: list[Language], text: Loader) -> list[list[float]]:
     return said
 
 
-def library(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+def library(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     """Jobs over a stand-in for Transformer Engine, natively and guarded, compared bit for bit."""
     sys.modules.update(fake_te.modules())
     te.library.cache_clear()
     member = join("cpu", LIMITS)
-    results = [compared(member, job, steps, "transformer-engine", limits=LIMITS) for job in jobs]
+    results = [
+        compare_pipelines(member, job, steps, "transformer-engine", limits=LIMITS) for job in jobs
+    ]
     return [
         {"totals": one.totals(), "same": one.same, "losses": one.losses, "names": _names(job)}
         for job, one in zip(jobs, results, strict=True)
     ]
 
 
-def _names(job: Language) -> dict[str, list[str]]:
+def _names(job: LanguageJob) -> dict[str, list[str]]:
     """What the stand-in's first and last stage call what only they have."""
     stages = job.stages((0, job.num_stages - 1), torch.device("cpu"), "transformer-engine")
     return {
@@ -116,12 +118,12 @@ def in_turn(cases: list[list[str]]) -> list[tuple[int, str, str]]:
     return [trained(*case) for case in cases]
 
 
-def exact(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+def exact(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     """Jobs natively and guarded, compared bit for bit, with the parameters that each ends in."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        result = compared(member, job, steps, limits=LIMITS)
+        result = compare_pipelines(member, job, steps, limits=LIMITS)
         worker = build_worker(member, job, "reference", limits=LIMITS)
         for step in range(steps):
             job.prepare(step, worker.optimizer)

@@ -23,8 +23,8 @@ from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
-from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.loop import Trainer
@@ -173,5 +173,5 @@ def restarted(job: Job, folder: str) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     launched = Trial(job=job, limits=LIMITS, mode="one launch")
     replayed = attrs.evolve(launched, mode="eager")
-    whole = restarts.started(member, launched, folder)
-    return [whole, *(restarts.gone_on(member, one, folder) for one in (launched, replayed))]
+    whole = restarts.first_run(member, launched, folder)
+    return [whole, *(restarts.resumed_run(member, one, folder) for one in (launched, replayed))]

@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.checkpoint.facts import narrowed
-from qeffect.gpu_runtime.training.files import name_of, numbered
+from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders, name_of
 from tests.ranks.ranks import launch
 from tests.training import bodies
 
@@ -149,7 +149,7 @@ def test_only_folders_with_names_of_ours_are_checkpoints(tmp_path: Path) -> None
     assert Checkpoints(tmp_path).latest() is None
     (tmp_path / "step-00000004").mkdir()
     (tmp_path / "step-123456789").mkdir()
-    assert [epoch for epoch, _ in numbered(tmp_path)] == [123456789, 4]
+    assert [epoch for epoch, _ in checkpoint_folders(tmp_path)] == [123456789, 4]
 
 
 def test_what_changed_is_a_name_and_short_values() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.training.assembly import job_of
-from qeffect.gpu_runtime.training.balance import ACTIONS, Times, measured, slowest
+from qeffect.gpu_runtime.training.balance import ACTIONS, Times, measure_times, slowest
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.report import UnusableError
 from tests.ranks.ranks import launch
@@ -94,7 +94,7 @@ def test_every_part_is_timed(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other where other tests run beside
     try:
-        times = measured(job, torch.device("cpu"), "reference", mode="eager", repeats=3)
+        times = measure_times(job, torch.device("cpu"), "reference", mode="eager", repeats=3)
     finally:
         torch.set_num_threads(threads)
     assert len(times.layer) == len(ACTIONS)

@@ -14,7 +14,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.ranks.world import join, launcher_ranks
+from qeffect.gpu_runtime.ranks.membership import join, launcher_ranks
 from qeffect.gpu_runtime.training import config, config_page, fields
 from qeffect.gpu_runtime.training.config import TABLES
 from qeffect.gpu_runtime.training.config_file import differences, read

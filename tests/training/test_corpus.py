@@ -12,7 +12,14 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.training import corpus
-from qeffect.gpu_runtime.training.corpus import Listed, differences, known, listing, make, stdlib
+from qeffect.gpu_runtime.training.corpus import (
+    ListedFile,
+    differences,
+    known,
+    listing,
+    make,
+    stdlib,
+)
 from qeffect.report import UnusableError
 
 
@@ -147,7 +154,7 @@ def test_a_vocabulary_that_does_not_fit(library: Path, tmp_path: Path, vocabular
 def test_who_is_held_out_hangs_on_the_name_alone() -> None:
     """A file stays on its side whatever it holds."""
     names = [f"a/{n}.py" for n in range(3000)]
-    sides = [Listed(name, 1, "a").held_out for name in names]
+    sides = [ListedFile(name, 1, "a").held_out for name in names]
 
-    assert sides == [Listed(name, 2, "b").held_out for name in names]
+    assert sides == [ListedFile(name, 2, "b").held_out for name in names]
     assert 30 < sum(sides) < 100

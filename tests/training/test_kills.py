@@ -54,6 +54,7 @@ def killed_often(tmp_path: Path, job: Job, until: int, kills: int, seed: int) ->
     assert left == {f"step-{n:08d}" for n in range(until - 2, until + 1)}
 
 
+@pytest.mark.ci
 def test_a_run_that_is_killed_often_ends_in_the_same_bits(tmp_path: Path) -> None:
     """In the middle of steps and of saves, drawn at random: before and behind files and names."""
     killed_often(tmp_path, JOB, until=7, kills=5, seed=0)

@@ -112,7 +112,7 @@ def begun_again(
 
 @pytest.mark.parametrize(
     ("parallel", "model", "world"),
-    [(PIPE, "", 2), (FOUR, "tied = true", 4)],
+    [(PIPE, "", 2), pytest.param(FOUR, "tied = true", 4, marks=pytest.mark.ci)],
     ids=["a pipeline", "replicas of a tied model"],
 )
 def test_launches_train_as_replays(parallel: str, model: str, world: int, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.ci)])
 def test_losses_that_one_rank_alone_has_brought_together_are_of_their_own_step(
     victim: int, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from qeffect.gpu_runtime.training.files import numbered
+from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders
 from tests.ranks.ranks import launch
 
 from . import language_bodies as bodies
@@ -191,4 +191,4 @@ def test_an_update_that_fails_half_way_ends_the_run_and_is_not_saved(tmp_path: P
     assert code == 2
     assert "an injected failure" in out + err
     assert "Traceback" not in out + err
-    assert [2] == sorted(number for number, _ in numbered(tmp_path / "kept"))
+    assert [2] == sorted(number for number, _ in checkpoint_folders(tmp_path / "kept"))

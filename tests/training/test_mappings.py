@@ -88,6 +88,7 @@ def chained(tmp_path: Path, first: Job, chain: list[tuple[Job, str]], steps: int
         saved, there = merged(words, "saved", steps + number), mapping
 
 
+@pytest.mark.ci
 def test_pp_2_to_4_to_1_and_back(tmp_path: Path) -> None:
     """Interleaved, ZB-V and 1F1B, of 4, 8 and 1 stages."""
     chained(tmp_path, FIRST, CHAIN[:3], 2)
@@ -126,7 +127,7 @@ def test_another_number_of_replicas_is_refused_unless_asked_for(tmp_path: Path) 
         assert one["moved"] == []
 
 
-@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("masters", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_a_remap_changes_what_the_next_steps_make_of_histories(
     tmp_path: Path, masters: bool
 ) -> None:

@@ -13,7 +13,7 @@ from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, cross_entrop
 from qeffect.gpu_runtime.backends.protocol import BackendError, matrices, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
-from qeffect.gpu_runtime.training.model import balanced_cut, decays, even_cut, name_of
+from qeffect.gpu_runtime.training.language_model import balanced_cut, decays, even_cut, name_of
 
 from .helpers import TINY, language, noise
 

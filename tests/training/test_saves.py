@@ -16,7 +16,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, plain, sizes
-from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, name_of, partial_of
+from qeffect.gpu_runtime.training.checkpoint.files import (
+    FACTS,
+    MANIFEST,
+    Writer,
+    name_of,
+    partial_of,
+)
 from tests.ranks.ranks import launch
 from tests.training import bodies
 
@@ -106,6 +112,22 @@ def test_half_updated_weights_are_not_saved(tmp_path: Path, ranks: int) -> None:
     for words in said.values():
         assert "an injected failure" in words["cause"]["text"]  # the first cause, on every rank
         assert words["files"] == []
+
+
+@pytest.mark.parametrize("place", ["confirm", "collect"])
+def test_an_error_of_one_rank_alone_is_told_to_the_other(tmp_path: Path, place: str) -> None:
+    """In the contract's question, and while tensors are collected for the first save."""
+    job = Job(schedule="1f1b", pp=2, microbatches=2)
+    said = run(tmp_path, job, bodies.failed_alone, place)
+
+    for words in said.values():
+        if place == "confirm":
+            assert "BackendError: an injected failure" in words["cause"]["text"]
+            assert (words["cause"]["rank"], words["cause"]["recoverable"]) == (1, True)
+        else:
+            assert "rank 1 cannot save step-00000001: TypeError: an" in words["error"]
+        assert (words["files"], words["moved"]) == ([], [])
+        assert words["then"] == "step-00000001"
 
 
 def test_without_the_question_half_a_step_is_saved(tmp_path: Path) -> None:

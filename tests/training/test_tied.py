@@ -18,7 +18,7 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.ties import Reducers, Tie, require_declared
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.refusals import Refused
 from tests.ranks.ranks import Said, launch
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "said"
 
 
-def tied(path: Path, **options: Any) -> Language:
+def tied(path: Path, **options: Any) -> LanguageJob:
     """A model of which embedding and head are one."""
     return language(path, tied=True, **options)
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches
+from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.ties import Reducers, Tie
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.clipping import Norm, square_sums
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.gpu_runtime.step.reductions import Reductions
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
-from qeffect.gpu_runtime.training.model import Language
-from qeffect.gpu_runtime.training.state import Persistent
+from qeffect.gpu_runtime.training.language_model import LanguageJob
+from qeffect.gpu_runtime.training.state import PersistentTensors
 from qeffect.refusals import Refused
 from tests.ranks.bodies import LIMITS
 
@@ -44,7 +44,7 @@ class Plain:
         job: What to train; its rule is `accumulate`.
     """
 
-    def __init__(self, job: Language) -> None:
+    def __init__(self, job: LanguageJob) -> None:
         self.job, table = job, job.table()
         self.orders = [Order.of_rank(table, rank) for rank in range(job.pp)]
         self.replicas = [self._stages() for _ in range(job.dp)]
@@ -196,16 +196,18 @@ class Plain:
         return dict(zip(held, digests(list(held.values())), strict=True))
 
 
-def bits(worker: Worker, job: Language) -> dict[str, str]:
+def bits(worker: Worker, job: LanguageJob) -> dict[str, str]:
     """The same of a rank; what it holds twice has to be the same there."""
     place = worker.member.rank % worker.pp
-    held = Persistent.of(worker.runtime, worker.optimizer, job.name_of, worker.replica, place)
+    held = PersistentTensors.of(
+        worker.runtime, worker.optimizer, job.name_of, worker.replica, place
+    )
     held.require_alike()
     wanted = {n: t for n, t in held.tensors.items() if n.startswith(("model.", "optim."))}
     return dict(zip(wanted, digests(list(wanted.values())), strict=True))
 
 
-def trained(worker: Worker, job: Language, steps: Sequence[int]) -> dict[str, Any]:
+def trained(worker: Worker, job: LanguageJob, steps: Sequence[int]) -> dict[str, Any]:
     """Losses and norms of some steps, and what the rank then holds."""
     norms = []
     for step in steps:
@@ -218,7 +220,7 @@ def trained(worker: Worker, job: Language, steps: Sequence[int]) -> dict[str, An
     return {"losses": losses, "norms": norms, "bits": bits(worker, job)}
 
 
-def against_plain(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+def against_plain(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     """Each job guarded on its ranks, and on rank 0 the plain model too."""
     member = join("cpu", LIMITS)
     said = []
@@ -241,14 +243,14 @@ def against_plain(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
     return said
 
 
-def against_torch(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+def against_torch(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     """Each job against torch's own pipeline over native full backwards."""
     member = join("cpu", LIMITS)
-    results = [compared(member, job, steps, limits=LIMITS) for job in jobs]
+    results = [compare_pipelines(member, job, steps, limits=LIMITS) for job in jobs]
     return [{"totals": one.totals(), "same": one.same} for one in results]
 
 
-def without_the_sum(job: Language) -> dict[str, Any]:
+def without_the_sum(job: LanguageJob) -> dict[str, Any]:
     """What becomes of training where the copies' gradients are not added, or nobody says so."""
     member = join("cpu", LIMITS)
     whole = Reducers.__call__
@@ -282,7 +284,7 @@ def without_the_sum(job: Language) -> dict[str, Any]:
 
 
 @attrs.frozen(kw_only=True)
-class Said(Language):
+class Said(LanguageJob):
     """A model whose ranks may be told of different ties."""
 
     said: tuple[Tie, ...] = ()
@@ -294,7 +296,7 @@ class Said(Language):
 
 
 @attrs.frozen(kw_only=True)
-class Apart(Language):
+class Apart(LanguageJob):
     """A model whose copies do not begin as one."""
 
     def stages(self, *given: Any, **options: Any) -> list[StageBackend]:
@@ -307,7 +309,7 @@ class Apart(Language):
         return made
 
 
-def undeclared(cases: list[list[Language]]) -> list[list[str]]:
+def undeclared(cases: list[list[LanguageJob]]) -> list[list[str]]:
     """The clause or the words with which this rank refuses its job of each case."""
     member = join("cpu", LIMITS)
     said = []
@@ -319,7 +321,7 @@ def undeclared(cases: list[list[Language]]) -> list[list[str]]:
     return said
 
 
-def kept(jobs: list[Language], folder: str) -> list[dict[str, Any]]:
+def kept(jobs: list[LanguageJob], folder: str) -> list[dict[str, Any]]:
     """
     The first job trains two steps, is saved and takes a third; the others load and take it.
 
@@ -352,7 +354,7 @@ def kept(jobs: list[Language], folder: str) -> list[dict[str, Any]]:
     return said
 
 
-def stumbling(job: Language) -> dict[str, Any]:
+def stumbling(job: LanguageJob) -> dict[str, Any]:
     """A step whose sum of copies fails once on one rank is begun again, with the same bits."""
     member = join("cpu", LIMITS)
     found = []

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks.assembly import build_worker
-from qeffect.gpu_runtime.ranks.world import join
-from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.ranks.membership import join
+from qeffect.gpu_runtime.training.language_model import LanguageJob
 from tests.ranks.bodies import LIMITS
 
 
-def against_native(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+def against_native(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     """Each job against torch's pipeline, whose head is the library's own module."""
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        result = compared(member, job, steps, limits=LIMITS)
+        result = compare_pipelines(member, job, steps, limits=LIMITS)
         worker = build_worker(member, job, "reference", limits=LIMITS)
         said.append(
             {

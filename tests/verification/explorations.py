@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.verification.explorer import standard_scopes
 from qeffect.verification.explorer.exploration import Exploration, explore
 from qeffect.verification.explorer.packing import Packing
@@ -39,6 +39,7 @@ MEDIUM = (
     "callers-messages",
     "stage-reports",
     "callers-reports",
+    "callers-copies",
 )
 SIZED = [
     name

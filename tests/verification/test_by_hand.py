@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from qeffect.config import StageConfig
 from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
+from qeffect.stage_config import StageConfig
 from qeffect.verification.concrete import ConcreteRun
 from qeffect.verification.mutants import Site, sites_with
 from qeffect.verification.mutants.byhand import by_hand, telling

@@ -17,7 +17,7 @@ import z3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import OPTIONAL, STATE, TRANSITIONS
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG, Column

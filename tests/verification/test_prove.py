@@ -71,6 +71,7 @@ def test_every_kind_is_there(report: prove.ProofReport) -> None:
         "capture",
         "restore",
         "recovery",
+        "recurring",
         "complete",
     ):
         assert kinds[kind] > 0, kind

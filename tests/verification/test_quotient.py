@@ -9,12 +9,12 @@ import random
 import numpy as np
 import pytest
 
-from qeffect.config import StageConfig
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import OPTIONAL, STATE, transitions
-from qeffect.layout import lay_out
+from qeffect.process_layout import lay_out
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG
+from qeffect.stage_config import StageConfig
 from qeffect.verification.explorer import Scope, pool_scope, standard_scopes
 from qeffect.verification.explorer.cone import dependence, visible_columns
 from qeffect.verification.explorer.engine import Engine

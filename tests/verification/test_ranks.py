@@ -19,26 +19,29 @@ from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.rendezvous import rendezvous
 from qeffect.schedule.torch_tables import torch_schedule
 from qeffect.schedule.transport import QUEUES, RENDEZVOUS, Transport
+from qeffect.spec.launches import LAUNCH_PROMISES, LAUNCH_STEPS
 from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from qeffect.verification.ranks import command, kernel
 from qeffect.verification.ranks.concrete_state import ConcreteState, broken
 from qeffect.verification.ranks.explore import SCOPES, explore
 from qeffect.verification.ranks.interleavings import interleavings
 from qeffect.verification.ranks.kernel import KERNEL_SCOPES, match
+from qeffect.verification.ranks.launches import LAUNCH_LEMMAS, LAUNCHES
 from qeffect.verification.ranks.lemmas import CONFIGURATION, LEMMAS
 from qeffect.verification.ranks.mutants import WRITES, ProtocolMutant, caught, mutants
 from qeffect.verification.ranks.protocol import TRANSITIONS
-from qeffect.verification.ranks.prove import INVARIANTS, prove
+from qeffect.verification.ranks.prove import PROTOCOLS, prove
 
 #: States and steps of each scope, exactly.
 COUNTS = {
-    "two-ranks": (17_040, 46_005),
-    "three-ranks": (19_465, 50_467),
-    "messages": (689, 1_907),
-    "messages-and-faults": (10_058, 22_953),
-    "messages-both-ways": (737, 2_593),
-    "two-messages": (529, 1_649),
-    "two-steps": (29_517, 64_216),
+    "two-ranks": (19_145, 52_441),
+    "three-ranks": (38_240, 95_971),
+    "messages": (696, 1_916),
+    "messages-and-faults": (12_932, 28_939),
+    "messages-both-ways": (744, 2_602),
+    "two-messages": (536, 1_658),
+    "two-steps": (35_535, 78_029),
+    "two-launches": (32_725, 79_246),
 }
 QUICK = ("messages", "messages-both-ways", "two-messages")
 #: Progress alone suffers from these: no promise of safety rests on them.
@@ -53,10 +56,12 @@ class TestProofs:
         verdicts = Counter(answer.verdict for answer in answers)
 
         assert {"unsat", "kept"} == set(verdicts)
-        assert len(INVARIANTS) * (1 + len(TRANSITIONS)) + len(RANK_STEPS) == len(answers)
+        wanted = [len(p.invariants) * (1 + len(p.transitions)) + len(p.steps) for p in PROTOCOLS]
+        assert sum(wanted) == len(answers)
         # Of what a transition does not write, nothing is asked.
         assert verdicts["unsat"] > 150
-        assert {p.name for p in (*RANK_PROMISES, *RANK_STEPS)} <= {a.claim for a in answers}
+        promised = (*RANK_PROMISES, *RANK_STEPS, *LAUNCH_PROMISES, *LAUNCH_STEPS)
+        assert {p.name for p in promised} <= {a.claim for a in answers}
 
     def test_a_false_promise_is_not_proved(self) -> None:
         """The instrument is not blind: a commit that asks nobody leaves promises open."""
@@ -90,12 +95,15 @@ class TestExplorer:
         taken = {name for one in found for name in one.taken}
         refused = {name.removeprefix("ranks.") for one in found for name in one.refused}
 
-        assert set(TRANSITIONS) == taken
-        assert {m.without for m in mutants() if "=" not in m.without} == refused
+        assert {*TRANSITIONS, *LAUNCHES} == taken
+        asked = {m.without for m in mutants() if "=" not in m.without and not m.instead}
+        assert asked == refused
 
     def test_configurations_are_what_is_assumed(self) -> None:
         """The explored configurations are ones that the proofs speak of."""
         for scope in SCOPES.values():
+            if scope.size.launches:
+                continue  # nothing is configured
             state = ConcreteState(scope.size)
             state.members = {**state.members, "count": range(scope.size.steps + 2)}
 
@@ -105,7 +113,7 @@ class TestExplorer:
 class TestMutants:
     def test_everything_asked_is_left_out_in_turn(self) -> None:
         """Each thing that a transition asks is a mutant, and so is each listed write."""
-        assert 17 + len(WRITES) == len(BY_NAME)
+        assert 28 + len(WRITES) + 1 == len(BY_NAME)
         for name, column in WRITES:
             assert name in TRANSITIONS
             assert column in RANK_COLUMNS
@@ -127,10 +135,42 @@ class TestMutants:
             (
                 "publish without part-of-this-attempt",
                 "ranks.checkpoint-of-one-attempt",
-                ("start(rank 0)", "publish(rank 0)"),
+                ("connect(rank 0, name 0)", "publish(rank 0)"),
+            ),
+            (
+                "move without yes-of-all",
+                "launches.moved-by-all",
+                ("launch(rank 0)", "vote_yes(rank 0)", "move(rank 0)"),
+            ),
+            (
+                "commit_launched without votes-first",
+                "launches.commit-confirmed",
+                ("commit_launched(rank 0)", "launch(rank 0)", "commit_launched(rank 0)"),
             ),
             ("close without open =", "ranks.stop-wakes", ("say(rank 0)", "close(rank 0)")),
             ("begin_attempt without fence", "ranks.one-attempt", ("start(rank 1)",)),
+            (
+                "connect by count",
+                "ranks.one-name",
+                (
+                    "crash(rank 0)",
+                    "begin_attempt()",
+                    "start(rank 0)",
+                    "start(rank 1)",
+                    "connect(rank 0, name 1)",
+                    "connect(rank 1, name 0)",
+                ),
+            ),
+            (
+                "offer without drawn-name",
+                "ranks.all-came",
+                ("start(rank 0)", "offer(rank 0, name 0)", "connect(rank 0, name 0)"),
+            ),
+            (
+                "connect without own-seat",
+                "ranks.all-came",
+                ("begin_attempt()", "start(rank 0)", "connect(rank 0, name 0)"),
+            ),
             (
                 "release without release-after-send",
                 "ranks.sender-keeps-buffer",
@@ -154,6 +194,27 @@ class TestMutants:
 
         assert found.killed
         assert bool(found.open) is (mutant.name not in FOR_PROGRESS)
+
+
+class TestApart:
+    """Not all ranks move or none: what stops between a consent and its update leaves them apart."""
+
+    def test_a_launch(self) -> None:
+        """A device has updated; another has stopped before it, one step behind."""
+        found = explore(SCOPES["two-launches"], lemmas=False)
+
+        assert 3_420 == found.apart
+
+    def test_a_launch_without_faults(self) -> None:
+        """Where nothing fails, no rank stops a step behind another."""
+        found = explore(evolve(SCOPES["two-launches"], faults=0), lemmas=False)
+
+        assert ("", 0) == (found.violation, found.apart)
+
+    @pytest.mark.slow
+    def test_two_hosts(self) -> None:
+        """Likewise where hosts exchange their consent."""
+        assert explore(SCOPES["two-ranks"], lemmas=False).apart == 144
 
 
 class TestKernel:
@@ -264,6 +325,7 @@ def test_a_mutant_prints_as_a_trace(
 
 def test_names_are_distinct() -> None:
     """A promise, a step and a lemma each have a name of their own."""
-    names = [p.name for p in (*RANK_PROMISES, *RANK_STEPS, *LEMMAS, *CONFIGURATION)]
+    hosts = (*RANK_PROMISES, *RANK_STEPS, *LEMMAS, *CONFIGURATION)
+    names = [p.name for p in (*hosts, *LAUNCH_PROMISES, *LAUNCH_STEPS, *LAUNCH_LEMMAS)]
 
     assert len(set(names)) == len(names)

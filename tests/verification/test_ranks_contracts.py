@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from qeffect import Contract, Refused, StageConfig, TapeKey, TapeRef
 from qeffect.checkpoint import Checkpoint
-from qeffect.spec.ranks import AGREED, RANK_PROMISES
+from qeffect.spec.ranks import AGREED, NOBODY, RANK_PROMISES
 from qeffect.verification.ranks.concrete_state import ConcreteState, Impossible, Size, broken
 from qeffect.verification.ranks.kernel import seen
 from qeffect.verification.ranks.protocol import TRANSITIONS
@@ -44,8 +44,11 @@ class Job:
         self.kept: list[Checkpoint] = [contract.checkpoint() for contract in self.contracts]
         self.shards: list[Checkpoint] = list(self.kept)
         self.taken: Counter[str] = Counter()
+        members = self.state.members
         self.moves = [
-            (t, given) for t in _MOVES for given in product(*(range(ranks) for _ in t.arguments))
+            (t, given)
+            for t in _MOVES
+            for given in product(*(members[sort] for sort in t.arguments))
         ]
 
     @staticmethod
@@ -56,7 +59,10 @@ class Job:
         """The moves that the protocol has here; a contract takes each key once an epoch."""
         before = list(self.state.buffer)
         found = []
+        names = self._names()
         for number, (transition, given) in enumerate(self.moves):
+            if "name" in transition.arguments and given[1] not in names:
+                continue
             try:
                 transition.run(self.state, *given)
             except (Impossible, Refused):
@@ -69,6 +75,12 @@ class Job:
                 continue
             found.append(number)
         return found
+
+    def _names(self) -> tuple[int, int]:
+        """The name that is offered, and one that nobody has drawn."""
+        drawn_in = self.state.drawn_in
+        new = next(a for a in self.state.members["name"] if drawn_in[a] == NOBODY)
+        return self.state.offered[0], new
 
     def _forwarded(self, rank: int) -> bool:
         return bool(self.contracts[rank].memory.forwards[rank])

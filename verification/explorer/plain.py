@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import define, field
 
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import STATE
 from qeffect.refusals import Refused
 from qeffect.relations.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT

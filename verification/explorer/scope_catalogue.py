@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from qeffect.engine.stage import OPTIONAL, TRANSITIONS
-from qeffect.relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, OUT_BIT
+from qeffect.relations.constants import BACK_BIT, COPY_BIT, GRAD_BIT, IN_BIT, OUT_BIT
 
 from .scopes import Scope
 
@@ -234,6 +234,18 @@ def standard_scopes() -> Mapping[str, Scope]:
             readers=OUT_BIT | GRAD_BIT,
             receives=BACK_BIT,
             only=_MESSAGES,
+            omit=("arena", "capture", "order", "reduction", "version"),
+            wrong_arguments=False,
+        ),
+        Scope(
+            "callers-copies",
+            slots=(1,),
+            cells=(2,),
+            callers=2,
+            generation_max=2,
+            readers=OUT_BIT,
+            receives=COPY_BIT,
+            only=tuple(n for n in _MESSAGES if "receive" not in n),
             omit=("arena", "capture", "order", "reduction", "version"),
             wrong_arguments=False,
         ),

@@ -10,7 +10,15 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, instance_of
 
 from qeffect.engine.stage import OPTIONAL, TRANSITIONS
-from qeffect.relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
+from qeffect.relations.constants import (
+    BACK_BIT,
+    COPY_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    OUT_BIT,
+    WGRAD_BIT,
+)
 
 __all__ = ["Scope", "configuration", "members_in", "sizes"]
 
@@ -39,7 +47,7 @@ class Scope:
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
-        receives: Messages that every tape waits for: bits of IN_BIT | BACK_BIT.
+        receives: What every tape waits for: bits of IN_BIT | BACK_BIT | COPY_BIT.
         reduces: Stages reduce their gradients, each in one bucket.
         buckets: The two stages that write each bucket, the same twice where there is one; by
             default as ``reduces`` says.
@@ -101,8 +109,10 @@ class Scope:
             raise ValueError(f"scope {self.name}: two stages of a domain share, and accumulate")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
-        if self.receives & ~(IN_BIT | BACK_BIT):
-            raise ValueError(f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT")
+        if self.receives & ~(IN_BIT | BACK_BIT | COPY_BIT):
+            raise ValueError(
+                f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
+            )
         if (self.reports or self.tape_scales) and self.tickets:
             raise ValueError(f"scope {self.name}: evidence is explored with its check in one step")
         if self.tape_scales not in ("", "carried", "live"):
@@ -167,7 +177,8 @@ def members_in(scope: Scope) -> dict[str, range]:
 
 def configuration(scope: Scope) -> dict[str, list[int]]:
     """
-    Return every configured column, as ``qeffect.layout.lay_out`` fills them but over dense cells.
+    Return every configured column, as ``qeffect.process_layout.lay_out`` fills them, but over
+    dense cells.
 
     Two more say where things are: ``stage_of`` each cell, which keys carry themselves.
     Destinations and matrices are opaque numbers. Capture ranks count within a slot's own pool,

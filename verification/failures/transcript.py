@@ -13,11 +13,11 @@ from copy import deepcopy
 from typing import Any
 
 from qeffect.caller import Caller
-from qeffect.config import StageConfig
 from qeffect.contract import Contract
 from qeffect.destinations import Destination
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
+from qeffect.stage_config import StageConfig
 from qeffect.tickets import ABORTS
 
 from ..process import Process

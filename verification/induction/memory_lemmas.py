@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from qeffect.spec.constants import (
     BACK_BIT,
+    COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    INPUT_BITS,
     NEVER,
     NO_STAGE,
     READ_BITS,
@@ -88,17 +90,17 @@ def receives_under_way(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.received-before-use", s="slot")
 def received_before_use(st: State, s: Index) -> Truth:
-    """A tape's messages arrived before their use, and every used message arrived."""
+    """A tape's messages arrived, and its input's copy was enqueued, before their use."""
     arrived, receives = st.arrived[s], st.receives[st.slot_stage[s]]
     claimed = (st.consumers[s] == RESERVED) & (st.held[s] == 0)
     run = live(st, s) & ((st.consumers[s] != RESERVED) | (st.held[s] != 0))
     after_dgrad = retained(st, s) & ((st.held[s] != 0) | ~awaits(st, s, DGRAD_BIT))
     return (
         ((arrived & ~receives) == 0)
-        & ((arrived & ~(IN_BIT | BACK_BIT)) == 0)
+        & ((arrived & ~(IN_BIT | BACK_BIT | COPY_BIT)) == 0)
         & implies(st.consumers[s] == 0, arrived == 0)
         & implies(claimed, (arrived & BACK_BIT) == 0)
-        & implies(run, (receives & ~arrived & IN_BIT) == 0)
+        & implies(run, ((receives & INPUT_BITS) == 0) | ((arrived & INPUT_BITS) != 0))
         & implies(after_dgrad, (receives & ~arrived & BACK_BIT) == 0)
     )
 
@@ -202,6 +204,24 @@ def busy_with_refresh(st: State, g: Index) -> Truth:
     return implies(st.refreshing[g] != 0, st.busy[st.domain_of[g]] == st.refreshing[g])
 
 
+@MEMORY("order.issued-to-domain", d="domain")
+def issued_to_domain(st: State, d: Index) -> Truth:
+    """Every ticket in flight on a domain was issued."""
+    return (0 <= st.busy[d]) & (st.busy[d] <= st.serial[0])
+
+
+@MEMORY("order.tokens-from-zero", d="domain")
+def tokens_from_zero(st: State, d: Index) -> Truth:
+    """Tokens count from zero."""
+    return 0 <= st.token[d]
+
+
+@MEMORY("order.scales-from-zero", s="slot")
+def scales_from_zero(st: State, s: Index) -> Truth:
+    """The token at which a tape's F ran counts from zero."""
+    return 0 <= st.scaled_at[s]
+
+
 @MEMORY("arena.writing-with-wgrad", s="slot")
 def writing_with_wgrad(st: State, s: Index) -> Truth:
     """A buffer is reserved for the dW in flight on a slot."""
@@ -236,6 +256,18 @@ def output_behind_work(st: State, s: Index) -> Truth:
 def gradients_behind_work(st: State, g: Index) -> Truth:
     """A stage's gradients come from a replay that was enqueued."""
     return st.landed[g] <= st.replays[st.domain_of[g]]
+
+
+@MEMORY("completion.replays-from-zero", d="domain")
+def replays_from_zero(st: State, d: Index) -> Truth:
+    """Replays count from zero."""
+    return 0 <= st.replays[d]
+
+
+@MEMORY("completion.waits-from-zero", l="link")
+def waits_from_zero(st: State, l: Index) -> Truth:  # noqa: E741 - a link
+    """Awaited replays count from zero."""
+    return 0 <= st.waited[l]
 
 
 # Reduction

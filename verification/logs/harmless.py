@@ -17,7 +17,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from qeffect import Contract, Refused
-from qeffect.engine.memory import Snapshot
+from qeffect.engine.concrete_memory import Snapshot
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.log.format import rebuild
 from qeffect.log.reader import Converters

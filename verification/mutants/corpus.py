@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from attrs import define, evolve, field
 
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
 from qeffect.refusals import Refused

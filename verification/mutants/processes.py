@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from qeffect.config import Bucket, StageConfig
 from qeffect.destinations import Destination
+from qeffect.stage_config import Bucket, StageConfig
 
 from ..process import Process
 
@@ -133,6 +133,14 @@ MUTANT_PROCESSES: Final = (
             StageConfig(1, 2, 1, domain=1, matrices=("w",), receives_gradient=True, pool="q"),
         ),
         callers=("main", "wire"),
+    ),
+    Process(
+        "copies",
+        (
+            StageConfig(0, 2, 1, matrices=("w",), sends_output=True, copies_input=True),
+            StageConfig(1, 1, 1, domain=1, matrices=("w",)),
+        ),
+        callers=("main", "loader"),
     ),
     Process("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), generation_max=2),
     Process("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),

@@ -27,7 +27,7 @@ _TEXT = '''\
 
 import ast
 
-from qeffect.config import Bucket, StageConfig
+from qeffect.stage_config import Bucket, StageConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.destinations import Destination
 from qeffect.refusals import Refused

@@ -62,8 +62,8 @@ class Obligation:
     Args:
         name: What is claimed: a predicate's name, or a theorem's.
         kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
-            ``capture``, ``restore``, ``recovery``, ``complete``, ``width``; for a search,
-            ``witness`` or ``bounded``.
+            ``capture``, ``restore``, ``recovery``, ``recurring``, ``complete``, ``width``; for a
+            search, ``witness`` or ``bounded``.
         composition: The relations that took part.
         transition: The transition, or empty.
         path: The path through it: its clause or ``accepted``, and its position.

@@ -24,6 +24,7 @@ from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
 from .parallel import Part, run_parallel
 from .recovery import recovery
+from .recurring import recurring
 from .second_solver import Cvc5
 from .solvers import Z3, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
@@ -266,9 +267,9 @@ def unbounded(
     for omit in compositions:
         composition = Composition.of(omit, encoding)
         z3 = Z3(composition, seed=seed, proved=proved)
-        moved = list(changes(composition))
-        yield from z3.prove(chain(_goals(composition), _asked(moved)))
-        yield from (found for found in moved if isinstance(found, Obligation))
+        mixed = [*changes(composition), *recurring(composition)]
+        yield from z3.prove(chain(_goals(composition), _asked(mixed)))
+        yield from (found for found in mixed if isinstance(found, Obligation))
         for found in refusals(composition):
             if isinstance(found, Obligation):
                 yield found
@@ -300,7 +301,8 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
     if not seeds and "cvc5" not in solvers:
         return
     composition = Composition.of((), Encoding.sorted())
-    goals = [*_goals(composition), *_asked(changes(composition))]
+    mixed = [*changes(composition), *recurring(composition)]
+    goals = [*_goals(composition), *_asked(mixed)]
     for seed in seeds:
         yield _agreement(Z3(composition, seed=seed), goals, seed)
     if "cvc5" in solvers:

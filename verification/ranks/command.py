@@ -55,6 +55,8 @@ class Ranks:
         ]
         for found in scopes:
             said = found.violation or "no promise broken; every state can reach the end"
+            if found.apart:
+                said += f"; in {found.apart:,} states a rank stopped one step behind another"
             lines.append(
                 f"{found.scope:20} {found.states:>7,} states {found.steps:>8,} steps: {said}"
             )
@@ -81,7 +83,7 @@ class Ranks:
             killed = [one for one in found if one.killed]
             good = good and len(killed) == len(found)
             lines.append(
-                f"{len(killed)} of {len(found)} protocols with one thing left out go wrong:"
+                f"{len(killed)} of {len(found)} protocols with one thing changed go wrong:"
             )
             for one in found:
                 lines.append(f"  {one.mutant.name}: {one.mutant.says}")

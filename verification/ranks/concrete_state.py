@@ -12,13 +12,16 @@ from typing import Any
 from attrs import frozen
 
 from qeffect.refusals import Refused
+from qeffect.spec.launches import LAUNCH_COLUMNS
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
 __all__ = ["ConcreteState", "Impossible", "Size", "broken"]
 
 #: Columns that begin with "none".
-_NEVER = frozenset({"life", "shard_life", "refused"})
+_NEVER = frozenset(
+    {"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name", "report"}
+)
 
 
 class Impossible(Exception):  # noqa: N818 - an outcome in the model, not an error
@@ -32,10 +35,11 @@ class Size:
 
     Args:
         ranks: Ranks.
-        attempts: Attempts there may be.
+        attempts: Attempts there may be; of launches, rebuilds.
         slots: Slots of each rank.
         messages: Messages of a step, by (sender, receiver).
         steps: Steps that a rank may begin in an attempt.
+        launches: Whether steps are launches.
     """
 
     ranks: int = 2
@@ -43,6 +47,7 @@ class Size:
     slots: int = 1
     messages: Mapping[tuple[int, int], int] = {}
     steps: int = 2
+    launches: bool = False
 
     @property
     def members(self) -> Mapping[str, range]:
@@ -52,6 +57,7 @@ class Size:
             "one": range(1),
             "rank": range(self.ranks),
             "attempt": range(self.attempts + 1),
+            "name": range(self.attempts),
             "slot": range(self.slots),
             "place": range(places + 1 if places else 0),
         }
@@ -109,7 +115,8 @@ class ConcreteState:
         self.without: frozenset[str] = frozenset()
         self._lengths = {}
         self._spaces: dict[str, list[tuple[int, ...]]] = {}
-        for name, (indices, _) in RANK_COLUMNS.items():
+        columns = LAUNCH_COLUMNS if size.launches else RANK_COLUMNS
+        for name, (indices, _) in columns.items():
             if name == "total":
                 continue
             lengths = [len(self.members[index]) for index in indices]

@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Final
 
 from attrs import field, frozen
 
 from qeffect.refusals import Refused
+from qeffect.spec.launches import LAUNCH_PROMISES, LAUNCH_STEPS
 from qeffect.spec.predicates import Predicate
-from qeffect.spec.ranks import BETWEEN, RANK_PROMISES, RANK_STEPS, STEP
+from qeffect.spec.ranks import BETWEEN, NOBODY, RANK_PROMISES, RANK_STEPS, STEP
 
 from .concrete_state import ConcreteState, Impossible, Size, broken
+from .launches import LAUNCH_LEMMAS, LAUNCHES
 from .lemmas import LEMMAS
 from .protocol import TRANSITIONS, Transition
 
@@ -53,7 +56,8 @@ class RankScope:
     @property
     def transitions(self) -> list[Transition]:
         """The transitions that take part."""
-        return [t for t in TRANSITIONS.values() if t.name not in self.leave_out]
+        found = LAUNCHES if self.size.launches else TRANSITIONS
+        return [t for t in found.values() if t.name not in self.leave_out]
 
 
 _MESSAGES: Final = frozenset({"post_send", "post_receive", "transfer", "release"})
@@ -120,6 +124,13 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             leave_out=_MESSAGES | _ACTIONS,
             says="two ranks, two steps, checkpoints, one fault anywhere",
         ),
+        RankScope(
+            "two-launches",
+            Size(2, attempts=1, launches=True),
+            goal=2,
+            faults=1,
+            says="two ranks, two steps of one launch each, rebuilds, one fault anywhere",
+        ),
     )
 }
 
@@ -135,6 +146,7 @@ class Found:
         steps: Transitions taken between them.
         taken: How often each transition was taken.
         refused: How often each thing that the protocol asks was refused.
+        apart: States in which a rank has stopped, and another one's weights are one step further.
         violation: The violation, or empty: a promise's name, ``deadlock``, or ``no way on``.
         trace: The transitions that lead to the violation, from the first.
     """
@@ -144,6 +156,7 @@ class Found:
     steps: int
     taken: Counter[str] = field(factory=Counter)
     refused: Counter[str] = field(factory=Counter)
+    apart: int = 0
     violation: str = ""
     trace: tuple[str, ...] = ()
 
@@ -155,6 +168,7 @@ class Found:
             "steps": self.steps,
             "taken": dict(sorted(self.taken.items())),
             "refused": dict(sorted(self.refused.items())),
+            "apart": self.apart,
             "violation": self.violation or None,
             "trace": list(self.trace),
         }
@@ -162,17 +176,31 @@ class Found:
 
 class _Search:
     def __init__(
-        self, scope: RankScope, transition: str, without: frozenset[str], lemmas: bool
+        self,
+        scope: RankScope,
+        transition: str,
+        without: frozenset[str],
+        lemmas: bool,
+        instead: Mapping[str, Transition],
     ) -> None:
         self.scope = scope
         self.mutated = transition
         self.without = without
         self.state = ConcreteState(scope.size)
-        self.promises: list[Predicate] = [*RANK_PROMISES, *(LEMMAS if lemmas else ())]
-        self.steps_of = {t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS}
+        launches = scope.size.launches
+        promises, also, steps = (
+            (LAUNCH_PROMISES, LAUNCH_LEMMAS, LAUNCH_STEPS)
+            if launches
+            else (RANK_PROMISES, LEMMAS, RANK_STEPS)
+        )
+        self.promises: list[Predicate] = [*promises, *(also if lemmas else ())]
+        self.steps_of = {
+            t.name: [p for p in steps if t.name in p.transitions] for t in scope.transitions
+        }
+        self.apart = 0
         members = scope.size.members
         self.moves = [
-            (t, given)
+            (instead.get(t.name, t), given)
             for t in scope.transitions
             for given in product(*(members[sort] for sort in t.arguments))
         ]
@@ -208,6 +236,7 @@ class _Search:
             sum(self.taken.values()),
             self.taken,
             self.refused,
+            self.apart,
             violation,
             tuple(reversed(trace)),
         )
@@ -269,8 +298,14 @@ class _Search:
     def _wanted(self, name: str, given: tuple[int, ...], faults: int) -> bool:
         """Whether a move stays within the scope."""
         state, scope = self.state, self.scope
+        if name == "launch":
+            return bool(state.launched[given[0]] < scope.goal)
+        if name == "rebuild":
+            return bool(state.round[given[0]] < scope.size.attempts)
         if name == "begin_attempt":
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
+        if name == "offer":  # names that nobody has drawn are alike
+            return all(state.drawn_in[a] != NOBODY for a in range(given[1]))
         if name in ("post_send", "post_receive"):
             posted = state.sent if name == "post_send" else state.taken
             return bool(posted[given[:2]] < len(state.members["place"]))
@@ -284,6 +319,7 @@ class _Search:
         return True
 
     def _broken(self) -> str:
+        self.apart += _apart(self.state)
         for name, _ in broken(self.promises, self.state):
             return name
         return ""
@@ -291,6 +327,8 @@ class _Search:
     def _ended(self, number: int) -> bool:
         state = self.state
         state.buffer[:] = self.states[number][:-1]
+        if self.scope.size.launches:
+            return self._launches_ended()
         return all(
             state.up[r] == 1
             and state.epoch[r] >= self.scope.goal
@@ -298,6 +336,20 @@ class _Search:
             and state.leaving[r] == 0
             for r in range(self.scope.size.ranks)
         )
+
+    def _launches_ended(self) -> bool:
+        """Whether all ranks know of the last step, or have stopped for a new attempt."""
+        state, ranks = self.state, range(self.scope.size.ranks)
+        if all(
+            state.dead[r] == state.quits[r] == 0 and state.known[r] >= self.scope.goal
+            for r in ranks
+        ):
+            return True
+        if not all(state.cut[r] == 1 for r in ranks):
+            return False
+        reports = {state.report[state.round[r], r] for r in ranks if state.dead[r] == 0}
+        lost = any(state.dead[r] == 1 for r in ranks)
+        return NOBODY not in reports and (lost or len(reports) > 1)
 
     def _stuck(self) -> tuple[str, int] | None:
         """Return a state from which the protocol's own steps do not lead to the end."""
@@ -320,6 +372,28 @@ class _Search:
         return ("no way on", left[0]) if left else None
 
 
+def _apart(state: ConcreteState) -> bool:
+    """Whether a rank has stopped while another one's weights are one step further."""
+    ranks = range(state.size.ranks)
+    if state.size.launches:
+        return any(
+            state.round[r] == state.round[q]
+            and state.cut[q] == 1
+            and state.ran[q] == state.launched[q]
+            and state.weights[q] < state.weights[r]
+            for r in ranks
+            for q in ranks
+        )
+    return any(
+        state.life[r] == state.life[q]
+        and state.up[q] == 0
+        and state.ended[q] == 1
+        and state.epoch[q] < state.epoch[r]
+        for r in ranks
+        for q in ranks
+    )
+
+
 def _told(transition: Transition, given: tuple[int, ...]) -> str:
     return ", ".join(f"{sort} {one}" for sort, one in zip(transition.arguments, given, strict=True))
 
@@ -330,6 +404,7 @@ def explore(
     transition: str = "",
     without: frozenset[str] = frozenset(),
     lemmas: bool = True,
+    instead: Mapping[str, Transition] = MappingProxyType({}),
 ) -> Found:
     """
     Walk every state of a scope, and stop at the first violation.
@@ -340,5 +415,6 @@ def explore(
         without: Names of needs that it does not ask, ``COLUMN =`` for columns that it does not
             write.
         lemmas: Also check the lemmas of the proofs.
+        instead: Transitions that run instead of those of the same name.
     """
-    return _Search(scope, transition, without, lemmas).run()
+    return _Search(scope, transition, without, lemmas, instead).run()

@@ -86,6 +86,73 @@ def shard_lives(st: Any, r: Any) -> Any:
     return st.shard_life[r] <= st.life[r]
 
 
+# Names
+
+
+@LEMMAS("ranks.names-of-leads", a="name")
+def names_of_leads(st: Any, a: Any) -> Any:
+    """A name was drawn in an attempt in which the leading rank had started."""
+    return (st.drawn_in[a] == NOBODY) | (
+        (st.drawn_in[a] > 0) & (st.drawn_in[a] <= st.life[st.lead[0]])
+    )
+
+
+@LEMMAS("ranks.draw-remembered", a="name", r="rank")
+def draw_remembered(st: Any, a: Any, r: Any) -> Any:
+    """A rank remembers the name that it drew in its attempt, and only that one."""
+    drawn_now = (st.drawn_in[a] != NOBODY) & (st.drawn_in[a] == st.life[r]) & (r == st.lead[0])
+    drew = (st.drew[r] == a) & (a != NOBODY)
+    by_it = (st.drawn_in[a] == st.life[r]) & (r == st.lead[0])
+    return implies(drawn_now, (st.drew[r] == a) & (a != NOBODY)) & implies(drew, by_it)
+
+
+@LEMMAS("ranks.one-draw", a="name", b="name")
+def one_draw(st: Any, a: Any, b: Any) -> Any:
+    """An attempt draws one name."""
+    return implies((st.drawn_in[a] == st.drawn_in[b]) & (st.drawn_in[a] != NOBODY), a == b)
+
+
+@LEMMAS("ranks.seats-after-draw", a="name", r="rank")
+def seats_after_draw(st: Any, a: Any, r: Any) -> Any:
+    """A seat was taken by a started rank, in the attempt that drew the name or in a later one."""
+    return implies(
+        st.seat[a, r] != NOBODY,
+        (st.drawn_in[a] != NOBODY)
+        & (st.seat[a, r] >= st.drawn_in[a])
+        & (st.seat[a, r] <= st.life[r]),
+    )
+
+
+@LEMMAS("ranks.offer-drawn")
+def offer_drawn(st: Any) -> Any:
+    """The name that is offered was drawn."""
+    return implies(st.offered[0] != NOBODY, st.drawn_in[st.offered[0]] != NOBODY)
+
+
+@LEMMAS("ranks.confirmed-seats", a="name", r="rank")
+def confirmed_seats(st: Any, a: Any, r: Any) -> Any:
+    """Every seat under a confirmed name was taken in the attempt that drew the name."""
+    return implies(
+        st.confirmed[a] == 1,
+        (st.drawn_in[a] != NOBODY) & (st.seat[a, r] == st.drawn_in[a]),
+    )
+
+
+@LEMMAS("ranks.connected-by-name", r="rank")
+def connected_by_name(st: Any, r: Any) -> Any:
+    """A rank's connections are under a confirmed name of its own attempt."""
+    a = st.name[r]
+    return implies(a != NOBODY, (st.confirmed[a] == 1) & (st.drawn_in[a] == st.life[r]))
+
+
+@LEMMAS("ranks.steps-are-connected", r="rank")
+def steps_are_connected(st: Any, r: Any) -> Any:
+    """A rank that has begun a step has connections, and so has one that wrote into a checkpoint."""
+    began = (st.phase[r] != BETWEEN) | (st.step[r] > 0)
+    wrote = st.shard_life[r] == st.life[r]
+    return implies(_now(st, r) & (began | wrote), st.name[r] != NOBODY)
+
+
 # Steps and epochs
 
 

@@ -1,6 +1,6 @@
 """
-Mutants of the protocol, each with one thing left out. A mutant is caught twice: a proof no longer
-closes, and a shortest trace of a few ranks shows the violation.
+Mutants of the protocol, each with one thing left out or done another way. A mutant is caught twice:
+a proof no longer closes, and a shortest trace of a few ranks shows the violation.
 
 Every need of a transition (``st.need``) is left out in turn, and the writes that make other ranks
 wait, know or stop.
@@ -11,18 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
+
+from qeffect.spec.ranks import NOBODY
 
 from .explore import SCOPES, explore
-from .protocol import TRANSITIONS
+from .launches import LAUNCHES
+from .protocol import TRANSITIONS, Transition
 from .prove import prove
 from .symbolic_state import asked
 
-__all__ = ["WRITES", "Caught", "ProtocolMutant", "caught", "mutants"]
+__all__ = ["BY_COUNT", "WRITES", "Caught", "ProtocolMutant", "caught", "mutants"]
 
 #: Writes that are left out in turn, by transition, with what a runtime without the write does.
 WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("start", "epoch"): "a rank starts with the weights that it happens to have",
+    ("start", "name"): "the name of an attempt is the agent's count, which did not rise",
     ("begin_step", "sent_before"): "a rank counts its messages on without beginning a step's anew",
     ("consent", "phase"): "a rank consents and goes on with its step",
     ("refuse", "leaving"): "a rank whose contract refused stays",
@@ -36,22 +40,69 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
 @frozen
 class ProtocolMutant:
     """
-    A protocol with one thing left out.
+    A protocol with one thing left out, or with one thing done another way.
 
     Args:
         transition: The transition.
         without: The need that it does not ask, or ``COLUMN =`` for a column that it does not write.
         says: What that means.
+        instead: The transitions that take its place and that of others, by name.
+        scopes: The scopes to explore.
     """
 
     transition: str
     without: str
     says: str = ""
+    instead: Mapping[str, Transition] = {}
+    scopes: tuple[str, ...] = tuple(SCOPES)
 
     @property
     def name(self) -> str:
         """The mutant's name."""
-        return f"{self.transition} without {self.without}"
+        return f"{self.transition} {'by' if self.instead else 'without'} {self.without}"
+
+
+def _start_counted(st: Any, r: Any) -> None:
+    """A rank starts, and is told how often its agent has counted a restart."""
+    counted = st.drew[r]
+    TRANSITIONS["start"].run(st, r)
+    st.drew[r] = counted
+
+
+def _crash_counted(st: Any, r: Any) -> None:
+    """A rank's process dies; its own agent counts the restart, and no other agent does."""
+    TRANSITIONS["crash"].run(st, r)
+    st.drew[r] = st.drew[r] + 1
+
+
+def _connect_by_count(st: Any, r: Any, a: Any) -> None:
+    """Once all ranks have started, a rank connects under its agent's count."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 0) & (st.name[r] == NOBODY))
+    st.when(st.every("rank", lambda q: st.life[q] == st.life[r]))
+    st.when(a == st.drew[r] + 1)  # the column begins at -1
+    st.name[r] = a
+
+
+def _never(st: Any, _r: Any, _a: Any) -> None:
+    """Does not happen."""
+    st.when(st.attempt[0] < 0)
+
+
+_COUNTED: Final[Mapping[str, Callable[..., None]]] = {
+    "start": _start_counted,
+    "crash": _crash_counted,
+    "connect": _connect_by_count,
+    **dict.fromkeys(("offer", "take_seat", "confirm"), _never),
+}
+
+#: Two agents, each with a count of restarts of its own, as an attempt was named before.
+BY_COUNT: Final = ProtocolMutant(
+    "connect",
+    "count",
+    "the count of restarts that each agent keeps for itself names the attempt",
+    {name: evolve(TRANSITIONS[name], run=run) for name, run in _COUNTED.items()},
+    ("two-ranks",),
+)
 
 
 @frozen
@@ -92,11 +143,12 @@ class Caught:
 
 def mutants() -> Iterator[ProtocolMutant]:
     """Yield every mutant."""
-    for transition in TRANSITIONS.values():
+    for transition in (*TRANSITIONS.values(), *LAUNCHES.values()):
         for name in asked(transition):
             yield ProtocolMutant(transition.name, name, f"`{transition.name}` does not ask {name}")
     for (transition_name, column), says in WRITES.items():
         yield ProtocolMutant(transition_name, f"{column} =", says)
+    yield BY_COUNT
 
 
 def caught(mutant: ProtocolMutant, progress: Callable[[str], None] | None = None) -> Caught:
@@ -106,13 +158,21 @@ def caught(mutant: ProtocolMutant, progress: Callable[[str], None] | None = None
     without = frozenset({mutant.without})
     left = tuple(
         answer.claim
-        for answer in prove(transition=mutant.transition, without=without, timeout=1_000)
+        for answer in prove(
+            transition=mutant.transition, without=without, timeout=1_000, instead=mutant.instead
+        )
         if not answer.proved
     )
-    for scope in SCOPES.values():
-        if mutant.transition in scope.leave_out:
+    for scope in (SCOPES[name] for name in mutant.scopes):
+        if mutant.transition not in {t.name for t in scope.transitions}:
             continue
-        found = explore(scope, transition=mutant.transition, without=without, lemmas=False)
+        found = explore(
+            scope,
+            transition=mutant.transition,
+            without=without,
+            lemmas=False,
+            instead=mutant.instead,
+        )
         if found.violation:
             return Caught(mutant, left, scope.name, found.violation, found.trace)
     return Caught(mutant, left, "", "", ())

@@ -10,8 +10,9 @@ that does not run does nothing. ``st.need`` is what the protocol asks first; eac
 without any one of them a promise breaks. Then it writes. Transitions neither branch on the state
 nor loop over it, so that the same functions run over small memories and over Z3's arrays.
 
-An attempt is one run of all ranks from a checkpoint. The connections of an attempt are its own: a
-message posted in one is never received in another.
+An attempt is one run of all ranks from a checkpoint. The launcher does not tell ranks which attempt
+they are of, and its store keeps what earlier attempts wrote. So the ranks of an attempt agree on a
+name that no other attempt has (`qeffect.gpu_runtime.ranks.attempt`), and connect under the name.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def start(st: Any, r: Any) -> None:
     st.open[r] = 1
     st.phase[r] = BETWEEN
     st.step[r] = 0
+    st.drew[r] = NOBODY
+    st.name[r] = NOBODY
     st.epoch[r] = st.kept[r]
     st.yes[r] = st.kept[r]
     st.refused[r] = NOBODY
@@ -99,13 +102,54 @@ def start(st: Any, r: Any) -> None:
         getattr(st, column)[r] = st.zeros(column)
 
 
+@_transition("rank", "name")
+def offer(st: Any, r: Any, a: Any) -> None:
+    """The leading rank draws a name for its attempt, and offers it in the launcher's store."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 0))
+    st.when((r == st.lead[0]) & (st.drew[r] == NOBODY) & (a != NOBODY))
+    st.need("drawn-name", st.drawn_in[a] == NOBODY)
+    st.drawn_in[a] = st.life[r]
+    st.drew[r] = a
+    st.offered[0] = a
+    st.seat[a, r] = st.life[r]
+
+
+@_transition("rank", "name")
+def take_seat(st: Any, r: Any, a: Any) -> None:
+    """A rank takes its seat under the name that the store offers, even if the offer is old."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 0) & (st.name[r] == NOBODY))
+    st.when((a == st.offered[0]) & (a != NOBODY) & (r != st.lead[0]))
+    st.when(st.seat[a, r] != st.life[r])
+    st.need("first-come", st.seat[a, r] == NOBODY)
+    st.seat[a, r] = st.life[r]
+
+
+@_transition("rank", "name")
+def confirm(st: Any, r: Any, a: Any) -> None:
+    """The rank that drew a name confirms it."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 0))
+    st.when((st.drew[r] == a) & (a != NOBODY) & (st.confirmed[a] == 0))
+    st.need("all-seats", st.every("rank", lambda q: st.seat[a, q] != NOBODY))
+    st.confirmed[a] = 1
+
+
+@_transition("rank", "name")
+def connect(st: Any, r: Any, a: Any) -> None:
+    """A rank connects to the others under a confirmed name."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 0) & (st.name[r] == NOBODY))
+    st.when((a != NOBODY) & (st.confirmed[a] == 1))
+    st.need("own-seat", st.seat[a, r] == st.life[r])
+    st.name[r] = a
+
+
 # A step
 
 
 @_transition("rank")
 def begin_step(st: Any, r: Any) -> None:
-    """A rank begins its next step."""
+    """A rank with connections begins its next step."""
     _goes_on(st, r, BETWEEN)
+    st.when(st.name[r] != NOBODY)
     st.phase[r] = STEP
     st.step[r] = st.step[r] + 1
     st.sent_before[r] = st.sent[r]
@@ -192,7 +236,7 @@ def transfer(st: Any, r: Any, q: Any) -> None:
     """The oldest send under way from a rank meets the oldest receive that waits for that rank."""
     st.when((st.up[r] == 1) & (st.up[q] == 1))
     st.when((st.open[r] == 1) & (st.open[q] == 1))
-    st.when(st.life[r] == st.life[q])
+    st.when((st.name[r] == st.name[q]) & (st.name[r] != NOBODY))
     st.when(r != q)
     st.when(st.sent_done[r, q] < st.sent[r, q])
     st.when(st.taken_done[q, r] < st.taken[q, r])
@@ -258,11 +302,11 @@ def refuse(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def commit(st: Any, r: Any) -> None:
-    """A rank moves its weights: every rank of the attempt has consented to it."""
+    """A rank moves its weights: every rank under its name has consented to it."""
     _goes_on(st, r, AGREED)
     st.need(
         "consent-of-all",
-        st.every("rank", lambda q: (st.life[q] == st.life[r]) & (st.yes[q] > st.epoch[r])),
+        st.every("rank", lambda q: (st.name[q] == st.name[r]) & (st.yes[q] > st.epoch[r])),
     )
     st.epoch[r] = st.epoch[r] + 1
     st.whole[r] = 0
@@ -276,6 +320,7 @@ def commit(st: Any, r: Any) -> None:
 def write_shard(st: Any, r: Any) -> None:
     """Between steps, a rank writes its part of a checkpoint."""
     _goes_on(st, r, BETWEEN)
+    st.when(st.name[r] != NOBODY)
     st.shard[r] = st.epoch[r]
     st.shard_life[r] = st.life[r]
 
@@ -284,6 +329,7 @@ def write_shard(st: Any, r: Any) -> None:
 def publish(st: Any, r: Any) -> None:
     """A rank makes the parts that lie there the whole checkpoint: all are of its own epoch."""
     _goes_on(st, r, BETWEEN)
+    st.when(st.name[r] != NOBODY)
     st.need("part-of-this-epoch", st.every("rank", lambda q: st.shard[q] == st.epoch[r]))
     st.need("part-of-this-attempt", st.every("rank", lambda q: st.shard_life[q] == st.life[r]))
     st.saved[0] = st.epoch[r]
@@ -305,7 +351,9 @@ def give_up(st: Any, r: Any) -> None:
 
 @_transition("rank", "rank")
 def wake(st: Any, r: Any, q: Any) -> None:
-    """A rank finds that a connection of another has closed, and cannot go on."""
+    """
+    A rank cannot go on: a connection of another has closed, or did not come up before the deadline.
+    """
     st.when(st.up[r] == 1)
     st.when(st.leaving[r] == 0)
     st.when((st.life[q] == st.life[r]) & (st.open[q] == 0))

@@ -11,29 +11,64 @@ is a failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Final
 
 import z3
 from attrs import asdict, frozen
 
+from qeffect.spec.launches import LAUNCH_PROMISES, LAUNCH_STEPS
 from qeffect.spec.predicates import Predicate
-from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
+from qeffect.spec.ranks import RANK_PROMISES, RANK_STEPS
 
 from ..column_reads import ColumnReads
 from ..symbolic import Sym
+from .launches import LAUNCH_LEMMAS, LAUNCHES
 from .lemmas import CONFIGURATION, LEMMAS
 from .protocol import TRANSITIONS, Transition
-from .symbolic_state import SymbolicState, Symbols, closed, fresh, holds, initial, run, variables
+from .symbolic_state import (
+    COLUMNS,
+    SymbolicState,
+    Symbols,
+    closed,
+    fresh,
+    holds,
+    initial,
+    run,
+    variables,
+)
 
-__all__ = ["INVARIANTS", "Answer", "prove"]
+__all__ = ["PROTOCOLS", "Answer", "Protocol", "prove"]
 
-#: What holds in every reachable state.
-INVARIANTS: Final = (*RANK_PROMISES, *LEMMAS)
-_CLAIMS: Final = {claim.name: claim for claim in (*CONFIGURATION, *INVARIANTS)}
+
+@frozen
+class Protocol:
+    """
+    What is proved together: transitions, and what they keep.
+
+    Args:
+        transitions: The transitions, by name.
+        given: What a configuration is.
+        invariants: What holds in every reachable state.
+        steps: What holds whenever a transition is taken.
+    """
+
+    transitions: Mapping[str, Transition]
+    given: tuple[Predicate, ...]
+    invariants: tuple[Predicate, ...]
+    steps: tuple[Predicate, ...]
+
+
+#: Steps whose commit the hosts agree on, and steps that are launches.
+PROTOCOLS: Final = (
+    Protocol(TRANSITIONS, (*CONFIGURATION,), (*RANK_PROMISES, *LEMMAS), (*RANK_STEPS,)),
+    Protocol(LAUNCHES, (), (*LAUNCH_PROMISES, *LAUNCH_LEMMAS), (*LAUNCH_STEPS,)),
+)
+_CLAIMS: Final = {claim.name: claim for one in PROTOCOLS for claim in (*one.given, *one.invariants)}
 #: A claim with more variables is not instantiated for every combination of members.
 _MANY: Final = 3
 #: Milliseconds for one question.
@@ -75,6 +110,7 @@ def prove(
     seed: int = 0,
     timeout: int = TIMEOUT,
     progress: Callable[[str], None] | None = None,
+    instead: Mapping[str, Transition] = MappingProxyType({}),
 ) -> Iterator[Answer]:
     """
     Prove every obligation, or those of one transition.
@@ -86,46 +122,50 @@ def prove(
         seed: Seed of the solver.
         timeout: Timeout per question in milliseconds.
         progress: Called with a progress line.
+        instead: Transitions that are proved instead of those of the same name.
     """
-    if not transition:
-        yield from _initially((seed, timeout))
-    for taken in TRANSITIONS.values():
-        if transition in ("", taken.name):
-            if progress is not None:
-                progress(f"Proving. {taken.name}")
-            yield from _kept(taken, without, (seed, timeout))
+    for protocol in PROTOCOLS:
+        if not transition:
+            yield from _initially(protocol, (seed, timeout))
+        for taken in protocol.transitions.values():
+            if transition in ("", taken.name):
+                if progress is not None:
+                    progress(f"Proving. {taken.name}")
+                taken = instead.get(taken.name, taken)
+                yield from _kept(protocol, taken, without, (seed, timeout))
 
 
-def _initially(how: tuple[int, int]) -> Iterator[Answer]:
+def _initially(protocol: Protocol, how: tuple[int, int]) -> Iterator[Answer]:
     state = initial()
-    given = [closed(claim, state) for claim in CONFIGURATION]
-    for claim in INVARIANTS:
+    given = [closed(claim, state) for claim in protocol.given]
+    for claim in protocol.invariants:
         began = time.perf_counter()
         verdict = _ask([*given, z3.Not(holds(claim, state))], how)
         yield Answer("initially", claim.name, verdict, time.perf_counter() - began)
 
 
 def _kept(
-    transition: Transition, without: frozenset[str], how: tuple[int, int]
+    protocol: Protocol, transition: Transition, without: frozenset[str], how: tuple[int, int]
 ) -> Iterator[Answer]:
     before = fresh()
     conditions, after, arguments = run(transition, before, without)
-    written = {name for name in RANK_COLUMNS if not _same(name, before, after)}
-    for step in RANK_STEPS:
+    written = {name for name in COLUMNS if not _same(name, before, after)}
+    for step in protocol.steps:
         if transition.name in step.transitions:
             names = list(signature(step.function).parameters)[1:]
             given = dict(zip(names, arguments.values(), strict=True))
             denied = z3.Not(holds(step, before, **given))
-            yield _answer(transition, step, before, arguments, conditions, denied, how)
-    for claim in INVARIANTS:
+            yield _answer(protocol, transition, step, before, arguments, conditions, denied, how)
+    for claim in protocol.invariants:
         if not _reads(claim.name) & written:
             yield Answer(transition.name, claim.name, "kept", 0.0)
             continue
         denied = z3.Not(holds(claim, after))
-        yield _answer(transition, claim, before, arguments, conditions, denied, how)
+        yield _answer(protocol, transition, claim, before, arguments, conditions, denied, how)
 
 
 def _answer(
+    protocol: Protocol,
     transition: Transition,
     claim: Predicate,
     before: Symbols,
@@ -140,26 +180,33 @@ def _answer(
     if not claim.transitions:
         members |= variables(claim.variables)
         sorts |= claim.variables
-    near = list(_instances(before, members, sorts))
+    near = list(_instances(protocol, before, members, sorts))
     verdict = _ask([*near, *conditions, denied], how)
     if verdict != "unsat":
-        known = [closed(one, before) for one in (*CONFIGURATION, *INVARIANTS)]
+        known = [closed(one, before) for one in (*protocol.given, *protocol.invariants)]
         verdict = _ask([*known, *near, *conditions, denied], how)
     return Answer(transition.name, claim.name, verdict, time.perf_counter() - began)
 
 
-def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) -> Iterator[Any]:
+def _instances(
+    protocol: Protocol, before: Symbols, members: dict[str, Any], sorts: dict[str, str]
+) -> Iterator[Any]:
     """Yield the hypotheses, instantiated for the members that a goal names."""
     state = SymbolicState(before)
     space: dict[str, list[Any]] = {
         sort: [member for name, member in members.items() if sorts[name] == sort]
-        for sort in ("rank", "place", "attempt", "count")
+        for sort in ("rank", "place", "attempt", "count", "name")
     }
+    space["name"].append(state.offered[0].term)
+    if space["name"][1:]:
+        space["rank"].append(state.lead[0].term)
     for rank in space["rank"]:
-        space["attempt"].append(state.life[Sym(rank, {})].term)
+        turn = state.round[Sym(rank, {})].term
+        space["attempt"] += [state.life[Sym(rank, {})].term, turn, turn - 1]
+        space["name"].append(state.name[Sym(rank, {})].term)
         step = state.step[Sym(rank, {})].term
         space["count"] += [step, step + 1]
-    for claim in (*CONFIGURATION, *INVARIANTS):
+    for claim in (*protocol.given, *protocol.invariants):
         if len(claim.variables) > _MANY:
             # Only the goal's own members, if the goal has as many.
             if claim.variables.keys() <= members.keys():
@@ -186,7 +233,7 @@ def _ask(facts: list[Any], how: tuple[int, int]) -> str:
 
 
 def _same(name: str, before: Symbols, after: Symbols) -> bool:
-    one = RANK_COLUMNS[name][0] == ("one",)
+    one = COLUMNS[name][0] == ("one",)
     old = z3.K(z3.IntSort(), z3.Select(before[name], 0)) if one else before[name]
     return bool(after[name].eq(old))
 
@@ -197,4 +244,4 @@ def _reads(name: str) -> frozenset[str]:
     claim = _CLAIMS[name]
     state = ColumnReads(SymbolicState(fresh()))
     claim.function(state, **{n: Sym(t, {}) for n, t in variables(claim.variables).items()})
-    return frozenset(state.read & RANK_COLUMNS.keys())
+    return frozenset(state.read & COLUMNS.keys())

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import z3
 
+from qeffect.spec.launches import LAUNCH_COLUMNS
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
@@ -16,6 +17,7 @@ from ..symbolic import Array, Encoding, Scalar, Sym, raw
 from .protocol import Transition
 
 __all__ = [
+    "COLUMNS",
     "CONFIGURED",
     "SymbolicState",
     "Symbols",
@@ -32,16 +34,20 @@ __all__ = [
 ENCODING: Final = Encoding(
     {
         "rank": z3.DeclareSort("Rank"),
-        **dict.fromkeys(("one", "attempt", "slot", "place", "count", "int"), z3.IntSort()),
+        **dict.fromkeys(("one", "attempt", "name", "slot", "place", "count", "int"), z3.IntSort()),
     },
     {},
 )
+#: Columns of steps whose commit the hosts agree on, and of steps that are launches.
+COLUMNS: Final = {**RANK_COLUMNS, **LAUNCH_COLUMNS}
 #: Columns whose entries are ranks.
-_RANKED: Final = frozenset({"cause", "told"})
+_RANKED: Final = frozenset({"cause", "told", "lead"})
 #: Columns that no transition writes.
-CONFIGURED: Final = frozenset({"messages", "total"})
+CONFIGURED: Final = frozenset({"messages", "total", "lead"})
 #: Columns whose entries are `NOBODY` at first.
-_NEVER: Final = frozenset({"life", "shard_life", "refused"})
+_NEVER: Final = frozenset(
+    {"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name", "report"}
+)
 
 Symbols = Mapping[str, Any]
 
@@ -50,7 +56,7 @@ def fresh(prefix: str = "") -> Symbols:
     """Return an arbitrary state: a constant array for each column."""
     return {
         name: ENCODING.array(f"{prefix}{name}", indices, "rank" if name in _RANKED else "int")
-        for name, (indices, _) in RANK_COLUMNS.items()
+        for name, (indices, _) in COLUMNS.items()
     }
 
 
@@ -104,7 +110,7 @@ class SymbolicState:
         self._bound = 0
         for name, term in symbols.items():
             column: Any = _Column(term, f"{name} =" in without)
-            if RANK_COLUMNS[name][0] == ("one",):
+            if COLUMNS[name][0] == ("one",):
                 column = _One(z3.Select(term, 0), f"{name} =" in without)
             setattr(self, name, column)
 
@@ -137,7 +143,7 @@ class SymbolicState:
     def symbols(self) -> Symbols:
         """The terms of all columns."""
         found = {}
-        for name in RANK_COLUMNS:
+        for name in COLUMNS:
             column = getattr(self, name)
             one = isinstance(column, Scalar)
             found[name] = z3.K(z3.IntSort(), column.term) if one else column.term

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from ..protocol import BackendError, Matrix, WgradUnit
-from .scaling import Quantized, ReferenceDomain, ScalingState
+from .scaling import QuantizedTensor, ReferenceDomain, ScalingState
 
-Store = deque[tuple["ScaledLinear", tuple[Quantized, Quantized]]]
+Store = deque[tuple["ScaledLinear", tuple[QuantizedTensor, QuantizedTensor]]]
 """Deferred operands in the order in which dI queued them; a bare queue, like the library's."""
 
 
-def product(a: Quantized, b: Quantized, *, a_t: bool = False, b_t: bool = False) -> Tensor:
+def product(
+    a: QuantizedTensor, b: QuantizedTensor, *, a_t: bool = False, b_t: bool = False
+) -> Tensor:
     """The fp32 product of two FP8 operands: exact operands, the result scaled once."""
     left = a.data.float()
     right = b.data.float()
@@ -87,7 +89,7 @@ class ScaledLinear(torch.nn.Module):
         self.unit = WgradUnit(name, tuple(rows))
         self.pieces = tuple(sizes)
         self.biased = bias
-        self.cache = Quantized(
+        self.cache = QuantizedTensor(
             torch.zeros(start, width, device=device, dtype=self.scaling_forward.dtype),
             torch.ones((), device=device),
         )
@@ -116,7 +118,7 @@ class ScaledLinear(torch.nn.Module):
         self.unit = attrs.evolve(self.unit, matrices=(own,))
 
     @staticmethod
-    def product(wanted: Quantized, quantized: Quantized) -> Tensor:
+    def product(wanted: QuantizedTensor, quantized: QuantizedTensor) -> Tensor:
         """dW, from the operands that dI retained."""
         return deferred_product(wanted, quantized)
 
@@ -152,7 +154,7 @@ class ScaledLinear(torch.nn.Module):
         result: Tensor = _Product.apply(flat, self, *self.weights, *self.biases)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], result.shape[-1])
 
-    def quantize_gradient(self, gradient: Tensor) -> Quantized:
+    def quantize_gradient(self, gradient: Tensor) -> QuantizedTensor:
         """Record and quantize an output gradient: this layer's only update in dI."""
         return self.scaling_backward.quantize(gradient, self.index // 2)
 
@@ -182,7 +184,7 @@ class _Product(torch.autograd.Function):
         live = linear.scaling_forward.live is not None
         linear.domain.use_scales(linear.quantized_at if live else ctx.at)
         if live:  # dW must use the factors that dI reads here
-            quantized = Quantized(quantized.data, quantized.scale_inv.clone())
+            quantized = QuantizedTensor(quantized.data, quantized.scale_inv.clone())
         dx = product(wanted, linear.cache).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         biases: tuple[Tensor, ...] = ()
         if linear.biased:
@@ -203,6 +205,6 @@ class _Product(torch.autograd.Function):
         return dx, None, *weights, *biases
 
 
-def deferred_product(wanted: Quantized, quantized: Quantized) -> Tensor:
+def deferred_product(wanted: QuantizedTensor, quantized: QuantizedTensor) -> Tensor:
     """dW of one unit, from the operands that dI retained."""
     return product(wanted, quantized, a_t=True)

@@ -28,7 +28,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 @attrs.frozen(eq=False)
-class Quantized:
+class QuantizedTensor:
     """FP8 data, with the factor that converts them back into values."""
 
     data: Tensor
@@ -64,7 +64,7 @@ class ScalingState:
             dtype=dtype,
         )
 
-    def quantize(self, value: Tensor, index: int) -> Quantized:
+    def quantize(self, value: Tensor, index: int) -> QuantizedTensor:
         """Record a tensor's amax in the open interval, and quantize it with the previous scale."""
         seen = self.history[0, index]
         torch.maximum(seen, value.abs().amax().float(), out=seen)
@@ -73,7 +73,7 @@ class ScalingState:
         inverse = self.scale[index].reciprocal()
         if self.live is not None:
             inverse = self.live[index].copy_(inverse)
-        return Quantized(scaled.to(self.dtype), inverse)
+        return QuantizedTensor(scaled.to(self.dtype), inverse)
 
     def roll(self, margin: int) -> None:
         """Close the interval: the largest amax of the window gives the next scale."""

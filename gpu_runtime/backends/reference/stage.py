@@ -18,7 +18,7 @@ from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
 from ..layers import LayerConfig
 from ..protocol import (
     RELATIONS,
-    Adding,
+    Accumulation,
     BackendError,
     DeferredWork,
     Dgrads,
@@ -236,7 +236,7 @@ class ReferenceStage(torch.nn.Module):
     ) -> Wgrads:
         """dW: run each retained product once, into its destination or into fresh memory."""
         by_unit: dict[str, Tensor] = {}
-        adds = Adding(accumulate, joining)
+        adds = Accumulation(accumulate, joining)
         with torch.no_grad():
             for work in tape.work:
                 value = work.compute(*work.operands)

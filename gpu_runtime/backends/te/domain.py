@@ -124,7 +124,7 @@ def reset_process() -> None:
     library().manager.reset()
 
 
-class Member(StageBackend, Protocol):
+class LibraryStage(StageBackend, Protocol):
     """A stage of this library's layers."""
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
@@ -155,7 +155,7 @@ class TransformerEngineDomain:
     history_length: int = 1024
     device: torch.device = attrs.field(factory=placed, converter=placed)
     frozen: bool = attrs.field(default=False, init=False)
-    _stages: list[Member] = attrs.field(factory=list, init=False)
+    _stages: list[LibraryStage] = attrs.field(factory=list, init=False)
     _recipe: Any = attrs.field(init=False)
     _lib: SimpleNamespace = attrs.field(init=False)
     _frozen_members: int = attrs.field(default=0, init=False)
@@ -184,11 +184,11 @@ class TransformerEngineDomain:
         }[self.scaling]()
 
     @property
-    def stages(self) -> tuple[Member, ...]:
+    def stages(self) -> tuple[LibraryStage, ...]:
         """The stages that have joined, in order."""
         return tuple(self._stages)
 
-    def join(self, stage: Member) -> None:
+    def join(self, stage: LibraryStage) -> None:
         """
         Take a stage into the domain.
 

@@ -24,8 +24,8 @@ __all__ = [
     "LAYER",
     "STATE",
     "STORES",
-    "Imported",
-    "Member",
+    "ImportedName",
+    "MemberName",
     "missing_imports",
     "missing_in_head",
     "missing_members",
@@ -42,7 +42,7 @@ STORES = (
 
 
 @frozen
-class Imported:
+class ImportedName:
     """
     A name that is checked when the library is imported.
 
@@ -63,7 +63,7 @@ class Imported:
 
 
 @frozen
-class Member:
+class MemberName:
     """
     A name that is checked in the modules of a layer.
 
@@ -85,7 +85,7 @@ _LINEAR = tuple(path for path, _ in STORES[:2])
 _ALL = tuple(path for path, _ in STORES)
 
 IMPORTED = (
-    Imported(
+    ImportedName(
         _PYTORCH,
         "TransformerLayer",
         (
@@ -99,31 +99,31 @@ IMPORTED = (
             "device",
         ),
     ),
-    Imported(
+    ImportedName(
         _PYTORCH,
         "LayerNormLinear",
         ("bias", "params_dtype", "fuse_wgrad_accumulation", "device"),
     ),
-    Imported(_PYTORCH, "autocast", ("enabled", "recipe")),
-    Imported(
+    ImportedName(_PYTORCH, "autocast", ("enabled", "recipe")),
+    ImportedName(
         _RECIPE,
         "DelayedScaling",
         ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax"),
     ),
-    Imported(_RECIPE, "Float8CurrentScaling"),
-    Imported(_RECIPE, "Float8BlockScaling"),
-    Imported(_RECIPE, "Format.HYBRID"),
-    Imported(_COMMON, "WeightGradStore", ("delay_wgrad_compute",)),
-    Imported(_COMMON, "noop_cat"),
-    Imported(_QUANTIZATION, f"{_MANAGER}.reset"),
-    Imported(_QUANTIZATION, f"{_MANAGER}.get_buffer_info"),
-    Imported(_QUANTIZATION, f"{_MANAGER}.quantization_state.global_amax_buffer"),
-    Imported(_QUANTIZATION, f"{_MANAGER}.quantization_state.skip_fp8_weight_update_tensor"),
+    ImportedName(_RECIPE, "Float8CurrentScaling"),
+    ImportedName(_RECIPE, "Float8BlockScaling"),
+    ImportedName(_RECIPE, "Format.HYBRID"),
+    ImportedName(_COMMON, "WeightGradStore", ("delay_wgrad_compute",)),
+    ImportedName(_COMMON, "noop_cat"),
+    ImportedName(_QUANTIZATION, f"{_MANAGER}.reset"),
+    ImportedName(_QUANTIZATION, f"{_MANAGER}.get_buffer_info"),
+    ImportedName(_QUANTIZATION, f"{_MANAGER}.quantization_state.global_amax_buffer"),
+    ImportedName(_QUANTIZATION, f"{_MANAGER}.quantization_state.skip_fp8_weight_update_tensor"),
 )
 """Names that every use of the library needs."""
 
 BASELINE = (
-    Imported(
+    ImportedName(
         _PYTORCH,
         "make_graphed_callables",
         (
@@ -140,15 +140,15 @@ BASELINE = (
 """Additional names for the benchmark's columns of the library's own graphs."""
 
 LAYER = (
-    Member("wgrad_store", _ALL),
-    Member("fp8_meta", _ALL),
-    Member("_fp8_workspaces", _ALL),
-    Member("tp_size", _ALL),
-    Member("primary_weights_in_fp8", _ALL),
-    Member("weight_names", _LINEAR),
-    Member("_get_weight_tensors", _LINEAR),
-    Member("fc1_weight", _ALL[2:]),
-    Member("fc2_weight", _ALL[2:]),
+    MemberName("wgrad_store", _ALL),
+    MemberName("fp8_meta", _ALL),
+    MemberName("_fp8_workspaces", _ALL),
+    MemberName("tp_size", _ALL),
+    MemberName("primary_weights_in_fp8", _ALL),
+    MemberName("weight_names", _LINEAR),
+    MemberName("_get_weight_tensors", _LINEAR),
+    MemberName("fc1_weight", _ALL[2:]),
+    MemberName("fc2_weight", _ALL[2:]),
 )
 """Attributes of the submodules of a new layer."""
 
@@ -160,7 +160,7 @@ _CACHE_MEMBERS = ("quantize_", "get_metadata")
 
 
 def missing_imports(
-    reached: Sequence[Imported] = IMPORTED, load: Callable[[str], Any] = import_module
+    reached: Sequence[ImportedName] = IMPORTED, load: Callable[[str], Any] = import_module
 ) -> list[str]:
     """
     Names that an installed library lacks.

@@ -21,7 +21,7 @@ from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
 from ..layers import LayerConfig
 from ..protocol import (
     RELATIONS,
-    Adding,
+    Accumulation,
     BackendError,
     DeferredWork,
     Dgrads,
@@ -320,7 +320,7 @@ class TransformerEngineStage:
     ) -> Wgrads:
         """dW: run every retained product once, into its destination or the library's memory."""
         by_unit: dict[str, Tensor] = {}
-        adds = Adding(accumulate, joining)
+        adds = Accumulation(accumulate, joining)
         with torch.no_grad():
             for work in tape.work:
                 destination = None if tape.bound is None else tape.bound[work.unit.name]

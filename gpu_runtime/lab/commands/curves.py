@@ -24,8 +24,8 @@ from qeffect.refusals import Refused
 from qeffect.report import UnusableError, program
 
 from ...ranks.consent import StoppedError
+from ...ranks.membership import all_gather
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
-from ...ranks.world import all_gather
 from ...training.assembly import TIMES, backend_of, measure_cut, open_job
 from ...training.command import require_processes
 from ...training.config import Checkpointing

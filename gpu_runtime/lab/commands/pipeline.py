@@ -23,16 +23,16 @@ from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.fallback import fall_back
 from ...ranks.job import NAMES, Batches, Job
+from ...ranks.membership import Limits, Member, agree_on, all_gather
 from ...ranks.obstacles import obstacles
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
 from ...ranks.worker import Worker
-from ...ranks.world import Limits, Member, agree_on, all_gather
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS
-from ..comparisons.ranks import Compared, compared, totals_of_ranks
+from ..comparisons.ranks import PipelineComparison, compare_pipelines, totals_of_ranks
 
 __all__ = ["add_pipeline_arguments", "run_pipeline"]
 
@@ -171,7 +171,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
     try:
         if args.compare:
-            result = compared(
+            result = compare_pipelines(
                 member, job, args.steps, backend, captured=captured, limits=limits, event_log=log
             )
             return _compared(member, what, result)
@@ -285,7 +285,7 @@ def _require_writable(file: Path | None, member: Member) -> None:
     agree_on(member, problem)
 
 
-def _compared(member: Member, what: str, result: Compared) -> Outcome:
+def _compared(member: Member, what: str, result: PipelineComparison) -> Outcome:
     own = {
         "totals": result.totals(),
         "slots": result.slots,

@@ -18,7 +18,7 @@ from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
 from ...backends.deterministic import DETERMINISTIC
-from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
+from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, run_trial
 from ..comparisons.cases import Case, small
 from ..comparisons.recording import Recording, compare
 from ..reports.report import Report, add_report_options, environment
@@ -87,7 +87,9 @@ def compare_pools(
     """Run native twice and every discipline, each in a fresh process, and compare with native."""
     os.environ.update(DETERMINISTIC)
     names = (*NATIVE, *DISCIPLINES)
-    started = [ChildProcess(answer, trial, case.to_json(), name, backend, device) for name in names]
+    started = [
+        ChildProcess(answer, run_trial, case.to_json(), name, backend, device) for name in names
+    ]
     found = {name: _answer(each) for name, each in zip(names, started, strict=True)}
     base = found["native"]
     for name in names[1:]:

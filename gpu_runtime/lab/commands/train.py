@@ -14,12 +14,12 @@ from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
+from ...ranks.membership import Limits, all_gather
 from ...ranks.processes import report_once
-from ...ranks.world import Limits, all_gather
 from ...runtime import mode_on
 from ...training.assembly import backend_of
 from ...training.command import (
-    Run,
+    JoinedRun,
     carry_out,
     launch_lines,
     loss_line,
@@ -29,7 +29,7 @@ from ...training.command import (
 from ...training.config import Checkpointing
 from ...training.config_file import read
 from ...training.loop import Trainer
-from ..comparisons.ranks import compared, native, tensor_digests, totals_of_ranks
+from ..comparisons.ranks import compare_pipelines, native, tensor_digests, totals_of_ranks
 
 __all__ = ["add_train_arguments", "run_train"]
 
@@ -69,14 +69,14 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
 
 
-def _every_action(run: Run, progress: Progress) -> Outcome:
+def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare every value of every step."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:
         progress.note(f"{what}, guarded and native")
     job = run.data.job
     captured = mode_on(config.run.device, config.parallel.mode) != "eager"
-    result = compared(
+    result = compare_pipelines(
         member,
         job,
         config.run.steps,
@@ -121,7 +121,7 @@ def _every_action(run: Run, progress: Progress) -> Outcome:
     return Outcome("accepted" if same else "refused", data, lines)
 
 
-def _ends(run: Run, progress: Progress) -> Outcome:
+def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare the losses of all steps, and every tensor after the last one."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:

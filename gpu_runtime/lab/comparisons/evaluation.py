@@ -4,18 +4,18 @@ The loss of native training on held-out text, over the windows of the guarded si
 
 from __future__ import annotations
 
-from ...ranks.world import Member
+from ...ranks.membership import Member
 from ...step.memory.numerical_state import preserving
 from ...training.data import Loader
 from ...training.evaluate import PlacedStages, mean_loss
-from ...training.model import Language
+from ...training.language_model import LanguageJob
 from ..sides.torch_pipeline import NativePipeline
 
 __all__ = ["evaluate_native"]
 
 
 def evaluate_native(
-    member: Member, pipeline: NativePipeline, job: Language, held_out: Loader, windows: int
+    member: Member, pipeline: NativePipeline, job: LanguageJob, held_out: Loader, windows: int
 ) -> float:
     """
     The loss of native training on held-out text, with its current scales, as `evaluate` gives it.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ranks.world import Member, all_gather
+from ...ranks.membership import Member, all_gather
 from ...step.memory.numerical_state import same_bits
 from ..statistics.peers import combined
 

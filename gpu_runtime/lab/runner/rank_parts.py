@@ -21,8 +21,8 @@ from qeffect.schedule.steptime import step_time
 
 from ...ranks.channels import Message
 from ...ranks.job import Job
+from ...ranks.membership import Member
 from ...ranks.worker import Worker
-from ...ranks.world import Member
 from ...step.eager import StageMemory
 from ...step.graphs import GraphExecutor, no_collection
 from ...step.optimizer import Gradients

@@ -10,39 +10,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import attrs
 
 from qeffect.report import UnusableError
 
 from .cells import BenchCell
+from .side import Column
 
 Family = Literal["native", "te_graphs", "whole_step", "ours_eager", "ours_captured"]
 SumRule = Literal["grad", "main_grad"]
-
-
-class Side(Protocol):
-    """One way to run an optimizer step."""
-
-    def step(self) -> None:
-        """Enqueue one optimizer step; nothing waits for the device."""
-
-    def facts(self) -> Mapping[str, Any]:
-        """Counts that the side knows about itself: graphs, arena bytes, slots."""
-
-    def close(self) -> None:
-        """Release device memory and connections."""
-
-
-class Column(Side, Protocol):
-    """A side of the step tables, which runs over a cell in a process of its own."""
-
-    def build(self) -> None:
-        """Build what every column has: parameters, optimizer, data."""
-
-    def warm(self) -> None:
-        """Build what only this column needs before its first step: warm-up, capture, arenas."""
 
 
 @attrs.frozen

@@ -31,7 +31,7 @@ AMAX = "replica", "replicas"
 _MAGNITUDE = 0x7FFFFFFF
 
 
-class Ended(Protocol):
+class Collective(Protocol):
     """A started collective."""
 
     def wait(self) -> object:
@@ -71,9 +71,9 @@ class SharedScaling:
         self._scales = self._words[first:]
         places = torch.split(self._values, [tensor.numel() for tensor in self.live])
         self._held = [p.view(t.shape) for p, t in zip(places, self.live, strict=True)]
-        self._under_way: Ended | None = None
+        self._under_way: Collective | None = None
 
-    def start(self, largest: Callable[[Tensor], Ended]) -> SharedScaling:
+    def start(self, largest: Callable[[Tensor], Collective]) -> SharedScaling:
         """
         Start to combine the replicas' scaling states.
 

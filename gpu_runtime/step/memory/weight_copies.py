@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from qeffect.config import Bucket
+from qeffect.stage_config import Bucket
 
 from ...backends.protocol import BackendError, StageBackend, matrices, parameters
 from .tied_weights import Place

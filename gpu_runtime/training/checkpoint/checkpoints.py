@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
-from ..files import Writer, manifest, name_of, numbered, problem_of
-from ..state import Naming, Persistent, checksums
-from .consent import RankGroup, consent, lost, raise_first, stop
+from ..state import Naming, PersistentTensors, checksums
+from .agreement import RankGroup, SharedError, consent, lost, raise_first, stop
 from .facts import changes
+from .files import Writer, checkpoint_folders, manifest, name_of, problem_of
 from .load import (
     HalfLoadedError,
     Replicas,
@@ -98,7 +98,7 @@ class Checkpoints:
                 it and what to do.
         """
         try:
-            for _, path in numbered(self.folder)[:1]:
+            for _, path in checkpoint_folders(self.folder)[:1]:
                 if problem := problem_of(path, manifest(path), ()):
                     raise BackendError(problem)
                 return path
@@ -110,7 +110,7 @@ class Checkpoints:
         return None
 
     def _newest_whole(self) -> Path | None:
-        for _, path in numbered(self.folder):
+        for _, path in checkpoint_folders(self.folder):
             try:
                 if not problem_of(path, manifest(path), ()):
                     return path
@@ -141,8 +141,8 @@ class Checkpoints:
             The checkpoint's folder; an asynchronous save gives it that name later.
 
         Raises:
-            StoppedError: A rank has live, in-flight or spoiled state, or is gone. All ranks raise
-                it with one cause, and no checkpoint is written.
+            StoppedError: A rank has live, in-flight or spoiled state, cannot tell, or is gone. All
+                ranks raise it with one cause, and no checkpoint is written.
             EarlierSaveError: The asynchronous save before this one failed. This save was still
                 started.
             BackendError: A rank cannot write the checkpoint. Earlier checkpoints are unchanged, and
@@ -165,8 +165,9 @@ class Checkpoints:
             own.update(facts_of(worker, must, free), sums=checksums(tensors))
             if worker.member.rank == 0:
                 left = clear_for(self.folder, final)
-        except (BackendError, OSError, ValueError) as error:
-            own["problem"] = f"rank {worker.member.rank} cannot save {final.name}: {error}"
+        except Exception as error:  # the other ranks wait for this one, whatever it is
+            rank = worker.member.rank
+            own["problem"] = f"rank {rank} cannot save {final.name}: {_text(error)}"
         try:
             said = self._group.gather(worker, own)
             earlier = next((one["earlier"] for one in said if one["earlier"]), "")
@@ -178,9 +179,9 @@ class Checkpoints:
                 "tensors": {n: mark[:2] for one in said for n, mark in one["sums"].items()},
             }
             self._write(worker, Writer(final, facts, self.keep, left), tensors)
-        except RuntimeError as error:
-            if earlier and isinstance(error, BackendError):
-                error = BackendError(f"{error}; and before it: {earlier}")
+        except Exception as error:
+            if earlier and isinstance(error, SharedError):
+                error = SharedError(f"{error}; and before it: {earlier}")
             raise self._stopped(worker, lost(error)) from None
         if earlier:
             raise EarlierSaveError(f"{earlier}; {final.name} is being written")
@@ -205,7 +206,7 @@ class Checkpoints:
         try:
             state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group.handle)
         except CheckpointException as error:
-            raise BackendError(self._failed(writer.final, error)) from None
+            raise SharedError(self._failed(writer.final, error)) from None
         self.untidy = writer.words
 
     def _ended(self, future: Future[Any]) -> None:
@@ -283,18 +284,18 @@ class Checkpoints:
         own: dict[str, Any] = {"problem": self._awaited(), "path": str(path)}
         found_at: dict[str, TensorSource] = {}
         facts: dict[str, Any] = {}
-        held: Persistent | None = None
+        held: PersistentTensors | None = None
         try:
             if not own["problem"]:
                 facts = compare(path, worker, must)
                 place = worker.member.rank % worker.pp
-                held = Persistent.of(
+                held = PersistentTensors.of(
                     worker.runtime, worker.optimizer, naming, worker.replica, place
                 )
                 found_at = sources(path, worker, facts, held, extra_tensors or {}, replicas)
                 own["names"] = [one.saved for one in found_at.values()]
-        except (BackendError, OSError, ValueError) as error:
-            own["problem"] = f"{error}"
+        except Exception as error:  # the other ranks wait for this one, whatever it is
+            own["problem"] = _text(error)
         try:
             said = self._group.gather(worker, own)
             raise_first(said)
@@ -309,8 +310,8 @@ class Checkpoints:
                 )
             except CheckpointException as error:
                 rank, (cause, _) = min(error.failures.items())
-                raise BackendError(f"{path} cannot be read: rank {rank}: {cause}") from None
-        except RuntimeError as error:
+                raise SharedError(f"{path} cannot be read: rank {rank}: {cause}") from None
+        except Exception as error:
             raise self._stopped(worker, lost(error)) from None
         assert held is not None
         found = {name: staged[one.saved] for name, one in found_at.items()}
@@ -328,3 +329,10 @@ class Checkpoints:
         self.changed = changes(worker, facts)
         free: dict[str, Any] = facts["free"]
         return free
+
+
+def _text(error: Exception) -> str:
+    """An error in words: those that name a problem as they are, any other with its type."""
+    if isinstance(error, (BackendError, OSError, ValueError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

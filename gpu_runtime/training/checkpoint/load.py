@@ -17,17 +17,18 @@ from qeffect.checkpoint import Checkpoint
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
 from ...step.memory.numerical_state import NumericalState
-from ..files import AWAY, FACTS, manifest, problem_of, read_facts
 from ..state import (
     EXTRA,
     NUMERICAL,
     RANDOM,
-    Persistent,
+    PersistentTensors,
     random_states,
     set_random_states,
     shares_amax,
 )
+from .agreement import SharedError
 from .facts import first_difference, mapping_of, placement, plain, requirements
+from .files import AWAY, FACTS, manifest, problem_of, read_facts
 from .save import random_name
 
 __all__ = [
@@ -103,7 +104,7 @@ def sources(
     path: Path,
     worker: Worker,
     facts: Mapping[str, Any],
-    held: Persistent,
+    held: PersistentTensors,
     extra: Mapping[str, Tensor],
     replicas: Replicas,
 ) -> dict[str, TensorSource]:
@@ -156,7 +157,7 @@ def sources(
 def take(
     worker: Worker,
     facts: Mapping[str, Any],
-    held: Persistent,
+    held: PersistentTensors,
     found: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
 ) -> None:
@@ -197,11 +198,11 @@ def require_all_taken(
         replicas: Replicas of this run.
 
     Raises:
-        BackendError: Ranks name different checkpoints, or a tensor has no place in this run.
+        SharedError: Ranks name different checkpoints, or a tensor has no place in this run.
     """
     paths = {one["path"] for one in said}
     if len(paths) > 1:
-        raise BackendError(f"ranks load different checkpoints: {sorted(paths)}; name one for all")
+        raise SharedError(f"ranks load different checkpoints: {sorted(paths)}; name one for all")
     taken = {name for one in said for name in one["names"]}
     for name in sorted(facts["tensors"].keys() - taken):
         kind, scope = name.split(".")[:2]
@@ -209,6 +210,6 @@ def require_all_taken(
             continue
         if kind == NUMERICAL and int(scope.removeprefix("dp")) >= replicas:
             continue
-        raise BackendError(
+        raise SharedError(
             f"{path} has {name}, which this run has nowhere; build the model that it was saved from"
         )

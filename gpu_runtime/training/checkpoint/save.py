@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
-from ..files import clear, numbered, partial_of
-from ..state import EXTRA, RANDOM, Naming, Persistent, random_states
-from .consent import raise_first
+from ..state import EXTRA, RANDOM, Naming, PersistentTensors, random_states
+from .agreement import SharedError, raise_first
 from .facts import contract_of, first_difference, mapping_of, plain, requirements
+from .files import checkpoint_folders, clear, partial_of
 
 __all__ = ["clear_for", "facts_of", "random_name", "require_same", "tensors_of"]
 
@@ -39,7 +39,7 @@ def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
     for path in (final, partial_of(final)):
         if path.is_symlink() or (path.exists() and not (path == final and path.is_dir())):
             raise BackendError(f"{path} exists and cannot be overwritten; move it away")
-    for epoch, path in numbered(folder):
+    for epoch, path in checkpoint_folders(folder):
         if epoch >= int(final.name.rpartition("-")[2]):
             raise BackendError(
                 f"{path} is of this epoch or a later one: it belongs to another run, or to this "
@@ -67,7 +67,7 @@ def tensors_of(worker: Worker, naming: Naming, extra: Mapping[str, Tensor]) -> d
         BackendError: Copies of one weight differ.
     """
     place = worker.member.rank % worker.pp
-    held = Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place)
+    held = PersistentTensors.of(worker.runtime, worker.optimizer, naming, worker.replica, place)
     held.require_alike()
     own = random_states(worker.member.device)
     return {
@@ -106,20 +106,20 @@ def require_same(said: list[dict[str, Any]]) -> None:
         said: What each rank brings, by rank.
 
     Raises:
-        BackendError: A rank has a problem, or two ranks differ.
+        SharedError: A rank has a problem, or two ranks differ.
     """
     raise_first(said)
     held: dict[str, tuple[int, Any]] = {}
     for rank, one in enumerate(said):
         if (odd := first_difference(said[0]["facts"], one["facts"], "")) is not None:
-            raise BackendError(
+            raise SharedError(
                 f"{odd[0]} is {odd[1]} on rank 0 and {odd[2]} on rank {rank}; every rank has "
                 "to save the same facts"
             )
         for name, mark in one["sums"].items():
             first, other = held.setdefault(name, (rank, mark))
             if mark != other:
-                raise BackendError(
+                raise SharedError(
                     f"{name} is not the same on ranks {first} and {rank}, and is written once: "
                     "the replicas drifted apart, or the name needs the rank in it"
                 )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..files import FACTS, MANIFEST, manifest, read_facts
 from ..state import EXTRA, MODEL, NUMERICAL, OPTIMIZER, RANDOM
+from .files import FACTS, MANIFEST, manifest, read_facts
 
 __all__ = ["sizes"]
 

@@ -25,7 +25,7 @@ from ..step.optimizer import Optimizer
 from .data import Loader
 from .rates import Rate
 
-__all__ = ["Language", "balanced_cut", "decays", "even_cut", "name_of"]
+__all__ = ["LanguageJob", "balanced_cut", "decays", "even_cut", "name_of"]
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -141,7 +141,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 @attrs.frozen(kw_only=True)
-class Language(Job):
+class LanguageJob(Job):
     """
     A pipeline that trains a language model.
 

@@ -10,10 +10,10 @@ from typing import Any
 from attrs import frozen
 
 from ..counts import DeviceCounts
-from ..engine.memory import Memory
+from ..engine.concrete_memory import Memory
 from ..keys import Cell
 
-__all__ = ["Difference", "Standing"]
+__all__ = ["Difference", "StepState"]
 
 
 @frozen
@@ -46,7 +46,7 @@ class Difference:
 
 
 @frozen
-class Standing:
+class StepState:
     """
     A contract's state at one moment, as far as a step may change it.
 

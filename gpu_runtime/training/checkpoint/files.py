@@ -28,20 +28,20 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..backends.protocol import BackendError
+from ...backends.protocol import BackendError
 
 __all__ = [
     "AWAY",
     "FACTS",
     "FORMAT",
     "MANIFEST",
-    "Mark",
+    "FileDigest",
     "Writer",
     "canonical",
+    "checkpoint_folders",
     "clear",
     "manifest",
     "name_of",
-    "numbered",
     "partial_of",
     "problem_of",
     "read_facts",
@@ -85,7 +85,7 @@ def canonical(value: Any) -> bytes:
 
 
 @attrs.frozen
-class Mark:
+class FileDigest:
     """Size and SHA-256 of a file."""
 
     size: int
@@ -124,12 +124,12 @@ class _Stream:
         self.raw.close()
 
 
-class _Hashed(FileSystem):
+class _HashingFileSystem(FileSystem):
     """A file system that records size and hash of each file that it writes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks: dict[str, Mark] = {}
+        self.marks: dict[str, FileDigest] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -149,7 +149,7 @@ class _Hashed(FileSystem):
         except (OSError, RuntimeError) as error:
             # The library says that a write failed, and not why; the system's own word is below.
             raise BackendError(f"{name} cannot be written: {_root(error)}") from error
-        self.marks[name] = Mark(stream.size, stream.hash.hexdigest())
+        self.marks[name] = FileDigest(stream.size, stream.hash.hexdigest())
 
     def rename(self, path: Any, new_path: Any) -> None:
         """Rename a file, which keeps its mark."""
@@ -186,7 +186,7 @@ class Writer(FileSystemWriter):
         self.partial = partial_of(final)
         self.words = words
         super().__init__(self.partial, overwrite=False)
-        self.fs = self.hashed = _Hashed()
+        self.fs = self.hashed = _HashingFileSystem()
 
     def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy all tensors to the host now: later writes have the values of this moment."""
@@ -253,7 +253,7 @@ def _epoch_of(name: str) -> int | None:
     return epoch if epoch is not None and name_of(epoch) == name else None
 
 
-def numbered(folder: Path) -> list[tuple[int, Path]]:
+def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
     """List the folders with a checkpoint's name, whole or not, newest first."""
     if not folder.is_dir():
         return []
@@ -294,7 +294,7 @@ def retain(folder: Path, keep: int) -> tuple[str, ...]:
     """
     words = []
     try:
-        ours = [path for _, path in numbered(folder) if _is_ours(path)]
+        ours = [path for _, path in checkpoint_folders(folder) if _is_ours(path)]
     except OSError as error:
         return (f"older checkpoints in {folder} are not removed: {error.strerror or error}",)
     for path in ours[keep:]:
@@ -320,7 +320,7 @@ def _is_ours(path: Path) -> bool:
 # What a reader compares
 
 
-def manifest(path: Path) -> dict[str, Mark]:
+def manifest(path: Path) -> dict[str, FileDigest]:
     """
     Return size and hash of a checkpoint's files, from a sound manifest.
 
@@ -348,10 +348,10 @@ def manifest(path: Path) -> dict[str, Mark]:
         )
     if said != hashlib.sha256(canonical(held)).hexdigest():
         raise BackendError(f"{place} is damaged: its hash differs from its content; {AWAY}")
-    return {name: Mark(*mark) for name, mark in held["files"].items()}
+    return {name: FileDigest(*mark) for name, mark in held["files"].items()}
 
 
-def problem_of(path: Path, marks: Mapping[str, Mark], hashed: Sequence[str]) -> str:
+def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str]) -> str:
     """
     Return in words what is wrong with a checkpoint's files; empty if nothing is.
 
@@ -380,7 +380,7 @@ def problem_of(path: Path, marks: Mapping[str, Mark], hashed: Sequence[str]) -> 
     return ""
 
 
-def read_facts(path: Path, marks: Mapping[str, Mark]) -> dict[str, Any]:
+def read_facts(path: Path, marks: Mapping[str, FileDigest]) -> dict[str, Any]:
     """
     Read the facts: the plain data of a checkpoint.
 

@@ -9,11 +9,10 @@ from itertools import chain
 from operator import sub
 from typing import Any, Final
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
-from ..arguments import UNUSABLE
 from ..counts import advance
-from ..engine.memory import Memory
+from ..engine.concrete_memory import Memory
 from ..engine.stage import Transitions
 from ..refusals import Refused
 from .access import TracedMemory
@@ -30,7 +29,7 @@ from .counters import (
     translated_event,
 )
 from .entries import Entries
-from .standing import Difference, Standing
+from .state import Difference, StepState
 
 __all__ = ["RECUR", "RecordedStep"]
 
@@ -81,9 +80,9 @@ class RecordedStep:
     """
 
     transitions: Transitions = field(repr=False)
-    start: Standing = field(repr=False)
+    start: StepState = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
-    end: Standing = field(repr=False)
+    end: StepState = field(repr=False)
     reads: Mapping[str, tuple[Any, ...]]
     writes: Mapping[str, tuple[Any, ...]]
     _groups: tuple[Group, ...] = field(init=False, repr=False)
@@ -102,9 +101,9 @@ class RecordedStep:
     def of(
         cls,
         transitions: Transitions,
-        start: Standing,
+        start: StepState,
         events: Sequence[Event],
-        end: Standing,
+        end: StepState,
     ) -> RecordedStep:
         """
         Make a step of a recording, and try it from starts that are moved.
@@ -258,7 +257,7 @@ class RecordedStep:
         """How far each counter of a memory has moved since the step was recorded."""
         return dict(zip(self._groups, self._amounts(memory), strict=False))
 
-    def differs(self, found: Standing) -> Difference | None:
+    def differs(self, found: StepState) -> Difference | None:
         """
         Compare every entry that the step reads with the current state.
 
@@ -266,10 +265,11 @@ class RecordedStep:
             found: The contract's state now; its memory is not kept.
 
         Returns:
-            The first difference; None if committing the step equals running its transitions.
+            The first difference, without a clause; None if committing the step equals running its
+            transitions.
         """
-        own, other = self.start.memory.incarnation[0], found.memory.incarnation[0]
-        if other != own:  # also of another contract, whose columns may be shorter
+        if not self.is_of(found.memory):  # also of another contract, whose columns may be shorter
+            own, other = self.start.memory.incarnation[0], found.memory.incarnation[0]
             return Difference("incarnation[0]", other, own)
         amounts = self._amounts(found.memory)
         odd = (
@@ -278,9 +278,11 @@ class RecordedStep:
             or self._unlike_counter(found.memory, amounts)
             or self._exhausted(found.memory, amounts)
         )
-        if odd is not None:
-            return self._named(odd, found.memory)
-        return self._outside_memory(found)
+        return odd or self._outside_memory(found)
+
+    def is_of(self, memory: Memory) -> bool:
+        """Whether a memory is of the contract and the incarnation that recorded the step."""
+        return bool(memory.incarnation[0] == self.start.memory.incarnation[0])
 
     def _amounts(self, memory: Memory) -> tuple[int, ...]:
         """How far each counter has moved; the last amount is 0, for entries that do not move."""
@@ -334,26 +336,13 @@ class RecordedStep:
                 )
         return None
 
-    def _outside_memory(self, found: Standing) -> Difference | None:
+    def _outside_memory(self, found: StepState) -> Difference | None:
         """A part of the contract's state outside its memory that has changed."""
         if found.free != self.start.free:
             return Difference("the list of free slots", found.free, self.start.free)
         if found.reserved != self.start.reserved:
             return Difference("the list of reserved slots", found.reserved, self.start.reserved)
         return None
-
-    def _named(self, odd: Difference, memory: Memory) -> Difference:
-        """Add the clause that would refuse the step's transitions."""
-        amounts, tried = self.moved_by(memory), memory.copy()
-        for event in self.events:
-            try:
-                transition, given = translated_event(memory, event, amounts)
-                self.transitions.functions[transition](tried, *given)
-            except Refused as refused:
-                return evolve(odd, clause=refused.clause)
-            except (*UNUSABLE, ValueError):  # an entry that no contract reaches
-                return odd
-        return odd
 
     def recurs(self, other: RecordedStep) -> bool:
         """Whether another step is the same: its start and its events are this step's, moved."""

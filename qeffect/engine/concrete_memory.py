@@ -74,6 +74,15 @@ class Memory:
             setattr(twin, name, getattr(self, name).copy())
         return twin
 
+    def assign(self, other: Memory) -> None:
+        """Take over the contents of a copy; the columns stay the same objects."""
+        for name in self._names:
+            column, entries = getattr(self, name), getattr(other, name)
+            if isinstance(column, dict):
+                column.update(entries)
+            else:
+                column[:] = entries
+
     def snapshot(self) -> Snapshot:
         """Return the contents as plain values; equal memories have equal snapshots."""
         result: Snapshot = {}

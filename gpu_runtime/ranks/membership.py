@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..backends.protocol import BackendError
+from .attempt import agree_on_attempt, first_line
 
 __all__ = ["Limits", "Member", "agree_on", "all_gather", "join", "launcher_ranks", "leave"]
 
@@ -116,7 +117,8 @@ def join(device: str, limits: Limits | None = None) -> Member:
 
     Raises:
         BackendError: The device is unknown, torchrun's environment variables are missing or
-            malformed, this torch has no NCCL, or the host has no GPU for this rank.
+            malformed, the ranks did not meet in time, this torch has no NCCL, or the host has no
+            GPU for this rank.
     """
     if device not in ("cpu", "cuda"):
         raise BackendError(
@@ -159,16 +161,32 @@ def _meet(timeout: datetime.timedelta) -> None:
 
     torchrun's agent keeps one store over all its restarts, and this torch uses the same keys in
     every attempt: a rank would find the addresses of dead peers and the causes of earlier stops.
+
+    Raises:
+        BackendError: The store or a rank cannot be reached in time.
     """
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore(f"qeffect/attempt/{attempt}", store),
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-    )
+    limit = f"{timeout.total_seconds():g} s"
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+    except RuntimeError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise BackendError(
+            f"rank {os.environ['RANK']}: the ranks did not meet at {place} within {limit} "
+            f"({first_line(error)})"
+        ) from error
+    attempt = agree_on_attempt(store, rank, world, timeout.total_seconds())
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"qeffect/attempt/{attempt}", store),
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        raise BackendError(
+            f"rank {rank}: the {world} ranks did not connect within {limit} ({first_line(error)})"
+        ) from error
     atexit.register(leave)
 
 

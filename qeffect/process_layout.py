@@ -10,22 +10,22 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from .carried import Places, require_carried
-from .config import StageConfig
 from .destinations import Destination, require_disjoint
-from .engine.memory import Memory
+from .engine.concrete_memory import Memory
 from .engine.stage import Transitions
 from .keys import Cell
+from .order_search import SlotPlaces, require_feasible
 from .refusals import refused
 from .relations.constants import GENERATION_MAX
 from .sharing import share_destinations, written_once
+from .stage_config import StageConfig
 from .text import shown
 
-__all__ = ["GRAPHS", "Layout", "lay_out", "share_buckets"]
+__all__ = ["GRAPHS", "ProcessLayout", "lay_out", "share_buckets"]
 
 
 @frozen
-class Layout:
+class ProcessLayout:
     """
     The memory of a process and the dense indices of its configured names.
 
@@ -59,7 +59,7 @@ def lay_out(
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = None,
     reductions: Sequence[int | str] = (),
     generation_max: int = GENERATION_MAX,
-) -> Layout:
+) -> ProcessLayout:
     """
     Build the memory of a process.
 
@@ -128,8 +128,8 @@ def lay_out(
     buckets_of = {name: b for b, name in enumerate(bucket_stages)}
     for name, order in (declared or {}).items():
         alone = "capture" not in functions.relations
-        places = Places(slots, range(len(pools)) if alone else pools, _ranks(ranks, alone))
-        require_carried(name, [(kind, cell) for kind, cell in order], places)
+        places = SlotPlaces(slots, range(len(pools)) if alone else pools, _ranks(ranks, alone))
+        require_feasible(name, [(kind, cell) for kind, cell in order], places)
     dense = sorted(indices) == list(range(len(indices)))
 
     def by_stage(values: Mapping[int, Any]) -> Any:
@@ -179,7 +179,7 @@ def lay_out(
             "ordered": [int(bool(reductions))],
         },
     )
-    return Layout(memory, slots, domains, links, memory.buffer_of.keys(), buckets_of)
+    return ProcessLayout(memory, slots, domains, links, memory.buffer_of.keys(), buckets_of)
 
 
 def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, int]]:
@@ -245,6 +245,7 @@ def _require_relations(
         ("arena", "destinations", any(config.destinations for config in stages)),
         ("arena", "tied", any(config.tied for config in stages)),
         ("capture", "a shared pool", any(config.pool is not None for config in stages)),
+        ("completion", "copies_input=True", any(config.copies_input for config in stages)),
         ("reduction", "reduces=True", any(config.reduces for config in stages)),
     ]
     for relation, what, given in asked:

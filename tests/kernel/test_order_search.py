@@ -1,5 +1,5 @@
 """
-Declared orders that nothing can carry are refused when a contract is made, and no others.
+Declared orders that no choice of slots can run are refused when a contract is made.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from qeffect import Contract, Refused, StageConfig, TapeKey
 from qeffect.destinations import Destination
-from qeffect.engine.memory import Memory
+from qeffect.engine.concrete_memory import Memory
 from qeffect.keys import Cell, reference
 from qeffect.relations.constants import NEVER
 
@@ -57,7 +57,7 @@ class TestMessages:
         """Interleaved tapes of a shared pool want an order of capture that interleaves likewise."""
         order = _order("F0", "F1", "dI0", "dI1")
         apart = [(0, slot, kind) for slot in (0, 1) for kind in _GRAPHS]
-        with pytest.raises(ValueError, match="cannot be carried"):
+        with pytest.raises(ValueError, match="cannot run to its end"):
             _contract(2, order, pool="shared", capture_order=apart)
         assert _contract(2, order, pool="shared").epoch == 0
         assert _contract(2, order, capture_order=apart).epoch == 0
@@ -67,7 +67,7 @@ class TestMessages:
         order = _order("F0", "F1", "dI0", "dI1")
         left = ("version", "arena", "completion", "capture")
         assert _contract(2, order, omit=left).epoch == 0
-        with pytest.raises(ValueError, match="cannot be carried"):
+        with pytest.raises(ValueError, match="cannot run to its end"):
             _contract(1, order, omit=left)
 
     def test_no_order_of_dw(self) -> None:
@@ -118,7 +118,7 @@ def _is_refused(slots: int, order: Order, options: dict[str, Any]) -> bool:
     try:
         _contract(slots, order, **options)
     except ValueError as error:
-        if "cannot be carried" not in str(error):
+        if "cannot run to its end" not in str(error):
             raise
         return True
     return False
@@ -142,7 +142,7 @@ def test_what_is_refused_is_what_the_guards_would_never_let_end(
         options = {"pool": random.choice([None, "shared"]), "capture_order": graphs}
         refused = _is_refused(slots, order, options)
         with monkeypatch.context() as patched:
-            patched.setattr("qeffect.layout.require_carried", lambda *_: None)
+            patched.setattr("qeffect.process_layout.require_feasible", lambda *_: None)
             contract = _contract(slots, order, **options)
         assert refused is not _can_be_run(contract, order), (slots, order, options)
         verdicts.add(refused)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from .keys import Cell
 from .text import counted
 
-__all__ = ["Places", "require_carried"]
+__all__ = ["SlotPlaces", "require_feasible"]
 
 #: Limit of the search: states per action of an order, and states in addition. Beyond the limit the
 #: order is accepted unproved. With one pool per slot the search needs one state per action.
@@ -19,7 +19,7 @@ _EACH: Final = 20
 _BESIDE: Final = 20_000
 
 
-class Places(NamedTuple):
+class SlotPlaces(NamedTuple):
     """
     The slots of tapes, and the capture memory of the slots.
 
@@ -42,7 +42,9 @@ class _State(NamedTuple):
     cursors: frozenset[tuple[int, int]]
 
 
-def require_carried(domain: Hashable, order: Sequence[tuple[str, Cell]], places: Places) -> None:
+def require_feasible(
+    domain: Hashable, order: Sequence[tuple[str, Cell]], places: SlotPlaces
+) -> None:
     """
     Require that some choice of slots, and of times for dW, lets a declared order run to its end.
 
@@ -60,12 +62,12 @@ def require_carried(domain: Hashable, order: Sequence[tuple[str, Cell]], places:
     >>> cells = [(0, m, 0, 0) for m in (0, 1)]
     >>> order = [("F", cells[0]), ("F", cells[1]), ("dI", cells[0]), ("dI", cells[1])]
     >>> ranks = {"F": [0, 3], "dI": [1, 4], "dW": [2, 5]}
-    >>> require_carried("d", order, Places({0: [0, 1]}, [0, 1], ranks))
-    >>> require_carried("d", order, Places({0: [0]}, [0], ranks))
+    >>> require_feasible("d", order, SlotPlaces({0: [0, 1]}, [0, 1], ranks))
+    >>> require_feasible("d", order, SlotPlaces({0: [0]}, [0], ranks))
     Traceback (most recent call last):
     ...
-    ValueError: the declared order of domain 'd' cannot be carried: after 1 of its 4 actions no \
-slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
+    ValueError: the declared order of domain 'd' cannot run to its end: after 1 of its 4 actions \
+no slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
     """
     sizes = Counter(places.pool_of)
     shared = frozenset(pool for pool, size in sizes.items() if size > 1)
@@ -87,14 +89,14 @@ slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
                 todo.append(following)
     if furthest == len(order):
         raise ValueError(
-            f"the declared order of domain {domain!r} cannot be carried: no choice of slots lets "
-            "every dW follow in the order of capture; capture in another order, or give each slot "
-            "a pool of its own"
+            f"the declared order of domain {domain!r} cannot run to its end: no choice of slots "
+            "lets every dW follow in the order of capture; capture in another order, or give each "
+            "slot a pool of its own"
         )
     kind, cell = order[furthest]
     number = len(places.slots[cell[0]])
     raise ValueError(
-        f"the declared order of domain {domain!r} cannot be carried: after {furthest} of its "
+        f"the declared order of domain {domain!r} cannot run to its end: after {furthest} of its "
         f"{len(order)} actions no slot of stage {cell[0]} can take {kind} of {cell}; the stage has "
         f"{counted(number, 'slot')}; declare dI earlier, give the stage more slots, or each slot a "
         "pool of its own"
@@ -102,7 +104,7 @@ slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
 
 
 def _following(
-    state: _State, order: Sequence[tuple[str, Cell]], places: Places, shared: frozenset[int]
+    state: _State, order: Sequence[tuple[str, Cell]], places: SlotPlaces, shared: frozenset[int]
 ) -> Iterator[_State]:
     """Yield the states after one action; a dW that cannot block anything runs at once and alone."""
     deferred = [tape for tape in state.tapes if tape[2]]
@@ -125,7 +127,7 @@ def _following(
         yield from _replayed(state, "dW", tape, state.tapes - {tape}, places, 0)
 
 
-def _free(stage: int, state: _State, places: Places, shared: frozenset[int]) -> Iterator[int]:
+def _free(stage: int, state: _State, places: SlotPlaces, shared: frozenset[int]) -> Iterator[int]:
     """Yield the free slots of a stage, of those with a pool of their own the first alone."""
     taken = {slot for _, slot, _ in state.tapes}
     alone = False
@@ -140,7 +142,7 @@ def _replayed(
     kind: str,
     tape: tuple[Cell, int, bool],
     tapes: frozenset[tuple[Cell, int, bool]],
-    places: Places,
+    places: SlotPlaces,
     steps: int,
 ) -> Iterator[_State]:
     """Yield the state after a replay, where the pool's cursor lets it pass."""

@@ -13,7 +13,7 @@ from ...backends.protocol import BackendError
 from ...ranks.channels import LostError, end_group
 from ...ranks.worker import Worker
 
-__all__ = ["RankGroup", "consent", "lost", "raise_first", "stop"]
+__all__ = ["RankGroup", "SharedError", "consent", "lost", "raise_first", "stop"]
 
 #: Seconds that a rank waits for the files of the others. A dead rank is noticed at once.
 _FILES_S = 1800.0
@@ -55,8 +55,13 @@ class RankGroup:
             end_group(handle, abort=False)
 
 
-class HalfUpdatedError(RuntimeError):
-    """An optimizer update failed half way on one rank; its weights must not be saved."""
+class SharedError(BackendError):
+    """
+    An error that every rank raises at the same place, from what all ranks have exchanged.
+
+    No rank waits for another then, so each can raise it. Every other error may be of one rank
+    alone, and `stop` tells it to the others.
+    """
 
 
 def consent(worker: Worker) -> None:
@@ -64,13 +69,13 @@ def consent(worker: Worker) -> None:
     Require that this rank's contract permits a checkpoint, and that all ranks are at one epoch.
 
     Raises:
-        HalfUpdatedError: An optimizer update failed half way on this rank.
-        Exception: This rank's contract refuses, or a rank is gone or at another epoch. The caller
-            stops all ranks with each of these (`stop`).
+        BackendError: An optimizer update failed half way on this rank.
+        Exception: This rank's contract refuses, its device failed, or a rank is gone or at another
+            epoch. The caller stops all ranks with each of these (`stop`).
     """
     runtime = worker.runtime
     if runtime.actions.broken is not None:
-        raise HalfUpdatedError(runtime.actions.broken)
+        raise BackendError(runtime.actions.broken)
     runtime.confirm()
     runtime.drain()
     runtime.contract.check_checkpoint()
@@ -83,11 +88,11 @@ def stop(worker: Worker, error: Exception, group: RankGroup | None) -> Exception
 
     Args:
         worker: This rank.
-        error: What went wrong here. A `BackendError` is raised as it is: every rank has it.
+        error: What went wrong here. A `SharedError` is raised as it is: every rank has it.
         group: The group to end, so that no rank waits for this one in it; None while an
             asynchronous save of an earlier epoch still uses it.
     """
-    if isinstance(error, BackendError):
+    if isinstance(error, SharedError):
         return error
     error.__traceback__ = error.__context__ = error.__cause__ = None
     for passage in worker.pipeline.passages.values():
@@ -101,9 +106,9 @@ def stop(worker: Worker, error: Exception, group: RankGroup | None) -> Exception
     return stopped
 
 
-def lost(error: RuntimeError) -> RuntimeError:
-    """Return a collective's error as a lost rank; a `BackendError`, which all ranks have, stays."""
-    if isinstance(error, BackendError):
+def lost(error: Exception) -> Exception:
+    """Return a collective's error, a plain `RuntimeError`, as a lost rank; other errors stay."""
+    if isinstance(error, BackendError) or not isinstance(error, RuntimeError):
         return error
     library = str(error)
     return LostError("checkpoint", -1, "imed out" in library, library)
@@ -114,8 +119,8 @@ def raise_first(said: list[dict[str, Any]]) -> None:
     Raise the problem of the first rank that has one.
 
     Raises:
-        BackendError: A rank has a problem.
+        SharedError: A rank has a problem.
     """
     for one in said:
         if one["problem"]:
-            raise BackendError(one["problem"])
+            raise SharedError(one["problem"])

@@ -10,10 +10,10 @@ from ..counts import COUNTED, DeviceCounts, fold, mark, wrap
 from ..refusals import refused
 from ..text import shown
 
-__all__ = ["Counted"]
+__all__ = ["ExpectedCounts"]
 
 
-class Counted:
+class ExpectedCounts:
     """
     Counters of every stage and a digest of every state domain, over one incarnation.
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import attrs
 import torch
 
-from qeffect.config import Bucket
+from qeffect.stage_config import Bucket
 
 from ..backends.protocol import BackendError
 from ..step.memory.arena import Rule

@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ..configuration import Configuration
-from ..engine.memory import Snapshot
+from ..engine.concrete_memory import Snapshot
 from ..keys import TapeKey, TapeRef
 from ..ledgers.runner import Observer
 from ..text import shown
 from ..tickets import Ticket
-from .parts import Parts
+from .parts import ContractParts
 
-__all__ = ["Reading"]
+__all__ = ["Queries"]
 
 
-class Reading(Parts):
+class Queries(ContractParts):
     """Reads of a contract's state, and the observer, which may be set."""
 
     @property

@@ -1,0 +1,125 @@
+"""
+The name of an attempt: one run of all ranks, from their meeting to the first one's end.
+
+torchrun restarts the workers of its agents in rounds. No worker is told the number of its round,
+and the agents' store outlives all rounds. The count of restarts that an agent tells its workers is
+the agent's own: an agent that restarts because another one lost a worker does not count, and an
+agent that was killed and started again counts from 0 (pytorch/pytorch#135712). Ranks therefore draw
+the name of their attempt and agree on it here.
+
+Rank 0 draws a name and offers it under the one key that every round writes again. Each other rank
+takes its place under keys that begin with the offered name; the first process to come gets it. Once
+all places are taken, rank 0 confirms the name, under such a key too. A place was taken after the
+name was drawn. So a confirmed name has one process for each rank, all of which ran while rank 0
+waited, and whatever an earlier round wrote stands under another name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ..backends.protocol import BackendError
+
+__all__ = ["agree_on_attempt", "first_line"]
+
+_OFFER, _CONFIRMED = "qeffect/offer", "confirmed"
+#: Seconds between two looks at the store: at least, and for each rank of the job.
+_POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
+#: Seconds past the deadline after which a store that has not answered is given up.
+_MARGIN_S = 2.0
+
+
+def agree_on_attempt(store: Any, rank: int, world: int, deadline: float) -> str:
+    """
+    Agree with the other ranks of this attempt on its name, which no other attempt has.
+
+    Args:
+        store: The launcher's store. Earlier attempts may have written to it, and processes that
+            they left behind may still do so.
+        rank: The global rank.
+        world: Number of ranks.
+        deadline: Timeout in seconds for all ranks to agree.
+
+    Raises:
+        BackendError: A rank did not come in time, or the store is gone or does not answer.
+    """
+    meeting = _Meeting(store, rank, world)
+    # A store that is partitioned away answers neither with a value nor with an error.
+    thread = threading.Thread(target=meeting.run, args=(deadline,), daemon=True)
+    thread.start()
+    thread.join(deadline + _MARGIN_S)
+    if meeting.error is not None:
+        what = first_line(meeting.error)
+        raise BackendError(f"rank {rank}: the launcher's store is gone ({what})")
+    if thread.is_alive():
+        raise BackendError(
+            f"rank {rank}: the launcher's store did not answer within {deadline:g} s"
+        )
+    if not meeting.name:
+        raise BackendError(
+            f"rank {rank}: expected {world} ranks within {deadline:g} s; missing: {meeting.missing}"
+        )
+    return meeting.name
+
+
+class _Meeting:
+    """One rank's part in the agreement; `name` is empty until it is confirmed."""
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self.store, self.rank, self.world = store, rank, world
+        self.name, self.missing = "", "rank 0"
+        self.error: RuntimeError | None = None
+        self._seen: set[str] = set()
+        self._taken: dict[str, Any] = {}
+
+    def run(self, deadline: float) -> None:
+        """Look at the store until the name is confirmed or the deadline has passed."""
+        until = time.monotonic() + deadline
+        try:
+            look = self._offering() if self.rank == 0 else self._accepting
+            while not (name := look()) and time.monotonic() < until:
+                time.sleep(max(_POLL_S, self.world * _POLL_A_RANK_S))
+            self.name = name
+        except RuntimeError as error:
+            self.error = error
+
+    def _offering(self) -> Callable[[], str]:
+        """Offer a name; the result confirms it once every other rank has its place."""
+        name = secrets.token_hex(16)
+        places = PrefixStore(f"qeffect/meet/{name}", self.store)
+        self.store.set(_OFFER, json.dumps([name, self.world]))
+        missing = [*range(1, self.world)]
+
+        def look() -> str:
+            while missing and places.check([str(missing[0])]):
+                del missing[0]
+            self.missing = f"rank {missing[0]}" if missing else ""
+            if missing:
+                return ""
+            places.set(_CONFIRMED, "")
+            return name
+
+        return look
+
+    def _accepting(self) -> str:
+        """Take a place in an attempt that is offered for the first time; find a confirmed one."""
+        if self.store.check([_OFFER]):
+            name, world = json.loads(self.store.get(_OFFER))
+            if name not in self._seen and world == self.world:
+                self._seen.add(name)
+                places = PrefixStore(f"qeffect/meet/{name}", self.store)
+                if places.add(str(self.rank), 1) == 1:
+                    self._taken[name] = places
+        return next((n for n, places in self._taken.items() if places.check([_CONFIRMED])), "")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error; the others are its stack."""
+    return str(error).strip().partition("\n")[0]

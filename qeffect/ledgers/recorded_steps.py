@@ -1,0 +1,115 @@
+"""
+Recorded steps: compare a contract's state with a step's start, and write the step's end.
+"""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from ..steps import Difference, RecordedStep, StepState
+from ..text import shown
+from .expected_counts import ExpectedCounts
+from .pool import Pool
+from .runner import Runner
+from .step_trial import attempt
+
+__all__ = ["RecordedSteps"]
+
+
+class RecordedSteps:
+    """
+    Compare and commit recorded steps.
+
+    Args:
+        runner: The runner; its memory is compared and written.
+        pool: The free slots; they are compared and written too.
+        counted: Expected counts of the devices; None if nothing is counted.
+    """
+
+    __slots__ = ("_counted", "_pool", "_runner")
+
+    def __init__(self, runner: Runner, pool: Pool, counted: ExpectedCounts | None) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._counted = counted
+
+    def step_state(self) -> StepState:
+        """Return a copy of the state that a step may change."""
+        counts = None if self._counted is None else self._counted.own()
+        return StepState(self._runner.memory.copy(), self._free(), {**self._pool.reserved}, counts)
+
+    def _free(self) -> dict[int, tuple[int, ...]]:
+        return {stage: tuple(own) for stage, own in self._pool.free.items()}
+
+    def differs(self, step: RecordedStep, *, guards_alone: bool = False) -> Difference | None:
+        """
+        Ask whether every transition of a step would be accepted now.
+
+        Args:
+            step: The recorded step.
+            guards_alone: Do not require the counts of the last commit.
+
+        Raises:
+            TypeError: The argument is not a recorded step.
+            ValueError: The step was recorded by a contract with other relations.
+        """
+        found = self._asked(step, guards_alone=guards_alone)
+        return found if isinstance(found, Difference) else None
+
+    def _asked(self, step: RecordedStep, *, guards_alone: bool) -> Difference | StepState | None:
+        """Return why a step is refused; None if it recurs; or the state that a trial leaves."""
+        if not isinstance(step, RecordedStep):
+            raise TypeError(f"expected a RecordedStep, got {shown(step)}")
+        runner = self._runner
+        if step.transitions is not runner.transitions:
+            raise ValueError("check_step: the step was recorded by a contract with other relations")
+        if runner.observer is not None:
+            return Difference("the observer", runner.observer, None)
+        if self._counted is not None:
+            if not self._counted.late:
+                found = "at the commit"
+                return Difference("when counts are compared", found, "after it: late=True")
+            if self._counted.awaited is not None and not guards_alone:
+                return Difference(
+                    "the counts of the last commit", "missing", "presented", "epoch.uncounted"
+                )
+        now = StepState(runner.memory, self._free(), self._pool.reserved, None)
+        difference = step.differs(now)
+        if difference is None or not step.is_of(runner.memory):
+            return difference
+        tried = attempt(step, now)
+        if isinstance(tried, StepState):
+            return tried
+        return evolve(difference, clause=tried)
+
+    def commit(self, step: RecordedStep) -> None:
+        """
+        Write a step's end.
+
+        Raises:
+            Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
+            TypeError, ValueError: As `differs`; or a transition of the step would be refused.
+        """
+        if self._counted is not None:
+            self._counted.require_commit(None)
+        found = self._asked(step, guards_alone=True)
+        if isinstance(found, Difference):
+            raise ValueError(f"commit_step: {found}; ask check_step before the step is run")
+        memory, end = self._runner.memory, step.end
+        if found is None:
+            step.write(memory)
+        else:
+            end = found
+            memory.assign(found.memory)
+        for stage, slots in end.free.items():
+            own = self._pool.free[stage]
+            if tuple(own) != slots:
+                own.clear()
+                own.update(dict.fromkeys(slots))
+        if end.reserved is not self._pool.reserved:
+            reserved = {**end.reserved}
+            self._pool.reserved.clear()
+            self._pool.reserved.update(reserved)
+        if self._counted is not None:
+            self._counted.ran_step(step.folds, step.counted)
+            self._counted.committed()

@@ -1,0 +1,147 @@
+"""Ranks agree on the name of their attempt, whatever earlier attempts left in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.ranks.attempt import agree_on_attempt
+
+KEEPS_STORE = """
+import torch.distributed as dist, time
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(120)
+"""
+
+
+class Round:
+    """
+    Ranks of one round, as threads, each with its own connection to the launcher's store.
+
+    Args:
+        world: Number of ranks.
+        deadline: Timeout of their agreement, in seconds.
+    """
+
+    server = None
+
+    def __init__(self, world: int = 2, deadline: float = 20.0) -> None:
+        self.world, self.deadline = world, deadline
+        self.pool = ThreadPoolExecutor()
+        self.found: dict[int, Future[str]] = {}
+
+    def start(self, *ranks: int) -> Round:
+        """Start ranks."""
+        for rank in ranks:
+            assert Round.server is not None
+            store = dist.TCPStore("127.0.0.1", Round.server.port, is_master=False)
+            given = store, rank, self.world, self.deadline
+            self.found[rank] = self.pool.submit(agree_on_attempt, *given)
+        return self
+
+    def name(self) -> str:
+        """Wait for all ranks; they have found one name."""
+        (name,) = {found.result() for found in self.found.values()}
+        return name
+
+
+@pytest.fixture(autouse=True)
+def server() -> Iterator[dist.TCPStore]:
+    """The store that an agent keeps over all rounds."""
+    Round.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield Round.server
+    Round.server = None
+
+
+def until(store: dist.TCPStore, key: str) -> str:
+    """Wait for a key."""
+    deadline = time.monotonic() + 20
+    while not store.check([key]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return store.get(key).decode()
+
+
+def test_each_round_has_a_name_of_its_own() -> None:
+    """Five rounds over one store, whichever rank comes first."""
+    orders = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1), (2, 0, 1)]
+    names = {Round(3).start(*order).name() for order in orders}
+    assert len(names) == 5
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    """And what it left is not what a later pair finds."""
+    assert Round(1).start(0).name() != Round(2).start(1, 0).name()
+
+
+def test_an_offer_whose_rank_0_died_is_left_behind(server: dist.TCPStore) -> None:
+    """A rank takes its place in that attempt, then in the next one that is offered."""
+    server.set("qeffect/offer", json.dumps(["dead", 2]))
+    late = Round().start(1)
+    until(server, "qeffect/meet/dead/1")
+    assert late.start(0).name() != "dead"
+
+
+def test_an_offer_to_another_number_of_ranks_is_not_answered(server: dist.TCPStore) -> None:
+    """An earlier round had three ranks."""
+    server.set("qeffect/offer", json.dumps(["three", 3]))
+    early = Round().start(1)
+    time.sleep(0.2)
+    assert early.start(0).name() != "three"
+    assert not server.check(["qeffect/meet/three/1"])
+
+
+def test_two_processes_of_one_rank_never_share_an_attempt(server: dist.TCPStore) -> None:
+    """The second one finds its place taken, and waits for another offer."""
+    first, second = Round().start(1), Round(deadline=20.0).start(1)
+    name = first.start(0).found[0].result()
+    found = [one.found[1] for one in (first, second)]
+    deadline = time.monotonic() + 20
+    while not any(one.done() for one in found):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (taken,) = [one for one in found if one.done()]
+    (other,) = [one for one in found if one is not taken]
+    assert taken.result() == name
+    assert not other.done()
+    later = Round().start(0)
+    assert other.result() == later.found[0].result() != name
+
+
+def test_who_is_missing_is_named() -> None:
+    """Rank 0 knows who took no place; another rank knows only that rank 0 did not confirm."""
+    few = Round(4, deadline=0.5).start(0, 1, 3)
+    with pytest.raises(BackendError, match=r"rank 0: expected 4 ranks within 0.5 s; .*rank 2$"):
+        few.found[0].result()
+    with pytest.raises(BackendError, match=r"rank 3: expected 4 ranks within 0.5 s; .*rank 0"):
+        few.found[3].result()
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [(signal.SIGSTOP, "did not answer within 1 s"), (signal.SIGKILL, "store is gone")],
+)
+def test_a_store_that_does_not_answer_ends_the_wait(sent: int, words: str) -> None:
+    """A call of the library to a host that is partitioned away returns neither way."""
+    with subprocess.Popen([sys.executable, "-c", KEEPS_STORE], stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), is_master=False)
+        try:
+            os.kill(keeper.pid, sent)
+            if sent == signal.SIGKILL:
+                keeper.wait()
+            with pytest.raises(BackendError, match=words):
+                agree_on_attempt(store, 1, 2, 1.0)
+        finally:
+            keeper.kill()

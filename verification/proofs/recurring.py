@@ -1,0 +1,236 @@
+"""
+Moving the counters of a recorded step changes no guard's decision and commutes with every write.
+
+A contract commits a recorded step as one (`qeffect.steps`) if the entries that the step reads are
+the recorded ones, moved: all numbers of one family by the amount that the family's counter has
+moved. That replaces the guards only if every transition of a step, from a moved state with moved
+arguments, takes the same path and leaves the moved result. This is proved here for every path of
+every transition that a recorded step may contain, one family at a time; a move of several families
+is one after another. The sorts are unbounded, so the proof holds for any number of slots, stages,
+links and epochs, and for any amount.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import z3
+from attrs import field, frozen
+
+from qeffect.engine.stage import STATE, TRANSITIONS
+from qeffect.steps.counters import BASES, COUNTERS, Counter
+from qeffect.steps.recorded_step import RECUR
+
+from ..judging import MANDATORY
+from ..symbolic import Encoding, Path, flat_arguments
+from ..symbolic.encoding import STAGE_OF
+from ..symbolic.terms import Term
+from .obligations import Composition, Goal, Obligation
+
+__all__ = ["MEMBERS", "MOVED", "NAME", "recurring"]
+
+#: What is proved of each path and family.
+NAME: Final = "a moved step is the same step"
+
+#: The columns that a move changes within a step: those of a recorded step, and the tickets that are
+#: out between a check and its commit.
+MOVED: Final[Mapping[str, Counter]] = {
+    **COUNTERS,
+    **{name: Counter("ticket", None, 0) for name, c in STATE.items() if c.values == "ticket"},
+}
+
+#: The sort of each family's members; a family that is not named has one.
+MEMBERS: Final[Mapping[str, str]] = {
+    family: STATE[name].index
+    for family, name in BASES.items()
+    if family != "epoch" and STATE[name].index != "one"
+}
+
+#: The relations whose lemmas say that the numbers of a family count from zero.
+_COUNTED: Final[Mapping[str, frozenset[str]]] = {
+    "epoch": frozenset({"version", "reduction"}),
+    "ticket": frozenset({"order", "version", "arena"}),
+    "token": frozenset({"order", "version"}),
+    "replay": frozenset({"completion"}),
+    "work": frozenset({"completion"}),
+}
+
+
+def recurring(
+    composition: Composition,
+    moved: Mapping[str, Counter] = MOVED,
+    families: Iterable[str] = tuple(BASES),
+) -> Iterator[Obligation | Goal]:
+    """
+    Yield for each path of a step's transitions, and each family, that a move commutes with it.
+
+    Where the path's terms do not mention the family, both sides are the same term.
+
+    Args:
+        composition: The transitions.
+        moved: What the numbers of each column count; a mutant's lacks an entry.
+        families: The families to move, one at a time.
+    """
+    chosen = tuple(families)
+    for transition in (name for name in TRANSITIONS if name in RECUR):
+        for family in chosen:
+            move = Move(composition.encoding, composition.vocabulary.before.state, family, moved)
+            arguments = move.arguments(transition)
+            facts = (*composition.vocabulary.assumed(transition), *move.facts(transition))
+            for path in composition.paths[transition]:
+                differences = list(move.differences(path, arguments))
+                if differences:
+                    relations = MANDATORY | _COUNTED.get(family, frozenset())
+                    given = (*path.tests, *facts)
+                    name = f"{NAME}: {family}"
+                    denied = differences[0] if len(differences) == 1 else z3.Or(differences)
+                    yield Goal(name, "recurring", transition, path.label, relations, given, denied)
+                else:
+                    yield Obligation(
+                        f"{NAME}: {family}",
+                        "recurring",
+                        composition.name,
+                        transition,
+                        path.label,
+                        "syntax",
+                        "unsat",
+                        0.0,
+                    )
+
+
+@frozen
+class Move:
+    """
+    A move of one family by arbitrary amounts, one for each member.
+
+    Args:
+        encoding: What the sorts are.
+        before: Term of every column before a transition.
+        family: The family that moves.
+        moved: What the numbers of each column count.
+    """
+
+    encoding: Encoding
+    before: Mapping[str, Term] = field(repr=False)
+    family: str
+    moved: Mapping[str, Counter] = field(repr=False)
+
+    def amount(self, member: Term | None = None) -> Term:
+        """How far a member's counter moves."""
+        if self.family not in MEMBERS:
+            return self.encoding.const(f"move.{self.family}", "int")
+        amounts = self.encoding.array(f"move.{self.family}", (MEMBERS[self.family],), "int")
+        return z3.Select(amounts, member)
+
+    def entry(
+        self, name: str, columns: Mapping[str, Term], index: Term | None, value: Term
+    ) -> Term:
+        """Return a column's entry, moved."""
+        counter = self.moved.get(name)
+        if counter is None or counter.family != self.family:
+            return value
+        member = index
+        for through in counter.through or ():
+            member = z3.Select(columns[through], member)
+        higher = value + self.amount(None if counter.through is None else member)
+        return higher if counter.none is None else z3.If(value == counter.none, value, higher)
+
+    def column(self, name: str) -> Term:
+        """Return a column before a transition, moved."""
+        term = self.before[name]
+        if not z3.is_array(term):
+            return self.entry(name, self.before, None, term)
+        index = z3.Const(f"moved!{name}", term.sort().domain())
+        return z3.Lambda([index], self.entry(name, self.before, index, z3.Select(term, index)))
+
+    def arguments(self, transition: str) -> list[tuple[Term, Term]]:
+        """Return each column and argument that moves, with its moved term."""
+        own = [name for name, counter in self.moved.items() if counter.family == self.family]
+        pairs = [(self.before[name], self.column(name)) for name in own]
+        given = {
+            n: self.encoding.const(f"arg.{n}", s) for n, s in flat_arguments(transition).items()
+        }
+        for name, value in given.items():
+            moved = self._argument(name, value, given)
+            if moved is not None:
+                pairs.append((value, moved))
+        return pairs
+
+    def _argument(self, name: str, value: Term, given: Mapping[str, Term]) -> Term | None:
+        """Return an argument, moved; None if the family does not move it."""
+        at, select = self.before, z3.Select
+        if self.family == "epoch" and name in ("key.epoch", "epoch"):
+            return value + self.amount()
+        if self.family == "epoch" and name == "fill_epoch":
+            return z3.If(value >= 0, value + self.amount(), value)
+        if self.family == "ticket" and name == "ticket":
+            return value + self.amount()
+        if self.family == "generation" and name == "ref.generation":
+            return value + self.amount(given["ref.slot"])
+        if self.family == "token" and name == "token":
+            stage = select(self.encoding.array(STAGE_OF, ("cell",), "stage"), given["key.cell"])
+            return value + self.amount(select(at["domain_of"], stage))
+        if self.family == "token" and name == "scales":
+            domain = select(at["domain_of"], select(at["slot_stage"], given["slot"]))
+            return z3.If(value >= 0, value + self.amount(domain), value)
+        return None
+
+    def facts(self, transition: str) -> Iterator[Term]:
+        """
+        Yield what a recorded step requires of the move and of the arguments.
+
+        Counters never fall, keys name an epoch, and no slot reaches its last generation.
+        """
+        sort = MEMBERS.get(self.family)
+        if sort is None:
+            yield self.amount() >= 0
+        else:
+            member = self.encoding.const("var.m", sort)
+            yield from self.encoding.close({"var.m": sort}, self.amount(member) >= 0)
+            if self.family == "generation":
+                highest = z3.Select(self.before["generation"], member) + self.amount(member)
+                below = highest < self.before["generation_max"]
+                yield from self.encoding.close({"var.m": sort}, below)
+        if "key.epoch" in flat_arguments(transition):
+            yield self.encoding.const("arg.key.epoch", "int") >= 0
+
+    def differences(self, path: Path, pairs: list[tuple[Term, Term]]) -> Iterator[Term]:
+        """Yield each way in which a path, from the moved state, may not do the same, moved."""
+        for test in path.tests:
+            moved = self._from_moved(test, pairs)
+            if not moved.eq(self._simple(test)):
+                yield z3.Not(moved)
+        if path.clause is not None:
+            return
+        for name, after in path.columns.items():
+            through = self.moved[name].through if name in self.moved else None
+            if name not in path.written and not any(t in path.written for t in through or ()):
+                continue
+            index = None
+            ran, left = self._from_moved(after, pairs), after
+            if z3.is_array(after):
+                sort = STATE[name].index
+                index = self.encoding.const(f"at.{sort}", sort)
+                ran, left = self._simple(z3.Select(ran, index)), z3.Select(after, index)
+            wanted = self._simple(self.entry(name, path.columns, index, left))
+            if not ran.eq(wanted):
+                yield ran != wanted
+        if path.returned is not None:
+            wanted = path.returned + self.amount() if self.family == "ticket" else path.returned
+            ran, wanted = self._from_moved(path.returned, pairs), self._simple(wanted)
+            if not ran.eq(wanted):
+                yield ran != wanted
+
+    def _from_moved(self, term: Term, pairs: list[tuple[Term, Term]]) -> Term:
+        """Return a term of a path with the moved state and arguments in it."""
+        memo = self.encoding.memo
+        key = ("moved", self.family, id(self.moved), term.get_id(), *(p.get_id() for p, _ in pairs))
+        if key not in memo:
+            memo[key] = (self._simple(z3.substitute(term, *pairs)), term)
+        found: Term = memo[key][0]
+        return found
+
+    @staticmethod
+    def _simple(term: Term) -> Term:
+        return z3.simplify(term)
