@@ -144,7 +144,8 @@ def _explored(
 def _states(scope: Any, symmetry: bool) -> int:
     """How many states a scope has, or UNKNOWN."""
     if scope.name.startswith("pool-"):
-        return pool_states(*scope.slots, *scope.cells, scope.generation_max, symmetry=symmetry)
+        (slots,), (keys,) = scope.slots, scope.cells
+        return pool_states(slots, keys, scope.generation_max, symmetry=symmetry)
     return UNKNOWN if symmetry else SCOPE_STATES.get(scope.name, UNKNOWN)
 
 
