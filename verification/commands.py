@@ -11,8 +11,8 @@ from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
 from qeffect.countdown import Countdown
-from qeffect.report import environment, require_place, write_json, write_text
-from qeffect.text import counted
+from qeffect.report import environment, require_folder, require_place, write_json, write_text
+from qeffect.text import counted, near
 
 from .scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
 
@@ -93,6 +93,7 @@ class Explore:
             if args.scope not in named:
                 raise UnusableError(
                     f"no scope is named {args.scope!r}; choose from {', '.join(named)}"
+                    f"{near(args.scope, named)}"
                 )
             chosen = [named[args.scope]]
         else:
@@ -186,8 +187,8 @@ class Prove:
             "--depth",
             type=int,
             metavar="N",
-            help=f"length in transitions of the bounded proofs beside the unbounded ones "
-            f"(default {DEPTH}, the most)",
+            help=f"transitions per bounded proof, at most and by default {DEPTH}; unbounded proofs "
+            "always run",
         )
         parser.add_argument(
             "--cvc5", action="store_true", help="prove with the second solver, cvc5, too"
@@ -195,7 +196,8 @@ class Prove:
         parser.add_argument(
             "--mutants",
             action="store_true",
-            help="also delete each guard, operand and update in turn, show what breaks (minutes)",
+            help="also delete each guard, operand and update in turn, and show what breaks "
+            "(minutes)",
         )
         parser.add_argument(
             "--only",
@@ -221,10 +223,8 @@ class Prove:
             refuse_unused(args, ("--programs",), why, wants="--mutants")
         args.seeds = 1 if args.seeds is None else args.seeds
         args.depth = DEPTH if args.depth is None else args.depth
-        if args.programs is not None and args.programs.exists() and not args.programs.is_dir():
-            raise UnusableError(
-                f"--programs {args.programs}: expected a folder, found a file; name a folder"
-            )
+        if args.programs is not None:
+            require_folder(args.programs, "--programs")
         if args.seeds < 1:
             raise UnusableError(f"--seeds must be at least 1, not {args.seeds}")
         if args.seeds > MOST_SEEDS:

@@ -180,7 +180,7 @@ def test_what_is_not_ours_stays_and_a_removal_that_fails_is_no_failed_save(tmp_p
     for words in said.values():
         assert words["error"] is None
     (told,) = said[0]["untidy"]
-    assert "step-00000001 is older than the 1 that stay and cannot be removed: Not a" in told
+    assert "step-00000001 is older than the 1 kept checkpoints and cannot be removed: Not a" in told
     assert said[0]["names"] == sorted([
         "step-7", "step-\u00b2", ".partial-mine", ".removed-step-1", "step-00000000",
         "step-00000008", "step-00000001", "step-00000002", ".removed-step-00000001",

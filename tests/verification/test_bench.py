@@ -118,6 +118,6 @@ def test_bench_names_the_extra_that_it_lacks(
     assert 0 == code
     assert 1.0 == out["refusal_us"]
     assert (
-        "this needs hypothesis, which is not installed: pip install 'qeffect[verify]'"
+        "the package hypothesis is missing: pip install 'qeffect[verify]'"
         == out["upper_not_measured"]
     )

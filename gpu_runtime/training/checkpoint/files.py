@@ -55,7 +55,7 @@ _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _CHUNK = 1 << 20
 _NUMBERED = re.compile(r"step-([0-9]{8,})")
 #: What to do about a damaged checkpoint.
-AWAY = "move that folder away to go on from the one before it"
+AWAY = "move that folder away to continue from the previous checkpoint"
 #: The parts of the facts, and their types.
 _PARTS: dict[str, type] = {
     "epoch": int, "must": dict, "free": dict, "mapping": dict, "contracts": list, "made_by": list,
@@ -218,7 +218,9 @@ class Writer(FileSystemWriter):
         marks |= {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
         found = {path.name for path in self.partial.iterdir()}
         if odd := sorted(found ^ marks.keys()):
-            raise BackendError(f"{odd[0]} was written and not marked, or marked and not written")
+            raise BackendError(
+                f"{odd[0]} is either in the folder or in the manifest; expected it in both"
+            )
         held = {"format": FORMAT, "epoch": self.facts["epoch"], "files": marks}
         sealed = {**held, "sha256": hashlib.sha256(canonical(held)).hexdigest()}
         self._write(MANIFEST, canonical(sealed))
@@ -304,7 +306,7 @@ def retain(folder: Path, keep: int) -> tuple[str, ...]:
             shutil.rmtree(hidden)
         except OSError as error:
             words.append(
-                f"{path} is older than the {keep} that stay and cannot be removed: "
+                f"{path} is older than the {keep} kept checkpoints and cannot be removed: "
                 f"{error.strerror or error}"
             )
     return tuple(words)
