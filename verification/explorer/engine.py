@@ -133,11 +133,11 @@ class Engine:
             tally.breaks(broken[0], tally.sighting(chunk, broken[1]))
             return
         for index in range(len(self.moves)) if moves is None else moves:
-            alive, count = self.presented(chunk, index)
+            alive, count = self.candidates(chunk, index)
             if count:
                 yield from self._run(chunk, index, self.moves[index], alive, count, tally)
 
-    def presented(self, chunk: Chunk, index: int) -> tuple[Value, int]:
+    def candidates(self, chunk: Chunk, index: int) -> tuple[Value, int]:
         """Return the states of a chunk that a move is presented in, as a mask, and their number."""
         alive: Value = True
         for where in self.moves[index].where:

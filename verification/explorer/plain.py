@@ -114,7 +114,7 @@ class PlainExplorer:
         taken = False  # whether the last move was: its twin begins with the same check
         self.restore(state)
         for index, move in enumerate(self.space.moves):
-            presented = (
+            tried = (
                 taken
                 if move.twin
                 else all(
@@ -123,7 +123,7 @@ class PlainExplorer:
                 )
             )
             taken = False
-            if presented:
+            if tried:
                 try:
                     self.run(self.step(index))
                 except Refused as refused:

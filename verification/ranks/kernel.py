@@ -135,7 +135,7 @@ def _difference(engine: Engine, words: Words) -> str:
     chunk = Chunk(engine.packing, words)
     views = _Views(chunk)
     for index in _commits(engine):  # no refusal changes a state: only a commit's own may be wrong
-        refused = np.broadcast_to(engine.presented(chunk, index)[0], chunk.size).copy()
+        refused = np.broadcast_to(engine.candidates(chunk, index)[0], chunk.size).copy()
         for arrival in engine.expand(words, Tally(), check=False, moves=[index]):
             refused[slice(None) if arrival.rows is None else arrival.rows] = False
         rows = np.flatnonzero(refused)
