@@ -14,8 +14,9 @@ from .constants import NEVER, State
 #: or 0; ``half_updated`` is 1 from a failed update until the next restore.
 #:
 #: While an update is in flight, or failed half way, every action of the epoch ran. So other clauses
-#: refuse every action: each F by ``ownership.repeated-forward``, each refresh by ``version.late-refresh``
-#: or ``version.already-fresh``. Only a second update and a restore need guards here.
+#: refuse every action: each F by ``ownership.repeated-forward``, each refresh by
+#: ``version.late-refresh`` or ``version.already-fresh``. Only a second update and a restore need
+#: guards here.
 STATE = {
     "weight_epoch": Column("stage"),
     "wgrads": Column("stage"),

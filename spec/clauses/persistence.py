@@ -18,9 +18,10 @@ PART = Part(
     intro="""\
 A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
 no reduction, no half-updated weights, no device work that the host has not seen finish. A restore
-loads the numerical state first, then begins a new *incarnation*: every slot is free, every generation zero, every reference
-issued before is refused, every weight cache is stale. That holds also when one checkpoint is
-restored twice, because the incarnation is a new random number that is never persisted.""",
+loads the numerical state first, then begins a new *incarnation*: every slot is free, every
+generation zero, every reference issued before is refused, every weight cache is stale. That holds
+also when one checkpoint is restored twice, because the incarnation is a new random number that is
+never persisted.""",
     clauses=(
         Clause(
             id="persistence.live-tape",
