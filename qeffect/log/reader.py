@@ -108,7 +108,8 @@ class Converters:
             "covered": tuple,
             "incarnation": self.incarnations.__getitem__,
         }
-        functions = {**self.contract.transitions.functions, "restore": self.restore}
+        functions: dict[str, Callable[..., Any]] = dict(self.contract.transitions.functions)
+        functions["restore"] = self.restore
         if former:
             functions["check_update"] = self.commit_epoch
         return {
