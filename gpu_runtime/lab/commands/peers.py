@@ -37,9 +37,9 @@ from ..runner.starts import RankStarts, Start
 from ..runner.timing import time_side
 from ..sides import megatron
 from ..sides.language import LAYERS, PP, DrawnLanguage, PeerRow, PeerSettings
-from ..sides.pipelines import GuardedSide, NativeSide, build_side, isolated
+from ..sides.pipelines import GuardedSide, NativeSide, build_side, isolation
 from ..statistics.paper import LARGE, SMALL
-from ..statistics.peers import EAGER, combined, owed
+from ..statistics.peers import EAGER, combine_distances, has_owed_bits
 from .options import add_rank_options, require_rounds
 
 __all__ = ["add_peers_arguments", "measure_ours", "rows_of", "run_peers"]
@@ -64,7 +64,7 @@ def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: F
     state: dict[str, Tensor] = {}
     for row in rows:
         findings.note(f"Timing. {', '.join(row.name.values())}")
-        with isolated(member):
+        with isolation(member):
             if row.side == "native":
                 found = _measure_native(member, row, folder)
             elif row.side == "replays":
@@ -139,7 +139,7 @@ def _measure_launches(member: Member, row: PeerRow, state: Mapping[str, Tensor])
     for _ in range(row.settled):
         side.step()
     sums = distance_sums(side.state(), state)
-    against = [{"with": "replays", **combined(all_gather(member, sums))}]
+    against = [{"with": "replays", **combine_distances(all_gather(member, sums))}]
     plan = row.settings.rounds_of(graphs=True)
     found = time_side(member, side.step, plan, construction_s=made, facts={})
     side.drain()
@@ -260,7 +260,7 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
             report.save()
     derived = report.finish()["derived"]
     own = [row for row in derived["rows"] if row["side"] in ("native", "replays", "one launch")]
-    right = own and all(map(owed, own))
+    right = own and all(map(has_owed_bits, own))
     return Outcome("accepted" if right else "refused", {"derived": derived}, report.lines())
 
 
