@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.training.checkpoint.files import (
     FACTS,
     MANIFEST,
     Writer,
-    name_of,
+    checkpoint_name,
     partial_of,
 )
 from tests.ranks.ranks import launch
@@ -43,7 +43,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files and their folder are synced before the rename, the folder of all checkpoints after."""
-    final = tmp_path / name_of(1)
+    final = tmp_path / checkpoint_name(1)
     synced: list[tuple[str, bool]] = []
     sync = os.fsync
 
