@@ -35,7 +35,7 @@ AROUND = {
     **{f"arena.{name}": {"configure"} for name in ("missing-destination",)},
     "arena.overlapping-destinations": {"configure"},
     **{f"log.{name}": {"replay"} for name in ("chain", "sequence", "result", "closing", "state")},
-    "log.incarnation": {"replay"},
+    **{f"log.{name}": {"replay"} for name in ("incarnation", "step")},
 }
 
 
