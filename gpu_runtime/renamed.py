@@ -141,6 +141,7 @@ NAMES: Mapping[str, str] = {
     "parallel.world.gathered": "ranks.membership.all_gather",
     "parallel.world.launched": "ranks.membership.launcher_ranks",
     "training.files.Mark": "training.checkpoint.files.FileDigest",
+    "training.files.name_of": "training.checkpoint.files.checkpoint_name",
     "training.files.numbered": "training.checkpoint.files.checkpoint_folders",
     "training.model.Language": "training.language_model.LanguageJob",
 }

@@ -9,6 +9,7 @@ from .action_blocks import guarded
 from .checkpoint import Checkpoint
 from .contract import Contract, Ticket
 from .counts import DeviceCounts
+from .destination_registry import DestinationRegistry
 from .destinations import Destination
 from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
@@ -22,6 +23,7 @@ __all__ = [
     "ConcurrentCallError",
     "Contract",
     "Destination",
+    "DestinationRegistry",
     "DeviceCounts",
     "Refusal",
     "Refused",

@@ -26,7 +26,7 @@ from ..relations.constants import (
     OUT_BIT,
     OVERWRITES,
 )
-from ..stage_config import Bucket, StageConfig
+from ..stage_config import ADDED, Bucket, StageConfig
 from ..text import is_name
 
 __all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "VERSION", "Check", "Field"]
@@ -101,8 +101,9 @@ def _described(value: Any) -> bool:
 def _stage(value: Any) -> bool:
     return (
         type(value) is dict
-        and tuple(value) == _STAGE
+        and tuple(value) == tuple(n for n in _STAGE if n not in ADDED or n in value)
         and all(type(value[n]) is bool for n in _STAGE_FLAGS)
+        and all(value.get(n, True) is True for n in _ADDED_FLAGS)
         and all(map(_natural, (value[n] for n in _STAGE_COUNTS)))
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
@@ -152,6 +153,7 @@ _STAGE_FLAGS: Final = (
     "reports_fills",
     "reports_updates",
 )
+_ADDED_FLAGS: Final = ("copies_input",)
 _STAGE_COUNTS: Final = ("stage", "microbatches", "slots", "blocks", "invocations")
 
 

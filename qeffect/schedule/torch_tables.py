@@ -96,9 +96,7 @@ def torch_schedule(
             ]
         else:
             rows = _table(torch, schedules, cls, base, pp, vpp, microbatches, comms, options)
-    except ScheduleError:
-        raise
-    except KeyboardInterrupt:
+    except (ScheduleError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit too: a user's class may raise anything
         # Any exception of a constructor (several raise IndexError, or AssertionError with the whole

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from qeffect.gpu_runtime.lab.runner.processes import ChildError
 from qeffect.gpu_runtime.lab.sides.cells import BenchCell
@@ -23,6 +24,7 @@ class Toy:
 
     fail_in: str = ""
     die_in: str = ""
+    profile: bool = False
     steps: int = 0
 
     def _come_to(self, where: str) -> None:
@@ -39,6 +41,9 @@ class Toy:
 
     def step(self) -> None:
         self._come_to("step")
+        if self.profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                pass
         self.steps += 1
 
     def facts(self) -> Mapping[str, Any]:

@@ -146,7 +146,7 @@ class TestText:
         own = getattr(clause, "transitions")  # noqa: B009
         known = {name for t in own for name in TRANSITIONS.get(t, ())}
         around = {"destination", "checkpoint", "digest", "seq", "result", "events", "state"}
-        around |= {"incarnation"} if own == ("replay",) else set()
+        around |= {"incarnation", "step"} if own == ("replay",) else set()
 
         assert argument in known | {""} or (argument in around and not known & {argument})
 

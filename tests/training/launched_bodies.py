@@ -173,5 +173,5 @@ def restarted(job: Job, folder: str) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     launched = Trial(job=job, limits=LIMITS, mode="one launch")
     replayed = attrs.evolve(launched, mode="eager")
-    whole = restarts.started(member, launched, folder)
-    return [whole, *(restarts.gone_on(member, one, folder) for one in (launched, replayed))]
+    whole = restarts.first_run(member, launched, folder)
+    return [whole, *(restarts.resumed_run(member, one, folder) for one in (launched, replayed))]

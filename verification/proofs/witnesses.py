@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import z3
 
-from qeffect.relations.constants import IN_BIT, RESERVED
+from qeffect.relations.constants import INPUT_BITS, RESERVED
 
 from ..coverage import COVERED, UNTAKEN
 from ..symbolic import Path
@@ -27,7 +27,7 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
     "reserved": lambda st, argument: st.consumers[argument("slot", "slot")] == RESERVED,
     "received in a free slot": lambda st, argument: (
         (st.consumers[argument("slot", "slot")] == 0)
-        & (st.arrived[argument("slot", "slot")] & IN_BIT != 0)
+        & (st.arrived[argument("slot", "slot")] & INPUT_BITS != 0)
     ),
     "free slot in flight": lambda st, argument: (
         (st.consumers[argument("ref.slot", "slot")] == 0)

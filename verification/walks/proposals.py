@@ -190,7 +190,8 @@ def _forwards(shadow: Shadow) -> Iterator[Call]:
             if shadow.forwarded.get(cell) != shadow.epoch
         ]
         for key in keys[:2]:
-            if it.config.receives_input and shadow.slot_of(key.cell) is None:
+            reserves = it.config.receives_input or it.config.copies_input
+            if reserves and shadow.slot_of(key.cell) is None:
                 link = a_link(shadow, stage)
                 yield Call("reserve", {"key": key, "slot": None, "link": link})
             apart = shadow.slot_of(key.cell) is not None or not shares_pool(shadow, stage)

@@ -82,6 +82,16 @@ class _Stage(PipelineStage):
         found = () if self.is_first else self.bwd_cache[m]
         self.owner.note(self, f"I{m}", "input gradients", found)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """
+        Leave out messages of this rank to itself, which gloo cannot send.
+
+        Before its first step torch 2.11 exchanges a number with the rank of each neighbouring stage
+        to open connections. In a schedule such as ZB-V that can be this rank, which needs none.
+        """
+        own = self.group_rank
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
+
     def _deferred(self) -> Callable[[], None]:
         m = self.at
         return lambda: self._add(m)
