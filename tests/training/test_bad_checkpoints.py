@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.checkpoint.facts import narrowed
-from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders, name_of
+from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders, checkpoint_name
 from tests.ranks.ranks import launch
 from tests.training import bodies
 
@@ -127,8 +127,10 @@ def test_where_none_is_whole_it_does_not_begin_anew(tmp_path: Path, others: int)
     assert checkpoints.latest() is None
     assert list(checkpoints.folder.iterdir()) == []
     for n in range(others + 1):
-        (checkpoints.folder / name_of(n)).mkdir()
-    with pytest.raises(BackendError, match=f"{name_of(others)}/manifest.json: No such file") as bad:
+        (checkpoints.folder / checkpoint_name(n)).mkdir()
+    with pytest.raises(
+        BackendError, match=f"{checkpoint_name(others)}/manifest.json: No such file"
+    ) as bad:
         checkpoints.latest()
     assert "move that folder away" in str(bad.value)
 
