@@ -13,6 +13,9 @@ __all__ = ["MODULES", "NAMES"]
 
 #: Modules; an empty new name stands for a folder that is gone.
 MODULES: Mapping[str, str] = {
+    "backends.deterministic": "backends.determinism",
+    "backends.dynamic": "backends.dynamic_head",
+    "backends.te.deferred": "backends.te.deferred_gradients",
     "bench": "",
     "bench.__main__": "lab.__main__",
     "bench.cells": "lab.sides.cells",

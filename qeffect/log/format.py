@@ -18,7 +18,7 @@ from ..engine.concrete_memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
 from ..relations.constants import NEVER
 from .budget import require_affordable
-from .fields import MAGIC, VERSION
+from .fields import MAGIC, MARKS, VERSION
 
 __all__ = [
     "COLUMNS_OF_FIRST",
@@ -27,7 +27,9 @@ __all__ = [
     "DIGEST_BYTES",
     "FIELDS",
     "FIRST",
+    "KEPT_STEPS",
     "MAGIC",
+    "MARKS",
     "OF_STAGE_IN_FIRST",
     "SECOND",
     "SINCE_SECOND",
@@ -101,14 +103,17 @@ OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fa
 #: The second version. Its `commit_epoch` is the check and the commit of an update in one line, and
 #: takes no ticket.
 SECOND: Final = 2
-#: Transitions that the first two versions lack.
-SINCE_SECOND: Final = frozenset({"check_update", "commit_update", "abort_update"})
+#: Lines that the first two versions lack.
+SINCE_SECOND: Final = frozenset({"check_update", "commit_update", "abort_update", *MARKS})
 #: Columns that the closing line of the first two versions lacks; none is in force in their logs.
 COLUMNS_SINCE_SECOND: Final = frozenset({"optimizing", "half_updated"})
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 
-#: Fields of each transition's line, in order, without the digest.
+#: How many recorded steps a log keeps; only these can be repeated in one line.
+KEPT_STEPS: Final = 4
+
+#: Fields of each line between the header and the closing line, in order, without the digest.
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     name: (
         "seq",
@@ -116,7 +121,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *parameters,
         *(["result"] if name.startswith("check_") else []),
     )
-    for name, parameters in TRANSITIONS.items()
+    for name, parameters in (*TRANSITIONS.items(), *MARKS.items())
 }
 
 

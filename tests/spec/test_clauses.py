@@ -35,7 +35,7 @@ AROUND = {
     **{f"arena.{name}": {"configure"} for name in ("missing-destination",)},
     "arena.overlapping-destinations": {"configure"},
     **{f"log.{name}": {"replay"} for name in ("chain", "sequence", "result", "closing", "state")},
-    "log.incarnation": {"replay"},
+    **{f"log.{name}": {"replay"} for name in ("incarnation", "step")},
 }
 
 
@@ -146,7 +146,7 @@ class TestText:
         own = getattr(clause, "transitions")  # noqa: B009
         known = {name for t in own for name in TRANSITIONS.get(t, ())}
         around = {"destination", "checkpoint", "digest", "seq", "result", "events", "state"}
-        around |= {"incarnation"} if own == ("replay",) else set()
+        around |= {"incarnation", "step"} if own == ("replay",) else set()
 
         assert argument in known | {""} or (argument in around and not known & {argument})
 
