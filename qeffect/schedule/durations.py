@@ -119,7 +119,7 @@ class Durations:
                 )
 
 
-def read_durations(path: Path) -> Durations:
+def read_durations(path: str | Path) -> Durations:
     """
     Read a file of durations.
 
@@ -128,7 +128,7 @@ def read_durations(path: Path) -> Durations:
             names the field, what was expected, what was found and what to do.
     """
     try:
-        with path.open("rb") as stream:
+        with Path(path).open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{path}: {unreadable(error)}") from None

@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.checkpoint.facts import narrowed
-from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders, name_of
+from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders, checkpoint_name
 from tests.ranks.ranks import launch
 from tests.training import bodies
 
@@ -127,8 +127,10 @@ def test_where_none_is_whole_it_does_not_begin_anew(tmp_path: Path, others: int)
     assert checkpoints.latest() is None
     assert list(checkpoints.folder.iterdir()) == []
     for n in range(others + 1):
-        (checkpoints.folder / name_of(n)).mkdir()
-    with pytest.raises(BackendError, match=f"{name_of(others)}/manifest.json: No such file") as bad:
+        (checkpoints.folder / checkpoint_name(n)).mkdir()
+    with pytest.raises(
+        BackendError, match=f"{checkpoint_name(others)}/manifest.json: No such file"
+    ) as bad:
         checkpoints.latest()
     assert "move that folder away" in str(bad.value)
 
@@ -142,7 +144,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path: Path) -> N
 
 
 def test_only_folders_with_names_of_ours_are_checkpoints(tmp_path: Path) -> None:
-    """Eight ASCII digits or more, as they are written here; a file is none."""
+    """A folder whose name has eight or more ASCII digits; a file does not count."""
     for name in ("step-1", "step-\u00b2", "step-000000001", "step-0000000\u0663", "step-00000001x"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000005").write_text("a file")

@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.training.checkpoint.files import (
     FACTS,
     MANIFEST,
     Writer,
-    name_of,
+    checkpoint_name,
     partial_of,
 )
 from tests.ranks.ranks import launch
@@ -43,7 +43,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files and their folder are synced before the rename, the folder of all checkpoints after."""
-    final = tmp_path / name_of(1)
+    final = tmp_path / checkpoint_name(1)
     synced: list[tuple[str, bool]] = []
     sync = os.fsync
 
@@ -128,6 +128,16 @@ def test_an_error_of_one_rank_alone_is_told_to_the_other(tmp_path: Path, place: 
             assert "rank 1 cannot save step-00000001: TypeError: an" in words["error"]
         assert (words["files"], words["moved"]) == ([], [])
         assert words["then"] == "step-00000001"
+
+
+def test_an_error_of_one_rank_alone_in_a_load_is_told_to_the_other(tmp_path: Path) -> None:
+    """No rank has written anything, and the next load succeeds."""
+    job = Job(schedule="1f1b", pp=2, microbatches=2)
+    said = run(tmp_path, job, bodies.load_failed_alone)
+
+    for words in said.values():
+        assert words["error"] == "TypeError: an injected failure"
+        assert words["moved"] == []
 
 
 def test_without_the_question_half_a_step_is_saved(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
-from ...backends.deterministic import DETERMINISTIC
+from ...backends.determinism import DETERMINISTIC
 from ...backends.protocol import BackendError
 from ..comparisons.cases import DEFAULT_SETS, SETS, Case, fit_to_device, shrink
 from ..comparisons.faults import INJECTED

@@ -17,7 +17,7 @@ import attrs
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
-from ...backends.deterministic import DETERMINISTIC
+from ...backends.determinism import DETERMINISTIC
 from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, run_trial
 from ..comparisons.cases import Case, shrink
 from ..comparisons.recording import Recording, compare

@@ -27,7 +27,7 @@ import torch
 from qeffect import cli
 from qeffect.cli.command import Outcome, Progress, refuse_unused
 
-from ...backends.deterministic import DETERMINISTIC
+from ...backends.determinism import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...ranks.job import Job
 from ...ranks.membership import join

@@ -24,7 +24,7 @@ from ...training.command import (
     launch_lines,
     loss_line,
     nonfinite_lines,
-    release,
+    release_memory,
 )
 from ...training.config import Checkpointing
 from ...training.config_file import read
@@ -133,7 +133,7 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     theirs = tensor_digests({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
     native_losses = [sum(shares) for shares in oracle.losses]
     del oracle
-    release(member)
+    release_memory(member)
     trainer = Trainer(member, config, progress, data=run.data, note=progress.note)
     trainer.run()
     runtime = trainer.worker.runtime

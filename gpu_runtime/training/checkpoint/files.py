@@ -39,9 +39,9 @@ __all__ = [
     "Writer",
     "canonical",
     "checkpoint_folders",
+    "checkpoint_name",
     "clear",
     "manifest",
-    "name_of",
     "partial_of",
     "problem_of",
     "read_facts",
@@ -63,11 +63,11 @@ _PARTS: dict[str, type] = {
 }  # fmt: skip
 
 
-def name_of(epoch: int) -> str:
+def checkpoint_name(epoch: int) -> str:
     """
     Name the folder of an epoch's checkpoint.
 
-    >>> name_of(3)
+    >>> checkpoint_name(3)
     'step-00000003'
     """
     return f"step-{epoch:08d}"
@@ -249,10 +249,10 @@ def _sync(path: Path) -> None:
 
 
 def _epoch_of(name: str) -> int | None:
-    """The epoch of a name that `name_of` writes; None for any other."""
+    """The epoch of a name that `checkpoint_name` writes; None for any other."""
     found = _NUMBERED.fullmatch(name)
     epoch = None if found is None else int(found[1])
-    return epoch if epoch is not None and name_of(epoch) == name else None
+    return epoch if epoch is not None and checkpoint_name(epoch) == name else None
 
 
 def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
@@ -331,7 +331,9 @@ def manifest(path: Path) -> dict[str, FileDigest]:
             format.
     """
     if not path.is_dir():
-        raise BackendError(f"{path} is not a folder; name a checkpoint, such as .../{name_of(3)}")
+        raise BackendError(
+            f"{path} is not a folder; name a checkpoint, such as .../{checkpoint_name(3)}"
+        )
     place = path / MANIFEST
     try:
         held = json.loads(place.read_bytes())

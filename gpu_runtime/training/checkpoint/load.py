@@ -35,10 +35,10 @@ __all__ = [
     "HalfLoadedError",
     "Replicas",
     "TensorSource",
-    "compare",
     "require_all_taken",
+    "require_compatible",
     "sources",
-    "take",
+    "write_loaded",
 ]
 
 Replicas = Literal["same", "modulo"]
@@ -68,7 +68,7 @@ class TensorSource:
     into: Tensor
 
 
-def compare(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, Any]:
+def require_compatible(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, Any]:
     """
     Compare this rank's share of the files, and all facts, with this run.
 
@@ -154,7 +154,7 @@ def sources(
     return found_at
 
 
-def take(
+def write_loaded(
     worker: Worker,
     facts: Mapping[str, Any],
     held: PersistentTensors,
