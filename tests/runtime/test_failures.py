@@ -198,7 +198,7 @@ class TestTheWholeStepIsAborted:
         injected.start_over(undisturbed)
 
     def test_not_by_a_refusal(self, undisturbed: Recording) -> None:
-        """A refused call is no failure: every tape stays, and the epoch goes on."""
+        """A refused call is not a failure: every tape stays, and the epoch continues."""
         injected = Injection()
         injected.until("1W0")
         live = injected.contract.live()

@@ -132,7 +132,7 @@ class TestText:
 
     @pytest.mark.parametrize("clause", ALL, ids=lambda c: c.id)
     def test_each_text_is_whole_sentences(self, clause: object) -> None:
-        """Invariant, unchanged, cause and remedy are sentences; the title is none."""
+        """Invariant, unchanged, cause and remedy are sentences; the title is a phrase."""
         for name in ("invariant", "unchanged", "cause", "remedy"):
             text = getattr(clause, name)
             assert text.endswith("."), (name, text)
