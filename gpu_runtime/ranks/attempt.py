@@ -33,7 +33,7 @@ _OFFER, _CONFIRMED = "qeffect/offer", "confirmed"
 #: Seconds between two looks at the store: at least, and for each rank of the job.
 _POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
 #: Seconds past the deadline after which a store that has not answered is given up.
-_MARGIN_S = 2.0
+_MARGIN_S = 5.0
 
 
 def agree_on_attempt(store: Any, rank: int, world: int, deadline: float) -> str:

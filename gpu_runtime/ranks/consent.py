@@ -57,7 +57,7 @@ __all__ = [
 
 _UNSAID = -1
 _POLL_S = 1e-3
-_MARGIN_S = 2.0
+_MARGIN_S = 10.0
 """Seconds past the grace after which a store that does not answer is given up."""
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.ranks import consent as consent_module
 from qeffect.gpu_runtime.ranks.attempt import agree_on_attempt
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.schedule.tables import read_fixture
@@ -162,8 +163,9 @@ def test_a_store_that_does_not_answer_ends_the_wait(sent: int, words: str) -> No
         agree_on_attempt(store, 1, 2, 1.0)
 
 
-def test_a_stop_whose_store_does_not_answer_has_a_cause() -> None:
+def test_a_stop_whose_store_does_not_answer_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the verdict nor the other ranks' verdicts are waited for without end."""
+    monkeypatch.setattr(consent_module, "_MARGIN_S", 1.0)
     table = read_fixture("Schedule1F1B_pp2_vpp1_m4.comms.csv")
     channels = SimpleNamespace(posted=dict, let_go=lambda: None, close=lambda: None)
     with lost_store(signal.SIGSTOP) as store:

@@ -31,7 +31,6 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("consent", "phase"): "a rank consents and goes on with its step",
     ("refuse", "leaving"): "a rank whose contract refused stays",
     ("publish", "kept"): "a checkpoint gets its name without its parts",
-    ("decide", "halted"): "the first cause does not stand: a later one replaces it",
     ("close", "open"): "a rank ends and wakes nobody",
     ("end", "told"): "a rank ends without reading the cause",
 }

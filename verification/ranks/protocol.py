@@ -387,7 +387,8 @@ def decide(st: Any, r: Any, p: Any) -> None:
     rank with a reason of its own, else one that published nothing, else one that lost a connection.
     """
     n = st.life[r]
-    st.when((st.up[r] == 1) & (st.said[r] == 1) & (st.open[r] == 0) & (st.halted[n] == 0))
+    st.when((st.up[r] == 1) & (st.said[r] == 1) & (st.open[r] == 0))
+    st.need("first-writes", st.halted[n] == 0)
     now = st.life[p] == n
     own = now & (st.said[p] == 1) & (st.lost[p] == 0)
     silent = (st.life[p] != n) | (st.said[p] == 0)
