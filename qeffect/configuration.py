@@ -16,7 +16,7 @@ from .destinations import Destination
 from .keys import Cell, cell_of
 from .process_layout import GRAPHS, share_buckets
 from .relations.constants import GENERATION_MAX
-from .stage_config import Bucket, StageConfig
+from .stage_config import ADDED, Bucket, StageConfig
 from .text import counted, is_name, shown
 
 __all__ = ["Configuration", "Graph", "Positions", "write_destinations"]
@@ -261,7 +261,7 @@ def _write_stage(config: StageConfig) -> dict[str, Any]:
     ]
     plain["buffers"] = [[matrix, _printable(name, "buffer")] for matrix, name in config.buffers]
     plain["tied"] = list(config.tied)
-    return plain
+    return {name: given for name, given in plain.items() if given != ADDED.get(name, ...)}
 
 
 def _read_stage(plain: Mapping[str, Any]) -> StageConfig:

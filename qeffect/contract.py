@@ -16,6 +16,7 @@ from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
 from .calls.streams import StreamCalls
 from .calls.tapes import TapeCalls
+from .destination_registry import DestinationRegistry
 from .engine.stage import transitions
 from .keys import Cell
 from .ledgers.epochs import Epochs
@@ -65,6 +66,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         counted: Whether `commit_epoch` requires the devices' counts; see `qeffect.counts`.
         late: With ``counted``, whether `present_counts` takes them after the commit, for an update
             that the device itself skips if they differ.
+        registry: The gradient destinations of other contracts of the process, which those of this
+            contract must not overlap. By default they are not compared.
 
     Raises:
         TypeError, ValueError: The configuration is unusable.
@@ -103,6 +106,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         observer: Observer | None = None,
         counted: bool = False,
         late: bool = False,
+        registry: DestinationRegistry | None = None,
     ) -> None:
         if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {shown(epoch)}")
@@ -150,6 +154,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
         self._commit_refresh = t.commit_refresh
+        if registry is not None:
+            registry.claim(self, self.stages)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copies and pickles: the guarded memory exists once, in this process."""

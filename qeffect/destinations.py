@@ -11,10 +11,10 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from .refusals import refused
+from .refusals import Refused, refused
 from .text import shown
 
-__all__ = ["Destination", "require_disjoint"]
+__all__ = ["Destination", "first_overlap", "overlap_refused", "require_disjoint"]
 
 
 def _shape(shape: Iterable[int]) -> tuple[int, ...]:
@@ -83,15 +83,38 @@ def require_disjoint(destinations: Iterable[Destination]) -> None:
     Raises:
         Refused: ``arena.overlapping-destinations``, naming both destinations.
     """
+    overlap = first_overlap(destinations)
+    if overlap is not None:
+        raise overlap_refused(*overlap)
+
+
+def first_overlap(destinations: Iterable[Destination]) -> tuple[Destination, Destination] | None:
+    """Return the first two destinations, by address, whose bytes overlap on one device."""
     placed = (d for d in destinations if d.nbytes or d.address)
-    ranged = sorted(placed, key=lambda d: (d.device, d.address))
-    for before, after in pairwise(ranged):
-        end = before.address + max(before.nbytes, 1)
-        if before.device == after.device and end > after.address:
-            raise refused(
-                "arena.overlapping-destinations",
-                "configure",
-                f"{after.matrix!r} microbatch {after.microbatch} at {after.address:#x}",
-                f"an address at or after {end:#x}, the end of "
-                f"{before.matrix!r} microbatch {before.microbatch}",
-            )
+    for before, after in pairwise(sorted(placed, key=lambda d: (d.device, d.address))):
+        if before.device == after.device and _end(before) > after.address:
+            return before, after
+    return None
+
+
+def overlap_refused(before: Destination, after: Destination, whose: str = "") -> Refused:
+    """
+    Return the refusal of two destinations that overlap.
+
+    Args:
+        before: The destination that begins first.
+        after: The other destination.
+        whose: Whose destination one of them is, if not of the same contract.
+    """
+    return refused(
+        "arena.overlapping-destinations",
+        "configure",
+        f"{after.matrix!r} microbatch {after.microbatch} at {after.address:#x}",
+        f"an address at or after {_end(before):#x}, the end of "
+        f"{before.matrix!r} microbatch {before.microbatch}"
+        + (f"; one of both is {whose}" if whose else ""),
+    )
+
+
+def _end(destination: Destination) -> int:
+    return destination.address + max(destination.nbytes, 1)

@@ -245,6 +245,7 @@ def _require_relations(
         ("arena", "destinations", any(config.destinations for config in stages)),
         ("arena", "tied", any(config.tied for config in stages)),
         ("capture", "a shared pool", any(config.pool is not None for config in stages)),
+        ("completion", "copies_input=True", any(config.copies_input for config in stages)),
         ("reduction", "reduces=True", any(config.reduces for config in stages)),
     ]
     for relation, what, given in asked:

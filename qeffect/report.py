@@ -26,10 +26,13 @@ __all__ = [
     "UnusableError",
     "commit",
     "environment",
+    "json_mistake",
     "package",
     "program",
     "read_json",
+    "require_folder",
     "require_place",
+    "unreadable",
     "write_json",
     "write_text",
 ]
@@ -204,15 +207,48 @@ def read_json(path: Path) -> Any:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnusableError(f"{path}: expected JSON, found {json_mistake(error)}") from None
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UnusableError(f"{path}: cannot be read: {why}; name a JSON file") from None
+        raise UnusableError(f"{path}: {unreadable(error)}") from None
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-    except RecursionError:
-        raise UnusableError(f"{path}: expected JSON, found a deeply nested value") from None
-    except ValueError as error:
-        raise UnusableError(f"{path}: expected JSON, found {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(f"{path}: expected JSON, found {json_mistake(error)}") from None
+
+
+def unreadable(error: OSError | ValueError) -> str:
+    """Say why a file cannot be read, and what to do."""
+    remedies: dict[type[Exception], str] = {
+        FileNotFoundError: "check its name",
+        IsADirectoryError: "name a file in it",
+    }
+    remedy = remedies.get(type(error), "check its name and its permissions")
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}"
+
+
+def json_mistake(error: ValueError | RecursionError) -> str:
+    """
+    Say what a JSON parser found, without Python's own words.
+
+    Args:
+        error: What ``bytes.decode`` or ``json.loads`` raised, or a hook of it.
+
+    >>> json_mistake(json.JSONDecodeError("Expecting value", "", 0))
+    'an empty file'
+    """
+    if isinstance(error, RecursionError):
+        return "a deeply nested value"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a byte that is not UTF-8, at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        if not error.doc.strip():
+            return "an empty file"
+        said = error.msg[:1].lower() + error.msg[1:]
+        return f"a mistake at line {error.lineno}, column {error.colno} ({said})"
+    if "integer string conversion" in str(error):
+        return "an integer of thousands of digits"
+    return str(error)
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -289,7 +325,35 @@ def require_place(path: Path | None, option: str = "--out") -> None:
     except UnusableError:
         raise
     except (OSError, ValueError) as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error, f"{option}: ") from error
+
+
+def require_folder(path: Path, option: str = "--out") -> None:
+    """
+    Require that files can be written to a folder, which may have to be made, before work begins.
+
+    Args:
+        path: The folder; neither it nor a folder above it is made.
+        option: The option that named it, for the message.
+
+    Raises:
+        UnusableError: The path, or a part of it, is a file, or it cannot be written.
+    """
+    try:
+        place = path.absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise UnusableError(
+                f"{option} {path}: expected a folder, found the file {place}; name a folder"
+            )
+        _, partial = _places(place / "qeffect")
+        partial.touch()
+        partial.unlink()
+    except UnusableError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error, f"{option}: ") from error
 
 
 def _places(path: Path) -> tuple[Path, Path]:
@@ -298,9 +362,9 @@ def _places(path: Path) -> tuple[Path, Path]:
     return place, place.with_name(f".{place.name}.{os.getpid()}.partial")
 
 
-def _unwritable(path: Path, error: OSError | ValueError) -> UnusableError:
+def _unwritable(path: Path, error: OSError | ValueError, option: str = "") -> UnusableError:
     why = getattr(error, "strerror", None) or error
-    return UnusableError(f"cannot write {path}: {why}; choose another place")
+    return UnusableError(f"{option}cannot write {path}: {why}; choose another place")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -12,13 +12,18 @@ from attrs.validators import in_, optional
 
 from .destinations import Destination
 from .keys import Cell, cell_of
-from .relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
+from .relations.constants import BACK_BIT, COPY_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
 from .text import shown
 
-__all__ = ["Bucket", "StageConfig"]
+__all__ = ["ADDED", "Bucket", "StageConfig"]
 
 #: Upper bound of stage indices, slots and cells of a stage: each has entries in lists.
 _MOST: Final = 1 << 20
+
+
+#: Declarations that plain data name only if they are made, so that older logs and checkpoints stay
+#: as they are; by name, the value of a stage without the declaration.
+ADDED: Final[Mapping[str, Any]] = {"copies_input": False}
 
 
 def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
@@ -153,6 +158,9 @@ class StageConfig:
         buffers: By matrix, the name of its gradient's destination; another matrix, of this stage
             or another, may have the same name. A matrix without a name has its own memory.
         tied: Matrices that share their named destination with another matrix, as tied weights do.
+        copies_input: A caller's stream copies the forward's input into the slot, for example from
+            the host. `Contract.reserve` then stands for the copy: F runs only in a slot that its
+            key has reserved, after the graph stream has waited for the link of the reservation.
             Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
 
@@ -189,12 +197,18 @@ class StageConfig:
     buckets: tuple[Bucket, ...] = field(default=(), converter=_buckets)
     buffers: tuple[tuple[str, str], ...] = field(default=(), converter=_placed)
     tied: tuple[str, ...] = field(default=(), converter=_names)
+    copies_input: bool = field(default=False, validator=_flag)
 
     def __attrs_post_init__(self) -> None:
         if (count := self.microbatches * self.blocks * self.invocations) > _MOST:
             raise ValueError(
                 f"microbatches * blocks * invocations of stage {self.stage} is {count:,} cells; "
                 f"expected at most {_MOST:,}"
+            )
+        if self.copies_input and self.receives_input:
+            raise ValueError(
+                f"stage {self.stage} has copies_input=True and receives_input=True; its input "
+                "comes one way"
             )
         if self.reports_fills and not self.matrices:
             raise ValueError(
@@ -272,5 +286,9 @@ class StageConfig:
         )
 
     def messages(self) -> int:
-        """Return the mask of the messages that F and dI of a tape of this stage wait for."""
-        return (IN_BIT if self.receives_input else 0) | (BACK_BIT if self.receives_gradient else 0)
+        """Return the mask of what F and dI of a tape of this stage wait for."""
+        return (
+            (IN_BIT if self.receives_input else 0)
+            | (BACK_BIT if self.receives_gradient else 0)
+            | (COPY_BIT if self.copies_input else 0)
+        )

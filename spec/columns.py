@@ -104,9 +104,10 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "arrived",
         "slot -> mask",
         0,
-        "messages that a live tape has received: 1 the input, 2 the output's gradient",
-        "abort_forward abort_dgrad commit_wgrad abort_wgrad finish_receive finish_read drop "
-        "restore",
+        "messages that a live tape has received: 1 the input, 2 the output's gradient; 16 if a "
+        "copy of the input was enqueued",
+        "reserve abort_forward abort_dgrad commit_wgrad abort_wgrad finish_receive finish_read "
+        "drop restore",
     ),
     _state(
         "ownership",
@@ -307,9 +308,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "submitted",
         "link -> int",
         0,
-        "pieces of work that the caller enqueued, plus ends of transfers reported on the link; "
-        "a replay must come after all of them",
-        "finish_receive finish_read submit restore",
+        "pieces of work that the caller enqueued, plus ends of transfers and copies of inputs that "
+        "were reported on the link; a replay must come after all of them",
+        "reserve finish_receive finish_read submit restore",
     ),
     _state(
         "completion",
@@ -343,8 +344,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "domain -> flag",
         0,
         "1 while the host has not seen the domain's device work finish",
-        "commit_refresh abort_refresh commit_forward abort_forward commit_dgrad abort_dgrad "
-        "commit_wgrad abort_wgrad post_receive read drain start_reduction commit_epoch",
+        "reserve commit_refresh abort_refresh commit_forward abort_forward commit_dgrad "
+        "abort_dgrad commit_wgrad abort_wgrad post_receive read drain start_reduction commit_epoch",
     ),
     _state(
         "completion",
@@ -375,17 +376,17 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ended_on",
         "slot -> link",
         None,
-        "link on which the end of the slot's latest transfer was reported; arbitrary before the "
-        "first",
-        "finish_receive finish_read",
+        "link on which the end of the slot's latest transfer, or the copy of its input, was "
+        "reported; arbitrary before the first",
+        "reserve finish_receive finish_read",
     ),
     _state(
         "completion",
         "ended_at",
         "slot -> int",
         0,
-        "number of that end in the link's `submitted` count",
-        "finish_receive finish_read restore",
+        "number of that end or copy in the link's `submitted` count",
+        "reserve finish_receive finish_read restore",
     ),
     _state(
         "completion",
@@ -514,7 +515,11 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     ),
     _configured("caller_at", "link -> caller", "caller's stream of the link"),
     _configured("owes", "stage -> mask", "consumers of a fresh tape"),
-    _configured("receives", "stage -> mask", "messages that F and dI of a tape need"),
+    _configured(
+        "receives",
+        "stage -> mask",
+        "messages, or the copy of the input, that F and dI of a tape need; bits as in `arrived`",
+    ),
     _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each exactly once"),
     _configured(
         "cells",

@@ -11,8 +11,10 @@ from typing import Final
 __all__ = [
     "ADDS",
     "BACK_BIT",
+    "COPY_BIT",
     "DGRAD_BIT",
     "GRAD_BIT",
+    "INPUT_BITS",
     "IN_BIT",
     "JOINS",
     "NEVER",
@@ -46,6 +48,8 @@ RESERVED: Final = 16
 #: bits of reads from the slot.
 IN_BIT: Final = 1  # a receive of the forward's input
 BACK_BIT: Final = 2  # a receive of the output's gradient
+COPY_BIT: Final = 16  # a copy of the forward's input, enqueued with the reservation of its slot
+INPUT_BITS: Final = 17  # every way of the input into a slot: ``IN_BIT`` and ``COPY_BIT``
 READ_BITS: Final = 12  # every read: ``OUT_BIT`` and ``GRAD_BIT``
 
 #: How a dW writes its stage's own buffer and the buffer shared with another stage. If the stage

@@ -28,6 +28,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "version.wrong-epoch",
         "completion.wrong-stream",
         "completion.slot-not-awaited",
+        "completion.two-ends",
     ),
     "bind": (
         "version.wrong-epoch",

@@ -75,9 +75,9 @@ WORDS: Final[Mapping[str, Word]] = {
         last_rank="the capture rank of the slot's graph that was replayed last",
         in_pool="1 while the slot keeps memory in its capture pool",
         moving="the transfers under way through the slot, as a mask",
-        last_end_on="the link on which the slot's latest transfer ended,",
-        last_end="and the number of that end among the ends reported on it; 0 for none",
-        arrived="the messages that the slot's work has received, as a mask",
+        last_end_on="the link on which the slot's latest transfer ended, or its copy was enqueued,",
+        last_end="and the number of that end among those reported on it; 0 for none",
+        arrived="the messages and the copy that the slot's work has received, as a mask",
     ),
     **_words(
         "cell",
@@ -133,7 +133,7 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "link",
         behind="1 while the graph stream has yet to wait for work of the caller",
-        heard="how many of the ends of transfers reported there the graph stream has waited for",
+        heard="how many of the transfers and copies reported there the graph stream has waited for",
     ),
     **_words(
         "one",
@@ -156,7 +156,7 @@ WORDS: Final[Mapping[str, Word]] = {
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
         clear="1 when the arbitrary link waited for every replay of that slot's former work",
-        trailing="1 when the graph stream has yet to wait for that slot's transfer on that link",
+        trailing="1 when the graph stream has yet to wait for that slot's transfer or copy there",
         seen_gradients="1 when that link waited for the replay of the arbitrary stage's latest dW",
     ),
 }

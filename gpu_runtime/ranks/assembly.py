@@ -8,6 +8,8 @@ import os
 from functools import partial
 from typing import BinaryIO
 
+from qeffect.destination_registry import DestinationRegistry
+
 from ..runtime import Mode, RuntimeConfig
 from .job import Batches, Job
 from .membership import Limits, Member
@@ -30,6 +32,7 @@ def build_worker(
     repeat: bool = False,
     clip_norm: float | None = None,
     skip_nonfinite: bool = False,
+    registry: DestinationRegistry | None = None,
 ) -> Worker:
     """
     Build this rank's guarded pipeline of a job, ready for its first step; every rank calls it.
@@ -46,6 +49,7 @@ def build_worker(
         repeat: Give every step the data of the first.
         clip_norm: As for `Worker`; None takes the job's.
         skip_nonfinite: As for `Worker`; the job's counts too.
+        registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
 
     Raises:
         ScheduleError: The table is refused.
@@ -74,6 +78,7 @@ def build_worker(
         clip_norm=job.clipping.max_norm if clip_norm is None else clip_norm,
         skip_nonfinite=skip_nonfinite or job.clipping.skip_nonfinite,
         ties=job.ties,
+        registry=registry,
     )
     worker.heed_termination()
     return worker

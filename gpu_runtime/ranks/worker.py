@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from qeffect.destination_registry import DestinationRegistry
 from qeffect.schedule.actions import Kind, Schedule
 
 from ..backends.protocol import BackendError, StageBackend, matrices, parameters
@@ -68,6 +69,7 @@ class Worker:
             changes (`qeffect.gpu_runtime.ranks.replicas`).
         ties: Tied weights; the gradients of their copies are added before the update
             (`qeffect.gpu_runtime.ranks.ties`).
+        registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
 
     Raises:
         ScheduleError: The table is refused, before any rank begins.
@@ -97,6 +99,7 @@ class Worker:
         mean: bool = False,
         together: bool | None = None,
         ties: Sequence[Tie] = (),
+        registry: DestinationRegistry | None = None,
     ) -> None:
         self.member, self.limits = member, limits or Limits()
         self.mean, self.together = mean, together
@@ -142,7 +145,7 @@ class Worker:
         elif config.reductions:
             config = attrs.evolve(config, reductions=(*config.reductions, *copies))
         self._require_one_end(config.amax)
-        self.runtime = self._runtime(build, config, event_log)
+        self.runtime = self._runtime(build, config, event_log, registry)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         if config.mode == "one launch":
             self.optimizer.make_capturable()
@@ -169,6 +172,7 @@ class Worker:
         build: Callable[[tuple[int, ...]], list[StageBackend]],
         config: RuntimeConfig,
         event_log: str | os.PathLike[str] | BinaryIO | bool | None,
+        registry: DestinationRegistry | None,
     ) -> Runtime:
         problem, stages, failed = "", [], None
         try:
@@ -189,7 +193,7 @@ class Worker:
         ends = all_gather(self.member, own)
         require_meeting([end for rank in self.ranks for end in ends[rank]])
         if "main" not in config.callers:
-            problem = f"callers are {config.callers}; a pipeline calls as 'main': name it too"
+            problem = f"expected 'main' among the callers, found {config.callers}; add it"
         agree_on(self.member, problem)
         made = None
         try:
@@ -201,6 +205,7 @@ class Worker:
                 reducer=self._reduces,
                 row=self.row,
                 rank=self.member.rank,
+                registry=registry,
             )
         except Exception as error:
             failed = error

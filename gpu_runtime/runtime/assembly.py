@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from qeffect.contract import Contract
+from qeffect.destination_registry import DestinationRegistry
 from qeffect.engine.stage import OPTIONAL
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
@@ -114,8 +115,15 @@ class Assembly:
             first += self.plan.num_slots[index]
         return found
 
-    def contract(self, memories: Mapping[int, StageMemory]) -> Contract:
-        """Make the contract; the stages' memory then uses its tuples of matrix names."""
+    def contract(
+        self, memories: Mapping[int, StageMemory], registry: DestinationRegistry | None = None
+    ) -> Contract:
+        """
+        Make the contract; the stages' memory then uses its tuples of matrix names.
+
+        Raises:
+            Refused: The destinations overlap those of another contract of the registry.
+        """
         made = Contract(
             [self._stage_config(memory) for memory in memories.values()],
             omit=sorted(OPTIONAL - self.relations),
@@ -124,6 +132,7 @@ class Assembly:
             reductions=self._reduction_order(),
             counted=self.config.counts is not None,
             late=self.config.counts_late,
+            registry=registry,
         )
         for own in made.stages:
             memories[own.stage].all_matrices = own.matrices

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from qeffect.destination_registry import DestinationRegistry
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 
@@ -42,6 +43,7 @@ class RuntimeParts:
         reducer: Reducer | None = None,
         row: Row | None = None,
         rank: int | None = None,
+        registry: DestinationRegistry | None = None,
     ) -> None:
         self.config = config or RuntimeConfig()
         assembly = Assembly(stages, order, self.config, reducer, row)
@@ -54,7 +56,8 @@ class RuntimeParts:
         handoff: Handoff = handoff_for(self.domain.device)
         assembly.warm(handoff)
         self.memories = assembly.memories()
-        self.contract = assembly.contract(self.memories)
+        self.registry = registry
+        self.contract = assembly.contract(self.memories, registry)
         self.counters = assembly.counters(self.memories)
         self.recorder: Recorder | None = None
         if event_log is not None and event_log is not False:

@@ -39,10 +39,15 @@ class Runtime(EpochRuntime):
             with messages, and says which stages receive and send; provisioning, feeds and readers
             of `RuntimeConfig` are then ignored.
         rank: Rank of the process, for the event log.
+        registry: Gradient destinations of the other runtimes of one training process, which those
+            of this runtime must not overlap. `close` releases them. By default they are not
+            compared.
 
     Raises:
         BackendError: The order names other stages or is not whole, the backend cannot be captured,
             or a stage does not fit the configuration.
+        Refused: ``arena.overlapping-destinations``: another runtime of the registry writes one of
+            the destinations.
     """
 
     def abort(self) -> int:
@@ -214,6 +219,8 @@ class Runtime(EpochRuntime):
             self.handoff.caller_waits()
 
     def close(self) -> None:
-        """End the event log, if one is written."""
+        """End the event log, if one is written, and release the gradient destinations."""
+        if self.registry is not None:
+            self.registry.release(self.contract)
         if self.recorder is not None:
             self.recorder.close()

@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
+from qeffect.destination_registry import DestinationRegistry
 from qeffect.report import UnusableError, finite
 
 from ..backends.protocol import BackendError
@@ -30,6 +31,9 @@ from .launches import StepRunner, mode_of
 from .metrics import Log, memory_bytes
 
 __all__ = ["Trainer"]
+
+#: Gradient destinations of every training of this process.
+_DESTINATIONS: Final = DestinationRegistry()
 
 
 class Trainer:
@@ -75,6 +79,7 @@ class Trainer:
             mode=mode,
             limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
             event_log=self._event_log(),
+            registry=_DESTINATIONS,
         )
         self.losses: list[float] = []
         self.seconds = 0.0

@@ -20,6 +20,9 @@ class TapeCalls(ContractParts):
         """
         Claim a slot for a key before its forward, so that its input buffer can be filled.
 
+        If the stage has ``copies_input``, the call stands for the copy, which is work of the link:
+        enqueue the copy before any other call, and `join` the link before F.
+
         Args:
             key: Key of the execution.
             slot: Slot to use; by default a free slot.

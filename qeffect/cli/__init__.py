@@ -11,9 +11,8 @@ import json
 import os
 import re
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
@@ -28,6 +27,7 @@ from .check import Check
 from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief
 from .faults import Faults
 from .interrupts import Interrupts
+from .parsing import Parser, missing_commands
 from .plan import Plan
 from .replay import Replay
 
@@ -37,51 +37,6 @@ __all__ = ["main"]
 _NEGATIVE_LIST: Final = re.compile(r"-[0-9.]+(?:\s*,\s*-?[0-9.]+)*")
 #: Commands of the layers above the kernel, whose entry points exist only once QEffect is installed.
 _REGISTERED: Final = ("explore", "failures", "prove", "ranks", "runtime")
-_EXIT_CODES: Final = (
-    "exit codes: 0 everything kept the contract; 1 a violation was found; 2 the input cannot be "
-    "used, or the run ended for another reason; 130 interrupted by Ctrl-C"
-)
-
-
-class _Help(argparse.HelpFormatter):
-    """Help whose lines never end within a name that has a hyphen."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-class _Parser(argparse.ArgumentParser):
-    """
-    An argument parser whose complaints are one line and exit with 2.
-
-    Options are typed whole: half of one would be another option as soon as a longer one is added.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own = {"allow_abbrev": False, "formatter_class": _Help, "epilog": _EXIT_CODES}
-        super().__init__(*args, **{**own, **kwargs})
-
-        #: Declares the arguments once they are needed; a command may import much to do so.
-        self.declare: Callable[[], None] | None = None
-
-    def fill(self) -> None:
-        """Declare the arguments, unless they are declared already."""
-        declare, self.declare = self.declare, None
-        if declare is not None:
-            declare()
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        self.fill()
-        return super().parse_known_args(*args, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        wanted = re.search(r"invalid choice: '(\w+)'", message)
-        if wanted and wanted[1] in _REGISTERED and not _entries():
-            raise UnusableError(
-                f"the command {wanted[1]} is missing because QEffect is not installed here, only "
-                f"on the path: run pip install -e . in {Path(__file__).resolve().parents[2]}"
-            )
-        raise UnusableError(f"{message} (see '{self.prog} --help')")
 
 
 def commands() -> Iterable[Command | Group]:
@@ -97,7 +52,7 @@ def _entries() -> list[EntryPoint]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    root = _Parser(
+    root = Parser(
         prog="qeffect",
         description="Check that FP8 pipeline training over captured graphs keeps its contract.",
     )
@@ -105,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
         "--version", action=_Version, nargs=0, help="print the version and the commit, and exit"
     )
     _add(root, commands())
+    if not _entries():
+        root.missing = missing_commands(_REGISTERED)
     return root
 
 
@@ -123,7 +80,7 @@ class _Version(argparse.Action):
 def _add(parent: argparse.ArgumentParser, below: Iterable[Command | Group]) -> None:
     """Add commands below a parser, and the commands of a group below the group's."""
     subparsers = parent.add_subparsers(
-        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=_Parser
+        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
     for command in below:
         sub = subparsers.add_parser(command.name, help=command.help, description=command.help)

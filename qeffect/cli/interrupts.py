@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ..startup import unblock_interrupts
+
 __all__ = ["INTERRUPTED", "Interrupts", "descendants"]
 
 #: The exit code after SIGINT, as shells have it: 128 and the signal's number.
@@ -57,6 +59,7 @@ class Interrupts:
             or threading.current_thread() is not self._main
             or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         ):
+            unblock_interrupts()
             return work()
         signal.signal(_WAKE, self._raise)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--max-outstanding-sends",
         type=int,
         metavar="N",
-        help="sends per rank that may be posted and not yet awaited, at most; with --torch and "
+        help="limit of sends per rank that are posted and not yet awaited; with --torch and "
         "--comms, torch makes the table with this limit (torch 2.15; default unlimited)",
     )
     schedule.add_argument(
@@ -87,7 +88,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--rendezvous",
         choices=RENDEZVOUS,
-        help="what a send blocks until its receive is posted, its queue or its whole rank; a table "
+        help="what a send blocks until its receive is posted: its queue or its whole rank; a table "
         "that can then deadlock is refused (default: sends are buffered and block nothing)",
     )
     schedule.description = "--pp, --vpp, --comms and --defer-receives apply to --torch."
@@ -120,19 +121,22 @@ def read_source(args: argparse.Namespace) -> Schedule:
         if args.torch is not None:
             from ..schedule.torch_tables import torch_schedule
 
-            return torch_schedule(
-                args.torch,
-                pp=2 if args.pp is None else args.pp,
-                vpp=args.vpp,
-                microbatches=4 if args.microbatches is None else args.microbatches,
-                comms=args.comms,
-                defer_receives=args.defer_receives,
-                max_outstanding_sends=args.max_outstanding_sends,
+            return _named(
+                f"--torch {args.torch}",
+                lambda: torch_schedule(
+                    args.torch,
+                    pp=2 if args.pp is None else args.pp,
+                    vpp=args.vpp,
+                    microbatches=4 if args.microbatches is None else args.microbatches,
+                    comms=args.comms,
+                    defer_receives=args.defer_receives,
+                    max_outstanding_sends=args.max_outstanding_sends,
+                ),
             )
         if args.te_order is not None:
             from ..schedule.te_order import te_order
 
-            return te_order(args.te_order)
+            return _named("--te-order", lambda: te_order(args.te_order))
         return _read_file(args.file, args.microbatches)
     except ScheduleError as error:
         raise UnusableError(str(error)) from error
@@ -154,6 +158,16 @@ def _read_file(file: str, microbatches: int | None) -> Schedule:
         raise ScheduleError(said if name in said else f"{name}: {said}") from error
 
 
+def _named(source: str, read: Callable[[], Schedule]) -> Schedule:
+    """Read a schedule; a message about an entry of it also says where the entry comes from."""
+    try:
+        return read()
+    except ScheduleError as error:
+        if error.rank is None:
+            raise
+        raise ScheduleError(f"{source}: {error}") from error
+
+
 def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
     """
     How the runtime carries the schedule's messages.
@@ -162,6 +176,9 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
         UnusableError: The limit is negative, or the schedule does not say what is asked of it:
             when its sends end, or what its messages are.
     """
+    limit = args.max_outstanding_sends
+    if limit is not None and limit < 0:
+        raise UnusableError(f"--max-outstanding-sends must be at least 0, not {limit}")
     try:
         transport = Transport(
             "pair" if args.queues is None else args.queues,

@@ -61,13 +61,14 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a wait at or after replay {_replay(st, a)}",
     ),
     "completion.transfer-to-graph": lambda st, a: (
-        f"a replay on slot {slot_of(a)}, whose last transfer ended on link {_end(st, a)[0]} as "
-        "piece "
+        f"a replay on slot {slot_of(a)}, whose last transfer or copy was on link {_end(st, a)[0]}, "
+        "as piece "
         f"{_end(st, a)[1]} of its caller's work",
         f"a join of that link since; the graph stream has waited for {_end(st, a)[2]}",
     ),
     "completion.two-ends": lambda st, a: (
-        f"the end of a transfer on link {a['link']}, after an end on link {_end(st, a)[0]}",
+        f"the end of a transfer, or a copy, on link {a['link']}, after one on link "
+        f"{_end(st, a)[0]}",
         f"a join of link {_end(st, a)[0]} in between; the graph stream has waited for "
         f"{_end(st, a)[2]} of its caller's {_end(st, a)[1]} pieces of work",
     ),

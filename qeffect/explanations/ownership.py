@@ -10,6 +10,7 @@ from typing import Any, Final
 from ..keys import spell
 from ..relations.constants import (
     BACK_BIT,
+    COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
@@ -148,8 +149,15 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"{_transfers(st.moving[slot_of(a)])}",
     ),
     "ownership.receive-missing": lambda st, a: (
-        f"{asked(a)} with no {_transfers(_message(a))} posted",
-        "a message that was posted and has arrived",
+        (
+            f"{asked(a)} in a slot that the key has not reserved",
+            "a reservation, since the stage's input is copied into its slot",
+        )
+        if _message(a) == IN_BIT and st.receives[stage_of(st, a)] & COPY_BIT
+        else (
+            f"{asked(a)} with no {_transfers(_message(a))} posted",
+            "a message that was posted and has arrived",
+        )
     ),
     "ownership.transfer-in-flight": lambda st, a: (
         f"{asked(a)} in slot {slot_of(a)} during a {_transfers(st.moving[slot_of(a)])}",

@@ -26,13 +26,22 @@ from ..relations.constants import (
     OUT_BIT,
     OVERWRITES,
 )
-from ..stage_config import Bucket, StageConfig
+from ..stage_config import ADDED, Bucket, StageConfig
 from ..text import is_name
 
-__all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "VERSION", "Check", "Field"]
+__all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "VERSION", "Check", "Field"]
 
 MAGIC: Final = "event-log"
 VERSION: Final = 2
+
+#: Lines about a recorded step, which are no transitions, and their fields: it begins, is kept or
+#: dropped, and a kept one was committed as one.
+MARKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "begin_step": (),
+    "keep_step": (),
+    "drop_step": (),
+    "repeat_step": ("step",),
+}
 
 #: Whether a parsed value has a field's shape.
 Check = Callable[[Any], bool]
@@ -92,8 +101,9 @@ def _described(value: Any) -> bool:
 def _stage(value: Any) -> bool:
     return (
         type(value) is dict
-        and tuple(value) == _STAGE
+        and tuple(value) == tuple(n for n in _STAGE if n not in ADDED or n in value)
         and all(type(value[n]) is bool for n in _STAGE_FLAGS)
+        and all(value.get(n, True) is True for n in _ADDED_FLAGS)
         and all(map(_natural, (value[n] for n in _STAGE_COUNTS)))
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
@@ -143,6 +153,7 @@ _STAGE_FLAGS: Final = (
     "reports_fills",
     "reports_updates",
 )
+_ADDED_FLAGS: Final = ("copies_input",)
 _STAGE_COUNTS: Final = ("stage", "microbatches", "slots", "blocks", "invocations")
 
 
@@ -190,7 +201,10 @@ _INCARNATION: Final = Field(_hex, "16 hexadecimal digits", '"[0-9a-f]{16}"')
 #: The fields of an event, by name. `qeffect.log.format.FIELDS` has those of each transition.
 EVENT: Final[Mapping[str, Field]] = {
     "seq": _NATURAL,
-    "transition": Field(lambda value: value in TRANSITIONS, "a transition"),
+    "transition": Field(
+        lambda value: type(value) is str and (value in TRANSITIONS or value in MARKS),
+        "a transition, or a line about a step",
+    ),
     "key": Field(
         _key, "[epoch, stage, microbatch, block, invocation]", rf"\[{','.join([_NUMBER] * 5)}\]"
     ),
@@ -220,6 +234,7 @@ EVENT: Final[Mapping[str, Field]] = {
     "domain": _NATURAL,
     "bucket": _NATURAL,
     "epoch": _NATURAL,
+    "step": _NATURAL,
     "result": _NATURAL,
 }
 

@@ -36,6 +36,7 @@ from ..schedule.infer import from_actions
 from ..schedule.messages import check_message_order, check_messages
 from ..schedule.simulate import check_deadlock, simulate
 from ..schedule.transport import Transport
+from ..text import counted
 from .checker import LogError
 from .replayer import ReplayReport, replay
 
@@ -90,8 +91,9 @@ class JointReport:
         """Return the result as one line."""
         if self.clause is None:
             return (
-                f"accepted: {len(self.ranks)} ranks together, {self.epochs} epochs that all "
-                f"committed, {self.messages} messages"
+                f"accepted: {counted(len(self.ranks), 'rank')} together, "
+                f"{counted(self.epochs, 'epoch')} that all committed, "
+                f"{counted(self.messages, 'message')}"
             )
         epoch = "" if self.epoch is None else f", epoch {self.epoch}"
         event = "" if self.step is None else f", event {self.step} ({self.action})"
@@ -114,6 +116,8 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
     Raises:
         LogError: A file is not an event log, or the logs are not those of one whole pipeline.
     """
+    if isinstance(paths, str | os.PathLike) or not paths:
+        raise LogError("expected the paths of the logs of all ranks, found one path or none")
     reports = tuple(replay(path) for path in paths)
     for number, report in enumerate(reports):
         if report.clause is not None:
@@ -217,7 +221,7 @@ class _Log:
                 header = json.loads(next(file))
                 committed = _committed(map(json.loads, file))
         except (OSError, ValueError, StopIteration) as error:  # it was another file a moment ago
-            raise LogError(f"cannot read {path} again: {error}") from error
+            raise LogError(f"{path}: changed while it was replayed: {error}") from error
         stages = {config["stage"]: config for config in header["stages"]}
         epochs, steps = tuple(e for e, _ in committed), tuple(step for _, step in committed)
         rank = -1 if header["rank"] is None else header["rank"]

@@ -16,6 +16,8 @@ import attrs
 
 from qeffect.spec.clauses import CLAUSES
 
+from ..report import unreadable
+from ..text import counted
 from .checker import LogError
 from .player import MAX_LINE, Player, Violation
 
@@ -64,7 +66,8 @@ class ReplayReport:
     def summary(self) -> str:
         """Return the result as one line."""
         if self.clause is None:
-            return f"accepted: {self.events} events, up to weight epoch {self.epoch}"
+            events = counted(self.events, "event")
+            return f"accepted: {events}, up to weight epoch {self.epoch}"
         action = f", {self.action}" if self.action else ""
         return (
             f"refused: line {self.line}{action}, field {self.field}: {self.clause}: found "
@@ -90,9 +93,9 @@ def replay(path: str | os.PathLike[str]) -> ReplayReport:
         with Path(path).open("rb") as file:
             return replay_lines(iter(lambda: file.readline(MAX_LINE), b""), name=str(path))
     except OSError as error:
-        raise LogError(f"cannot read {path}: {error.strerror}") from error
+        raise LogError(f"{path}: {unreadable(error)}") from error
     except ValueError as error:  # a path that no system call takes, with a zero byte for example
-        raise LogError(f"cannot read {path}: {error}") from error
+        raise LogError(f"{path}: {unreadable(error)}") from error
     except (MemoryError, RecursionError) as error:
         raise LogError(f"{path}: not enough memory to replay it ({type(error).__name__})") from None
 
@@ -116,7 +119,7 @@ def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayRepor
     >>> with Recorder(Contract([StageConfig(0, microbatches=1, slots=1)])) as log:
     ...     log.contract.submit()
     >>> replay_lines(log.lines).summary()
-    'accepted: 1 events, up to weight epoch 0'
+    'accepted: 1 event, up to weight epoch 0'
     """
     player = Player(name)
     try:

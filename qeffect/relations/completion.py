@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import BACK_BIT, NEVER, State
+from .constants import BACK_BIT, COPY_BIT, NEVER, State
 
 #: A link is a pair of a caller's stream and a domain's graph stream.
 #: ``submitted`` counts the caller's work, and ``joined`` how much of this work the graph stream has
@@ -16,8 +16,8 @@ from .constants import BACK_BIT, NEVER, State
 #: action may have enqueued work, so it counts as a replay.
 #: ``produced`` is the number of the replay that last wrote a slot, ``landed`` that of a stage's
 #: latest dW, and ``vacated`` that of the replay after which the slot's last tenant is done.
-#: ``ended_on`` is the link on which the slot's latest transfer ended, ``ended_at`` the number of
-#: that end in the link's ``submitted``.
+#: ``ended_on`` is the link on which the slot's latest transfer ended, or its input's copy was
+#: enqueued; ``ended_at`` is the number of that end in the link's ``submitted``.
 #: ``consumer`` is the caller whose stream reads the gradients, ``named`` the last epoch in which a
 #: call named that stream. ``updater`` is the caller whose stream ran the latest optimizer update,
 #: and ``unawaited`` is 1 until the graph stream has waited for that update.
@@ -108,6 +108,20 @@ def reserve_guards(st: State, key, slot, link):
     s = key.stage
     d = st.domain_of[s]
     require_vacated(st, slot, d, link)
+    on = st.ended_on[slot]
+    if st.receives[s] & COPY_BIT != 0 and on != link and st.joined[on] < st.ended_at[slot]:
+        raise Refused("completion.two-ends")
+
+
+def reserve_writes(st: State, key, slot, link):
+    s = key.stage
+    d = st.domain_of[s]
+    end = st.submitted[link] + 1
+    if st.receives[s] & COPY_BIT != 0:
+        st.submitted[link] = end
+        st.ended_on[slot] = link
+        st.ended_at[slot] = end
+        st.undrained[d] = 1
 
 
 def check_refresh_guards(st: State, stage, link):

@@ -9,9 +9,11 @@ from typing import Any, Final
 from qeffect.spec.constants import (
     ADDS,
     BACK_BIT,
+    COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    INPUT_BITS,
     JOINS,
     NEVER,
     NO_SLOT,
@@ -27,9 +29,11 @@ from qeffect.spec.constants import (
 __all__ = [
     "ADDS",
     "BACK_BIT",
+    "COPY_BIT",
     "DGRAD_BIT",
     "GENERATION_MAX",
     "GRAD_BIT",
+    "INPUT_BITS",
     "IN_BIT",
     "JOINS",
     "NEVER",

@@ -8,9 +8,11 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import (
     BACK_BIT,
+    COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    INPUT_BITS,
     NEVER,
     NO_SLOT,
     OUT_BIT,
@@ -22,7 +24,8 @@ from .constants import (
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
 #: ``forwarded`` is the epoch of a cell's last forward. ``moving`` is the mask of transfers under
 #: way out of a slot and into it, which continue after their tape is aborted; ``arrived`` is the
-#: mask of messages that a live tape has received.
+#: mask of messages that a live tape has received, with
+#: the copy of its input.
 STATE = {
     "consumers": Column("slot", "mask"),
     "generation": Column("slot", "generation"),
@@ -101,12 +104,15 @@ def reserve_guards(st: State, key, slot, link):
 
 
 def reserve_writes(st: State, key, slot, link):
+    s = key.stage
     e = key.epoch
     c = key.cell
     st.slot_of[c] = slot
     st.cell_at[slot] = c
     st.epoch_at[slot] = e
     st.consumers[slot] = RESERVED
+    if st.receives[s] & COPY_BIT != 0:
+        st.arrived[slot] = COPY_BIT
 
 
 def check_forward_guards(st: State, key, slot, token, link, refresh):
@@ -130,7 +136,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
         raise Refused("ownership.transfer-in-flight")
-    if st.receives[s] & IN_BIT != 0 and st.arrived[slot] & IN_BIT == 0:
+    if st.receives[s] & INPUT_BITS != 0 and st.arrived[slot] & INPUT_BITS == 0:
         raise Refused("ownership.receive-missing")
 
 

@@ -155,6 +155,12 @@ class Action:
                 return cls(Kind(whole_stage), int(stage))
             return cls(Kind(kind), int(stage), int(microbatch))
         overlap = _OVERLAP.fullmatch(entry)
+        if re.search(rf"[0-9]{{{MAX_INDEX_DIGITS + 1},}}", entry):
+            raise ScheduleError(
+                f"entry {shorten(entry)!r}: expected stages and microbatches of at most "
+                f"{MAX_INDEX_DIGITS} digits",
+                entry=entry,
+            )
         if overlap is None:
             raise ScheduleError(
                 f"entry {shorten(entry)!r} is not an action: {_EXPECTED}", entry=entry

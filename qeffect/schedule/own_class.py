@@ -5,13 +5,17 @@ A user's own schedule class, named by ``module:Class``.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
+from ..text import near
 from .actions import ScheduleError
 
 __all__ = ["base_name", "own_class"]
 
+#: A module as Python imports it, a colon, and a class.
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 #: By base class of torch: the concrete class of torch whose stages a subclass receives.
 _BASES = {"PipelineScheduleSingle": "ScheduleGPipe", "PipelineScheduleMulti": "ScheduleLoopedBFS"}
 
@@ -24,8 +28,14 @@ def own_class(name: str) -> type:
         name: ``module:Class``.
 
     Raises:
-        ScheduleError: The module cannot be imported, or has no such schedule class.
+        ScheduleError: The name has another form, the module cannot be imported, or it has no such
+            schedule class.
     """
+    if not _NAME.fullmatch(name):
+        raise ScheduleError(
+            f"{name}: expected module:Class, with the module as Python imports it, such as "
+            "mymodule:MySchedule or package.module:MySchedule"
+        )
     module_name, _, class_name = name.partition(":")
     here = str(Path.cwd())
     if not {"", here} & set(sys.path):
@@ -41,7 +51,9 @@ def own_class(name: str) -> type:
         ) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
-        raise ScheduleError(f"{name}: module {module_name} has no class {class_name!r}")
+        own = (n for n, value in vars(module).items() if isinstance(value, type))
+        hint = near(class_name, own) or "; name one of its classes"
+        raise ScheduleError(f"{name}: module {module_name} has no class {class_name!r}{hint}")
     base_name(found)
     return found
 

@@ -14,6 +14,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from ..report import unreadable
 from .actions import Action, Schedule, ScheduleError
 from .infer import MAX_ENTRIES, MAX_RANKS, parse_entry, schedule_of
 
@@ -45,8 +46,7 @@ def read_table(
             # One byte more than the limit; this also bounds devices and pipes, which have no size.
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ScheduleError(f"{name}: cannot be read: {reason}") from None
+        raise ScheduleError(f"{name}: {unreadable(error)}") from None
     return decode_table(data, source=name, num_stages=num_stages, num_microbatches=num_microbatches)
 
 

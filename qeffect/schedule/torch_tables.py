@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from .actions import Schedule, ScheduleError
+from .actions import Schedule, ScheduleError, shorten
 from .infer import MAX_ENTRIES, from_actions
 from .own_class import base_name, own_class
 
@@ -96,16 +96,20 @@ def torch_schedule(
             ]
         else:
             rows = _table(torch, schedules, cls, base, pp, vpp, microbatches, comms, options)
-    except ScheduleError:
-        raise
-    except KeyboardInterrupt:
+    except (ScheduleError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit too: a user's class may raise anything
         # Any exception of a constructor (several raise IndexError, or AssertionError with the whole
         # table as text) means that torch has no such schedule.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        who = "torch refuses" if own is None else f"{own.__module__} cannot make"
-        raise ScheduleError(f"{who} {what}: {' '.join(lines[0].split())}") from error
+        said = " ".join(lines[0].split())
+        if own is None:
+            raise ScheduleError(f"torch refuses {what}: {said}") from error
+        raise ScheduleError(
+            f"{own.__module__}:{what} cannot be constructed: {type(error).__name__}: {said}; "
+            "expected a constructor that takes the stages and the number of microbatches, as "
+            "torch's does"
+        ) from error
     asked = "".join(f" {option}={value}" for option, value in options.items())
     return from_actions(
         dict(enumerate(rows)),
@@ -131,7 +135,10 @@ def class_name(name: str) -> str:
     for cls_name in CLASSES:
         if cls_name.lower().removeprefix("schedule") == wanted:
             return cls_name
-    raise ScheduleError(f"unknown schedule class {name!r}; expected one of {', '.join(CLASSES)}")
+    raise ScheduleError(
+        f"unknown schedule class {name!r}; expected one of {', '.join(CLASSES)}, or module:Class "
+        "for a subclass of yours"
+    )
 
 
 def _check_arguments(
@@ -278,8 +285,22 @@ def _table(
     stages = [_Stage(index, 0, pp, vpp, submod) for index in local]
     given: Any = stages[0] if base in SINGLE else stages
     made = _quietly(schedules, lambda: cls(given, microbatches, **options))
-    order = getattr(made, "pipeline_order_with_comms" if comms else "pipeline_order", None)
+    return _rows(cls, made, "pipeline_order_with_comms" if comms else "pipeline_order", pp)
+
+
+def _rows(cls: type[Any], made: Any, attribute: str, pp: int) -> list[list[Any]]:
+    """Return the rows of a schedule object's table."""
+    order = getattr(made, attribute, None)
+    leave = ", or leave out --comms" if attribute.endswith("comms") else ""
+    remedy = f"set self.{attribute} in the class's constructor{leave}"
+    expected = f"{cls.__name__}.{attribute}: expected a row of actions for each of {pp} ranks"
     if not order:
-        hint = "; leave out the messages (--comms)" if comms else ""
-        raise ScheduleError(f"{cls.__name__} has no table{' with messages' * comms}{hint}")
+        raise ScheduleError(f"{expected}, found nothing; {remedy}")
+    if not isinstance(order, Mapping):
+        found = shorten(repr(order))
+        raise ScheduleError(f"{expected}, as {{rank: [actions]}}, found {found}; {remedy}")
+    for rank in range(pp):
+        if not isinstance(order.get(rank), Iterable):
+            ranks = ", ".join(map(str, order))
+            raise ScheduleError(f"{expected}, found no row for rank {rank} among {ranks}; {remedy}")
     return [list(order[rank]) for rank in range(pp)]

@@ -23,7 +23,7 @@ stream has waited for; per graph stream its replays, and per link how many of th
 waited for. Each missing edge has its own clause. A stream that fills a slot must have waited for
 the previous tenant's replays. The end of a transfer counts as work of the caller whose link it
 names, so that a replay neither reads a message before it has arrived nor overwrites a buffer that
-is still read.
+is still read. So does the copy of an input, which the reservation of its slot stands for.
 
 The optimizer's update is device work too. It runs on the stream of the caller that `commit_epoch`
 names, and that stream must have waited for every gradient. No graph stream reads the new weights
@@ -110,30 +110,32 @@ put the waits on the streams.""",
             number="6.5",
             title="A replay waits for the slot's transfers",
             invariant="Before F the graph stream has waited for the end of the slot's latest "
-            "transfer, whichever link that end named. The same holds before dI of a stage that "
-            "receives its output's gradient.",
+            "transfer, or for the copy of its input, whichever link that end or copy named. The "
+            "same holds before dI of a stage that receives its output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
             section="design",
             cause="A send of the slot's previous tenant, or the receive of this tenant, ended on "
-            "another caller's stream, and only this caller's stream was joined.",
-            remedy="Join the link that the end named, or end the transfer on the link that calls "
-            "F.",
+            "another caller's stream, or a loader's stream copied the input, and only this "
+            "caller's stream was joined.",
+            remedy="Join the link that the end or the reservation named, or end the transfer on "
+            "the link that calls F.",
         ),
         Clause(
             id="completion.two-ends",
             number="6.6",
             title="Ends of transfers are joined, or name one stream",
-            invariant="The end of a slot's transfer names the same link as the slot's previous "
-            "end, or follows a wait of the graph stream for that previous end.",
-            transitions=("finish_receive", "finish_read"),
+            invariant="The end of a slot's transfer, or the copy of an input into the slot, names "
+            "the same link as the slot's previous end or copy, or follows a wait of the graph "
+            "stream for that previous one.",
+            transitions=("reserve", "finish_receive", "finish_read"),
             argument="link",
             unchanged=_STREAMS,
             section="design",
             cause="Two sends from one slot ended on two streams, and no replay waited for the "
             "first; the contract remembers one end per slot.",
-            remedy="End both transfers on one link, or join the first link in between.",
+            remedy="Name one link for both, or join the first link in between.",
         ),
         Clause(
             id="completion.wrong-consumer",

@@ -38,6 +38,10 @@ the message has arrived whole. If a message can no longer arrive, the tape is dr
 nothing runs on it; `finish_receive` then frees the slot. At most one read of an output, and one of
 an input gradient, is under way at a time.
 
+A stage may declare that a caller's stream copies its input into the slot (`copies_input`). The
+reservation then stands for the copy: the caller enqueues the copy with it, on the stream of the
+link that it names, and F runs only in a slot that its key has reserved.
+
 A check reserves the slot under a *ticket*, the next of a series of serial numbers. While a slot has
 an outstanding ticket, every other action on the slot is refused. A commit or an abort redeems the
 ticket, once.""",
@@ -363,15 +367,17 @@ ticket, once.""",
             number="1.21",
             title="F and dI use a message that was received",
             invariant="F of a stage that receives its input runs on an input that was posted and "
-            "arrived for this key; the same holds for dI and the output's gradient.",
+            "arrived for this key; the same holds for dI and the output's gradient. F of a stage "
+            "whose input is copied runs in the slot that its key reserved.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="The receive was left out of the schedule, or posted for another microbatch; the "
-            "buffer still holds what the slot's previous tenant received.",
+            cause="The receive or the copy was left out of the schedule, or made for another "
+            "microbatch; the buffer still holds the input of the slot's previous tenant.",
             remedy="Reserve the key's slot, post the receive into it, and wait for it before F; "
-            "post the gradient's receive before dI.",
+            "post the gradient's receive before dI. If the input is copied, reserve the key's slot "
+            "with the link of the copy.",
         ),
         Clause(
             id="ownership.no-such-receive",

@@ -14,6 +14,7 @@ from ..constants import (
     BACK_BIT,
     GRAD_BIT,
     IN_BIT,
+    INPUT_BITS,
     JOINS,
     NEVER,
     NO_SLOT,
@@ -97,10 +98,10 @@ def receive_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.input-arrived", "check_forward")
 def input_arrived(st: State, h: History, a: Args) -> Truth:
-    """If a stage receives inputs, its F finds its own key's input in the slot, complete."""
+    """If a stage's inputs are received or copied, its F finds its own key's input in the slot."""
     claimed = (h.tenant[a.slot] == a.key.cell) & (h.tenant_epoch[a.slot] == a.key.epoch)
-    there = ((h.arrived[a.slot] & IN_BIT) != 0) & claimed & (h.owing[a.slot] != 0)
-    return implies((st.receives[a.key.stage] & IN_BIT) != 0, there)
+    there = ((h.arrived[a.slot] & INPUT_BITS) != 0) & claimed & (h.owing[a.slot] != 0)
+    return implies((st.receives[a.key.stage] & INPUT_BITS) != 0, there)
 
 
 @STEPS("ownership.gradient-arrived", "check_dgrad")
@@ -379,7 +380,7 @@ def received_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.forward-after-transfers", "check_forward")
 def forward_after_transfers(st: State, h: History, a: Args) -> Truth:
-    """F comes after the end of every transfer through its slot, on any stream."""
+    """F comes after every transfer through its slot, and every copy into it, on any stream."""
     return implies(a.slot == h.slot[0], h.trailing[0] == 0)
 
 

@@ -8,7 +8,7 @@ also trusted to name the current weights.
 
 from __future__ import annotations
 
-from ..constants import DGRAD_BIT, NO_STAGE, RESERVED, WGRAD_BIT
+from ..constants import DGRAD_BIT, INPUT_BITS, NO_STAGE, RESERVED, WGRAD_BIT
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth, domain_of_slot
 
@@ -41,6 +41,12 @@ def tapes_owe_both(st: State, g: Index) -> Truth:
     return ((st.owes[g] & (DGRAD_BIT | WGRAD_BIT)) == (DGRAD_BIT | WGRAD_BIT)) & (
         (st.owes[g] & RESERVED) == 0
     )
+
+
+@CONFIGURATION("ownership.input-one-way", g="stage")
+def input_one_way(st: State, g: Index) -> Truth:
+    """No stage both receives its input and has it copied."""
+    return (st.receives[g] & INPUT_BITS) != INPUT_BITS
 
 
 @CONFIGURATION("ownership.cells-counted", g="stage")

@@ -9,7 +9,7 @@ finds a guard that is stronger than necessary, without relying on a test.
 
 from __future__ import annotations
 
-from ..constants import ADDS, BACK_BIT, IN_BIT, JOINS, NEVER, NO_SLOT, OPENS, RESERVED
+from ..constants import ADDS, BACK_BIT, INPUT_BITS, JOINS, NEVER, NO_SLOT, OPENS, RESERVED
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth
 
@@ -77,9 +77,10 @@ def generation_left(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.input-there", "check_forward")
 def input_there(st: State, h: History, a: Args) -> Truth:
-    """No transfer is under way through the slot, and the input has arrived if F needs one."""
-    arrived = (h.arrived[a.slot] & IN_BIT) != 0
-    wanted = (st.receives[a.key.stage] & IN_BIT) != 0
+    """No transfer is under way through the slot, and the input has arrived, or its copy was
+    enqueued, if F needs one."""
+    arrived = (h.arrived[a.slot] & INPUT_BITS) != 0
+    wanted = (st.receives[a.key.stage] & INPUT_BITS) != 0
     return (h.moving[a.slot] == 0) & implies(wanted, arrived)
 
 
@@ -262,7 +263,7 @@ def update_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("completion.transfers-awaited", "check_forward")
 def transfers_awaited(st: State, h: History, a: Args) -> Truth:
-    """The graph stream waited for the end of the slot's latest transfer."""
+    """The graph stream waited for the slot's latest transfer or copy."""
     return h.last_end[a.slot] <= h.heard[h.last_end_on[a.slot]]
 
 

@@ -22,10 +22,14 @@ import qeffect.faults
 from qeffect.cli import bench, command, main, parser
 from qeffect.schedule.tables import fixture_names, read_fixture, write_table
 from qeffect.verification import explorer
-from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES, pool_states
+from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES
+from qeffect.verification.explorer.plain import PlainExplorer
+from qeffect.verification.explorer.space import Space
 from qeffect.verification.proofs import bounded, prove
 from qeffect.verification.proofs.obligations import Obligation
+from qeffect.verification.scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
 from qeffect.verification.walks import machine
+from tests.verification.test_explorer import COUNTS
 
 SOURCE = {
     "file",
@@ -163,7 +167,7 @@ class TestCheck:
     def test_the_row_of_one_rank_is_said_to_be_that(
         self, capsys: pytest.CaptureFixture[str], table: Path, command: str
     ) -> None:
-        """A table that lost its other rows is no pipeline of as many stages."""
+        """A table without its other rows is reported as one rank's row."""
         alone = "the row of one rank alone"
         assert alone not in run(capsys, command, str(table))[1]
         table.write_text(table.read_text().splitlines()[0] + "\n")
@@ -244,12 +248,12 @@ class TestCheck:
         assert [] == data["uncovered"]
 
     def test_too_few_random_schedules(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Too few fail the run, but are told apart from wrong ones, first of all."""
+        """Too few settle nothing: exit code 2, and no violation."""
         code, data = json_of(capsys, "check", "--random", "2")
         _, out, _ = run(capsys, "check", "--random", "2")
         first, second = out.splitlines()[:2]
 
-        assert 1 == code
+        assert (2, "unusable") == (code, data["verdict"])
         assert "too few schedules" == data["reason"]
         assert data["uncovered"]
         assert not data["failure"]
@@ -281,16 +285,16 @@ class TestCheck:
     [
         (["check"], "FILE.csv --torch --te-order --fixtures --random is required"),
         (["plan"], "one of the arguments FILE.csv --torch --te-order is required"),
-        (["check", "a.csv", "--te-order", "1,-1"], "not allowed with argument FILE.csv"),
-        (["check", "a.csv", "--fixtures"], "not allowed with argument FILE.csv"),
-        (["check", "a.csv", "--random", "5"], "not allowed with argument FILE.csv"),
-        (["check", "--random", "5", "--torch", "1F1B"], "not allowed with argument --random"),
-        (["check", "--random", "5", "--fixtures"], "not allowed with argument --random"),
+        (["check", "a.csv", "--te-order", "1,-1"], "not allowed with FILE.csv"),
+        (["check", "a.csv", "--fixtures"], "not allowed with FILE.csv"),
+        (["check", "a.csv", "--random", "5"], "not allowed with FILE.csv"),
+        (["check", "--random", "5", "--torch", "1F1B"], "not allowed with --random"),
+        (["check", "--random", "5", "--fixtures"], "not allowed with --random"),
         (["check", "no-such-file.csv"], "cannot be read"),
         (["check", "--random", "0"], "at least 1"),
-        (["check", "--random", "many"], "invalid int value"),
+        (["check", "--random", "many"], "--random: expected a whole number, found 'many'"),
         (["check", "--torch", "ScheduleNone"], "ScheduleNone"),
-        (["check", "--pairing", "lifo", "a.csv"], "invalid choice"),
+        (["check", "--pairing", "lifo", "a.csv"], "expected one of contract, fifo, latest, global"),
         (["plan", "--te-order", "1,-1", "--hidden", "-3"], "hidden"),
         (["plan", "--te-order", "1,-1", "--hidden", "64", "--dtype", "int4"], "int4"),
         (["explore", "--scope", "none"], "no scope is named"),
@@ -314,12 +318,12 @@ class TestCheck:
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["failures", "none"], "no failure is named 'none'"),
         (["runtime"], "required"),
-        (["runtime", "walk"], "invalid choice"),
+        (["runtime", "walk"], "unknown command 'walk'"),
         (["runtime", "demo", "--steps", "0"], "--steps must be at least 1"),
         (["runtime", "demo", "--step", "3"], "unrecognized arguments: --step"),
         (["runtime", "compare", "--device", "cpu", "--commit", "x"], "40 hexadecimal digits"),
         (["check", "--te-order", "1,-1", "--svg", "a", "--trace", "./a"], "a file of its own"),
-        (["frobnicate"], "invalid choice"),
+        (["frobnicate"], "unknown command 'frobnicate'; expected one of check, "),
         ([], "required"),
     ],
 )
@@ -439,6 +443,8 @@ def test_a_refusal_says_where(
     monkeypatch.setattr(prove, "run", lambda **_: prove.ProofReport(obligations=[goal]))
     report = evolve(qeffect.faults.run(), verdict="refused")
     monkeypatch.setattr(qeffect.faults, "run", lambda: report)
+    wrong = machine.RandomReport(schedules=1, actions=9, seconds=1.0, failure="F was refused")
+    monkeypatch.setattr(machine, "run", lambda *_, **__: wrong)
 
     code, data = json_of(capsys, *name.split(), *REFUSED[name])
 
@@ -482,17 +488,20 @@ def test_the_fault_table_has_seven_rows_all_refused(capsys: pytest.CaptureFixtur
     assert all(columns <= row.keys() and row["refused"] for row in data["rows"])
 
 
-def test_both_readings_walk_the_same_states(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both readings of the slot pool walk the same states."""
+def test_a_pool_has_the_states_that_the_plain_explorer_finds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command finds what the plain explorer finds; ``--batch`` changes nothing."""
     arguments = ("explore", "--slots", "2", "--keys", "2", "--generations", "2")
+    plain = PlainExplorer(Space(explorer.pool_scope(2, 2, 2))).explore()
 
-    plain, batch = (json_of(capsys, *arguments, *more) for more in ((), ("--batch",)))
-
-    assert 0 == plain[0] == batch[0]
-    (walked,), (batched,) = plain[1]["scopes"], batch[1]["scopes"]
-    for count in ("states", "transitions", "refused", "depth"):
-        assert walked[count] == batched[count]
-    assert walked["states"] > 100
+    for more in ((), ("--batch",)):
+        code, found = json_of(capsys, *arguments, *more)
+        (walked,) = found["scopes"]
+        assert 0 == code
+        assert (len(plain.parents), plain.accepted.total(), plain.refused.total(), plain.depth) == (
+            tuple(walked[count] for count in ("states", "transitions", "refused", "depth"))
+        )
 
 
 _REPLAY = ("replay", "spec/logs/valid/aborts-and-restores.jsonl")
@@ -506,7 +515,11 @@ _FULL, _CLOSED = "No space left on device", "Bad file descriptor"
         ((*_REPLAY, "--json"), ">/dev/full", f"standard output cannot be written: {_FULL}"),
         (_REPLAY, ">&-", f"standard output cannot be written: {_CLOSED}"),
         ((*_REPLAY, "--json"), ">&-", f"standard output cannot be written: {_CLOSED}"),
-        (("replay", "none", "--json"), ">/dev/full", "cannot read none: No such file or directory"),
+        (
+            ("replay", "none", "--json"),
+            ">/dev/full",
+            "none: cannot be read: No such file or directory; check its name",
+        ),
     ],
 )
 def test_an_output_that_takes_nothing_is_unusable(
@@ -559,7 +572,7 @@ def test_no_picture_is_written_over_what_it_is_drawn_from(
 def test_a_picture_without_a_place_leaves_the_other_one_unwritten(
     capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
 ) -> None:
-    """Both places are looked at before anything is checked."""
+    """Both places are checked before the schedule is."""
     picture = tmp_path / "a.svg"
     nowhere = str(tmp_path / "no" / "b.json")
     code, out, err = run(capsys, "check", str(table), "--svg", str(picture), "--trace", nowhere)
@@ -579,6 +592,42 @@ def test_what_the_help_names_is_what_there_is(capsys: pytest.CaptureFixture[str]
     assert [*explorer.standard_scopes(), *explorer.large_scopes()] == list(SCOPES)
     assert set(SCOPES) <= set(said)
     assert DEPTH == bounded.DEPTH
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_the_states_of_a_named_scope_are_known(name: str) -> None:
+    """The totals that progress lines show are the states that the explorer finds."""
+    if name in explorer.standard_scopes():
+        assert COUNTS[name][0] == SCOPE_STATES[name]  # what the exploration itself is held to
+    elif name.startswith("pool-"):
+        scope = explorer.large_scopes()[name]
+        shape = (*scope.slots, *scope.cells, scope.generation_max)
+        assert pool_states(*shape) == SCOPE_STATES[name]
+    elif SCOPE_STATES[name] != UNKNOWN:
+        found = explorer.run(explorer.large_scopes()[name], witnesses=False)
+        assert found.states == SCOPE_STATES[name]
+    assert (SCOPE_STATES[name] == UNKNOWN) == (name == "stage-large")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--scope stage-epochs", " of 956 states"),
+        ("--scope stage-epochs --symmetry", "Exploring. states="),
+        ("--scope pool-4-4-3 --symmetry", " of 1,820 states"),
+        ("--slots 2 --generations 2", " of 153 states"),
+    ],
+)
+def test_an_exploration_says_how_many_states_are_left(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The total is shown where it is known, and the plain counter where it is not."""
+    monkeypatch.setattr(command.Progress, "__call__", command.Progress.note)
+    code, out, err = run(capsys, "explore", *words.split())
+
+    assert (0, 1) == (code, len(out.splitlines()))
+    assert said in err
+    assert "transitions=" in err
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 2), (2, 2, 2), (3, 2, 2), (2, 3, 3)])
@@ -650,7 +699,7 @@ def test_outstanding_sends_of_a_table_without_waits(
     assert 2 == run(capsys, "check", str(path), "--max-outstanding-sends", "1")[0]
     code, out, err = run(capsys, "plan", str(path), "--max-outstanding-sends", "-1")
     assert (2, "") == (code, out)
-    assert "non-negative" in err
+    assert "--max-outstanding-sends must be at least 0" in err
 
 
 def test_plan_says_what_sends_hold(capsys: pytest.CaptureFixture[str], awaited: Path) -> None:

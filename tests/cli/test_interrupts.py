@@ -126,6 +126,21 @@ def test_every_long_command_ends_at_once(
     assert seconds < LIMIT_S
 
 
+@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
+def test_mutants_end_at_once(whole_group: bool, processes: list[subprocess.Popen[str]]) -> None:
+    """While mutants are tried in reachable states, which takes long and says little."""
+    process = started("prove --only check_dgrad")
+    processes.append(process)
+    time.sleep(5.0)
+    assert process.poll() is None
+
+    seconds, out, err = interrupted(process, whole_group)
+
+    lines = [line for line in err.splitlines() if not line.startswith("Mutants. ")]
+    assert (INTERRUPTED, "", ["qeffect: interrupted"]) == (process.returncode, out, lines)
+    assert seconds < LIMIT_S
+
+
 #: Commands that start processes, and how many: torchrun and its two ranks, or a process per side.
 PARENTS = {
     "runtime demo --ranks 2 --steps 1000": 3,
@@ -184,3 +199,55 @@ def test_a_job_in_the_background_of_a_script_ignores_it(
     wait_for(process, "Checking. ")
 
     assert process.poll() is None
+
+
+#: Sends SIGINT to its own process as soon as a module is looked for; Python loads it at its start.
+SITE = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+#: The console script, as pip writes it.
+SCRIPT = "import sys\nfrom qeffect.cli import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize("how", ["module", "script"])
+@pytest.mark.parametrize(
+    "module", ["qeffect.checkpoint", "qeffect.cli", "argparse", "qeffect.verification.commands"]
+)
+def test_an_interrupt_during_imports(tmp_path: Path, how: str, module: str) -> None:
+    """One line and no traceback, from the package's first import on."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    script = tmp_path / "qeffect"
+    script.write_text(SCRIPT)
+    program = ["-m", "qeffect"] if how == "module" else [str(script)]
+    done = subprocess.run(
+        [sys.executable, *program, "faults"],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "INTERRUPT_AT": module,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        },
+        check=False,
+    )
+
+    assert (INTERRUPTED, "", "qeffect: interrupted\n") == (
+        done.returncode, done.stdout, done.stderr
+    )  # fmt: skip
+
+
+def test_a_library_keeps_its_signals(tmp_path: Path) -> None:
+    """Only the command's own process blocks SIGINT when it imports the package."""
+    program = "import signal, qeffect; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert "set()\n" == done.stdout

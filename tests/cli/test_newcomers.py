@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,13 @@ import qeffect.cli
 from qeffect import report
 from qeffect.cli import main
 from qeffect.countdown import Countdown
+from qeffect.log.checker import LogError
+from qeffect.log.joint import replay_together
 from qeffect.report import UnusableError, environment
 from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.tables import read_fixture, write_table
+from qeffect.schedule.transport import Transport
 from tests.cli.test_cli import json_of, run
 
 OWN = '''
@@ -54,6 +58,35 @@ class Exits(ScheduleGPipe):
 
 class Nothing:
     pass
+
+
+class Bare(PipelineScheduleMulti):
+    order = None
+
+    def __init__(self, stages, n_microbatches):
+        super().__init__(stages, n_microbatches)
+        self.pipeline_order = self.order
+
+
+class Five(Bare):
+    order = 5
+
+
+class Half(Bare):
+    order = {0: ["0F0"]}
+
+
+class Words(Bare):
+    order = {0: ["forward"], 1: []}
+
+
+class Large(Bare):
+    order = {0: ["0F1234567"], 1: []}
+
+
+class Alone(PipelineScheduleMulti):
+    def __init__(self, stages):
+        pass
 '''
 
 
@@ -97,7 +130,20 @@ class TestOwnClasses:
     @pytest.mark.parametrize(
         ("name", "said"),
         [
-            ("ownschedules:Exits", "ownschedules cannot make Exits"),
+            (
+                "ownschedules:Exits",
+                "ownschedules:Exits pp=2 vpp=1 microbatches=4 cannot be constructed",
+            ),
+            ("./ownschedules:Mine", "./ownschedules:Mine: expected module:Class, with the module"),
+            ("ownschedules:", "ownschedules:: expected module:Class"),
+            (":Mine", "expected module:Class"),
+            ("ownschedules:Mime", "has no class 'Mime'; did you mean Mine?"),
+            ("ownschedules:Bare", "Bare.pipeline_order: expected a row of actions for each of 2"),
+            ("ownschedules:Five", "as {rank: [actions]}, found 5; set self.pipeline_order in"),
+            ("ownschedules:Half", "found no row for rank 1 among 0; set self.pipeline_order in"),
+            ("ownschedules:Words", "--torch ownschedules:Words: rank 0, step 0: entry 'forward'"),
+            ("ownschedules:Large", "'0F1234567': expected stages and microbatches of at most 6"),
+            ("ownschedules:Alone", "TypeError: Alone.__init__() takes 2 positional arguments"),
             ("ownschedules:Nothing", "is not a schedule class; expected a subclass of"),
             ("ownschedules:Missing", "module ownschedules has no class 'Missing'"),
             ("nosuchmodule:Mine", "module nosuchmodule cannot be imported: ModuleNotFoundError"),
@@ -129,6 +175,43 @@ class TestOwnClasses:
         assert "ownership.wrong-key" == check(mine, "latest").clause
         with pytest.raises(ScheduleError, match="int: expected a Schedule"):
             check(3)
+        with pytest.raises(ScheduleError, match="Mine: expected a schedule object, found a class"):
+            check(ownschedules.Mine)
+
+
+class TestPython:
+    """Wrong arguments of the Python functions behind the commands."""
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"schedule": "zbv.csv"}, "str: expected a Schedule .*; read a file with .*read_table"),
+            ({"schedule": [["0F0"]]}, "list: expected a Schedule .*; read rows .*from_actions"),
+            ({"pairing": ["latest"]}, r"unknown pairing \['latest'\]; expected one of contract"),
+            ({"pairing": "latst"}, "did you mean latest?"),
+            ({"steps": "2"}, "steps must be an integer, not '2'"),
+            ({"steps": True}, "steps must be an integer, not True"),
+            ({"shared_pool": "no"}, "shared_pool must be True or False, not 'no'"),
+            ({"transport": "pair"}, "transport must be a Transport, not 'pair'; make one with"),
+        ],
+    )
+    def test_check(self, given: dict[str, Any], said: str) -> None:
+        """The argument is named, with what was expected; none of Python's own words."""
+        table = read_fixture("ScheduleZBVZeroBubble_pp2_vpp2_m4.compute.csv")
+        with pytest.raises(ScheduleError, match=said):
+            check(**{"schedule": table, **given})
+
+    @pytest.mark.parametrize("limit", ["2", 1.5, True])
+    def test_a_limit_of_sends(self, limit: Any) -> None:
+        """Only an int of at least 0 is a limit."""
+        with pytest.raises(ScheduleError, match="must be a non-negative integer, not"):
+            Transport(max_outstanding_sends=limit)
+
+    @pytest.mark.parametrize("paths", [[], "log.jsonl"])
+    def test_logs_of_all_ranks(self, paths: Any) -> None:
+        """A single path is refused, not read letter by letter."""
+        with pytest.raises(LogError, match="expected the paths of the logs of all ranks"):
+            replay_together(paths)
 
 
 class TestWords:
@@ -177,7 +260,7 @@ class TestWords:
         assert 2 == code
         assert "not installed here" in err
         assert "pip install -e ." in err
-        assert "invalid choice: 'rumtine'" in run(capsys, "rumtine")[2]
+        assert "unknown command 'rumtine'" in run(capsys, "rumtine")[2]
 
 
 class TestExitCodes:
@@ -199,7 +282,7 @@ class TestExitCodes:
     def test_a_truncated_log_is_unusable(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, cut: str
     ) -> None:
-        """What it holds kept the contract; where it ends is no violation."""
+        """The events before the end kept the contract, so the log is not refused."""
         whole = Path("spec/logs/valid/buckets.jsonl").read_bytes()
         end = 3000 if cut == "line" else whole.index(b"\n", 3000) + 1
         path = tmp_path / "log.jsonl"
@@ -266,7 +349,7 @@ class TestMessages:
     def test_a_path_is_spelled_under_every_locale(
         self, tmp_path: Path, table: Path, encoding: str
     ) -> None:
-        """A path is not spelled in surrogates where the locale knows no such letter."""
+        """A path is readable even if the locale lacks one of its letters."""
         path = table.rename(tmp_path / "é.csv")
         plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PATH": "/usr/bin:/bin"}
         environ = plain | ({"PYTHONUTF8": "0"} if encoding == "ascii" else {})
@@ -282,8 +365,108 @@ class TestMessages:
         assert ("é.csv" if encoding == "utf-8" else "\\xe9.csv") in done.stdout.decode()
 
 
+class TestWrongWords:
+    """What is typed wrongly is named by its option, with what was expected and what was found."""
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("check --te-order 1,-1 --svg ''", "--svg: expected a value, found an empty one"),
+            ("check ''", "FILE.csv: expected a value, found an empty one"),
+            ("check --torch ''", "--torch: expected a value, found an empty one"),
+            ("prove --only ''", "--only: expected a value, found an empty one"),
+            ("check --torch 1F1B --pp", "--pp: expected a value, found none"),
+            ("check --torch 1F1B --pp two", "--pp: expected a whole number, found 'two'"),
+            ("check a.csv --queues edges", "found 'edges'; did you mean edge?"),
+            ("check a.csv --micro-batches 3", "did you mean --microbatches? (see 'qeffect check"),
+            ("chek a.csv", "unknown command 'chek'; expected one of check, faults, plan"),
+            ("chek a.csv", "did you mean check?"),
+            ("check --te-order 1,x", "--te-order: rank 0, step 1: entry 'x'"),
+            (
+                "check a.csv --max-outstanding-sends -1",
+                "--max-outstanding-sends must be at least 0",
+            ),
+            ("check a.csv --svg /proc/x.svg", "--svg: cannot write /proc/x.svg: No such file"),
+            ("prove --out /proc/x.json", "--out: cannot write /proc/x.json: No such file"),
+            ("prove --mutants --programs /proc/x", "--programs: cannot write /proc/x: No such"),
+            ("runtime corpus --out /proc/x", "--out: cannot write /proc/x: No such file"),
+            ("check --random 5 --seed -1", "--seed must be at least 0, not -1"),
+            ("check --random 99999999999", "--random must be at most 1,000,000, not 99999999999"),
+        ],
+    )
+    def test_one_line(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        table: Path,
+        words: str,
+        said: str,
+    ) -> None:
+        """Exit code 2."""
+        monkeypatch.chdir(table.parent)
+        table.rename("a.csv")
+
+        code, out, err = run(capsys, *shlex.split(words))
+
+        assert (2, "") == (code, out)
+        (line,) = err.splitlines()
+        assert said in line
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"", "not JSON: found an empty file; expected one object"),
+            (b"\xff", "not JSON: found a byte that is not UTF-8, at byte 0"),
+            (b'{"unit": "ms"', "found a mistake at line 1, column 14 (expecting ',' delimiter)"),
+            (b'{"F": ' + b"9" * 5000 + b"}", "found an integer of thousands of digits"),
+            (b"[" * 100_000, "found a deeply nested value"),
+        ],
+    )
+    def test_durations_without_python_s_words(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        table: Path,
+        tmp_path: Path,
+        content: bytes,
+        said: str,
+    ) -> None:
+        """Neither codecs nor limits of the interpreter are named."""
+        path = tmp_path / "times.json"
+        path.write_bytes(content)
+
+        code, _, err = run(capsys, "plan", str(table), "--durations", str(path))
+
+        assert 2 == code
+        assert f"{path}: " in err
+        assert said in err
+
+    def test_two_logs_in_one_file(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        """The second header is named, and what to do."""
+        path = tmp_path / "two.jsonl"
+        path.write_bytes(2 * Path("spec/logs/valid/buckets.jsonl").read_bytes())
+
+        code, out, _ = run(capsys, "replay", str(path))
+
+        assert 1 == code
+        assert "found another log's header; expected the end of the log" in out
+        assert "keep each log in a file of its own" in out
+
+    def test_a_log_with_other_line_ends(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """Something on its way wrote CR LF."""
+        path = tmp_path / "log.jsonl"
+        whole = Path("spec/logs/valid/buckets.jsonl").read_bytes()
+        path.write_bytes(whole.replace(b"\n", b"\r\n"))
+
+        code, _, err = run(capsys, "replay", str(path))
+
+        assert 2 == code
+        assert "line 1 ends in CR LF (\\r\\n); expected LF" in err
+
+
 class TestOutsideGit:
-    """Reports of a tree that is no git checkout."""
+    """Reports of a tree outside a git checkout."""
 
     def test_the_commit_is_unknown_and_that_is_said_once(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -386,7 +386,7 @@ def test_a_remark_is_of_a_report_of_one_commit() -> None:
     [
         ((), "bench", "bench --out F --commit C", "qeffect runtime bench --out F"),
         ((), "scale", "runtime scale --pp 2", "qeffect runtime scale --pp 2"),
-        ((), "restarts", "--out F", "python -m qeffect.gpu_runtime.lab.commands.restarts --out F"),
+        ((), "restarts", "--out F", "qeffect runtime report restarts --out F"),
         (
             ("torchrun", "-m", "qeffect"),
             "scale",

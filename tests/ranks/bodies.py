@@ -15,17 +15,18 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from qeffect.cli import main
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer
-from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.membership import Limits, all_gather, join, leave
 from qeffect.gpu_runtime.ranks.pipeline import Passage
@@ -47,7 +48,7 @@ def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        result = compared(member, job, steps, limits=LIMITS)
+        result = compare_pipelines(member, job, steps, limits=LIMITS)
         found = result.comparison
         said.append(
             {
@@ -62,12 +63,28 @@ def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
     return said
 
 
+def connected_as_by_torch_2_11(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
+    """The same under torch 2.11's first messages: a number to the rank of each next stage."""
+    from torch.distributed.pipelining._utils import InferenceMode  # in newer torch alone
+
+    def exchange(_: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        if not p2p_done:
+            ops = [op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    torch_schedules._PipelineSchedule._warmup_p2p = exchange
+    return exact(jobs, steps)
+
+
 # Faults
 
 
 def _at(worker: Worker, action: str) -> int:
     """The place of an action in this rank's program."""
-    return next(n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == action)
+    return next(n for n, e in enumerate(worker.pipeline.program) if action_name(e.atom) == action)
 
 
 def twice(action: str) -> Fault:
@@ -552,7 +569,7 @@ def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
     told.append([])
     before = bits(worker)
     if spoil is not None:
-        places = [n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == spoil]
+        places = [n for n, e in enumerate(worker.pipeline.program) if action_name(e.atom) == spoil]
         for place in places:
             del worker.pipeline.program[place]
     refusal, where = None, "rehearsal"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.commands import peers, tables
-from qeffect.gpu_runtime.lab.commands import pipeline as command
+from qeffect.gpu_runtime.lab.runner.rank_process import Findings
 from qeffect.gpu_runtime.lab.sides.language import PeerSettings
-from qeffect.gpu_runtime.lab.sides.pipelines import ReplaySide
+from qeffect.gpu_runtime.lab.sides.pipelines import build_guarded
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import join
@@ -26,8 +27,6 @@ from .bodies import LIMITS
 
 def tables_command(argv: list[str]) -> tuple[int, str, str]:
     """`qeffect runtime tables`: exit code and what the rank said."""
-    join("cpu", LIMITS)
-    command._LAST_WORD_S = 0.0
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "report", "tables", *argv])
@@ -37,9 +36,7 @@ def tables_command(argv: list[str]) -> tuple[int, str, str]:
 def one_fails() -> list[dict[str, Any]]:
     """Three rows, of which the second cannot be built on rank 1."""
     member = join("cpu", LIMITS)
-    args = argparse.Namespace(
-        pp=2, device="cpu", rounds=1, steps=1, native_steps=1, no_profile=True
-    )
+    args = argparse.Namespace(rounds=1, steps=1, native_steps=1)
     row = TableRow("tiny-m2", "layers", 2, "zbv", "replays")
     build = Job.stages
 
@@ -51,19 +48,21 @@ def one_fails() -> list[dict[str, Any]]:
     found = []
     for stages in (build, fails, build):
         Job.stages = stages  # type: ignore[method-assign]
-        found.append(tables._measured(member, args, row, {}, [row]))
+        found.append(tables.measure_row(member, args, row, {}, [row]))
     return found
 
 
 def peers_of_ours(folder: str) -> list[dict[str, Any]]:
     """Native and replays of a small cell, as the peers measure them."""
-    member = join("cpu", LIMITS)
+    join("cpu", LIMITS)
+    cells = ["tiny-m2"]
     asked = PeerSettings(
-        cells=["tiny-m2"], rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
+        cells=cells, rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
     )
-    found: list[dict[str, Any]] = []
-    peers.ours(member, asked, Path(folder), found.append)
-    return found
+    text = io.StringIO()
+    peers.measure_ours("cpu", peers.rows_of("ours", cells, asked), Path(folder), Findings(text))
+    lines = map(json.loads, text.getvalue().splitlines())
+    return [line["row"]["rows"] for line in lines if "row" in line]
 
 
 def captured_facts() -> dict[str, Any]:
@@ -72,7 +71,7 @@ def captured_facts() -> dict[str, Any]:
     row = TableRow("tiny-m4", "language", 2, "zbv", "replays")
     with pytest.MonkeyPatch.context() as patch:
         stand_ins.install(patch)
-        side = ReplaySide(member, row.job(2), "reference", "replays")
+        side = build_guarded(member, row.job(), "replays")
         side.step()
         facts = side.facts()
         slots = sum(memory.table.num_slots for memory in side.worker.runtime.memories.values())

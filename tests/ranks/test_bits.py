@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from qeffect.gpu_runtime.ranks.job import Job
 from tests.ranks import bodies
@@ -50,6 +51,20 @@ def test_tables_of_other_releases_have_the_same_bits(tmp_path: Path) -> None:
         assert all(run["of"] > 0 for run in said.words[rank])
     slots = [[run["slots"] for run in said.words[rank]] for rank in range(2)]
     assert slots == [[6, 8, 6, 6], [5, 6, 6, 5]]  # its waits keep slots for longer
+
+
+@pytest.mark.skipif(
+    not hasattr(torch_schedules._PipelineSchedule, "_warmup_p2p"),
+    reason="this torch sends these messages itself",
+)
+def test_the_first_messages_of_torch_2_11_reach_every_rank(tmp_path: Path) -> None:
+    """In ZB-V two stages in a row are on one rank, and gloo sends nothing from a rank to itself."""
+    said = launch(2, tmp_path, bodies.connected_as_by_torch_2_11, [Job(schedule="zbv", pp=2)], 1)
+
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        (found,) = said.words[rank]
+        assert set(found["differ"].values()) == {0}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_four_ranks_have_one_stage_each_of_the_same_four_layers() -> None:
     for pp in (2, 4):
         rows = table_rows(("mapping",), (LARGE,), pp)
         for row in rows:
-            job = row.job(pp)
+            job = row.job()
             assert job.num_stages == 4
             assert job.table().num_ranks == pp
             if isinstance(job, LanguageJob):
@@ -69,8 +69,8 @@ def test_weak_scaling_has_no_ends_of_a_language_model() -> None:
     """One layer a stage, and twice the stages over twice the ranks."""
     rows = table_rows(("weak",), (SMALL, LARGE), 4)
     assert {row.model for row in rows} == {"layers"}
-    assert {row.job(4).num_stages for row in rows} == {8}
-    assert TableRow(SMALL, "layers", 2, "il", "replays") in rows
+    assert {row.job().num_stages for row in rows} == {8}
+    assert TableRow(SMALL, "layers", 2, "il", "replays", 4) in rows
 
 
 @pytest.mark.ci
@@ -183,7 +183,7 @@ class TestMerge:
             ([str(other)], "expected a report of kind 'tables', found 'scale'"),
             ([first, second], "gpu is 'another'"),
             ([first, str(later)], "commit is '111"),
-            ([first, first], "its trial of 2026-11-22T08:00:00Z is there twice"),
+            ([first, first], "its trial of 2026-11-22T08:00:00Z is given twice"),
             ([str(hollow)], "found none of environment"),
             ([str(torn)], "from which nothing follows (KeyError: 'error')"),
             ([str(tmp_path / "none.json")], "No such file"),

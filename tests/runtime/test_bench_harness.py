@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qeffect.gpu_runtime.backends.devices import visible_id
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.lab.reports.report import Report, environment
 from qeffect.gpu_runtime.lab.runner import device
-from qeffect.gpu_runtime.lab.runner.column_process import ColumnProcess, InlineColumn
+from qeffect.gpu_runtime.lab.runner.column_process import ColumnProcess
 from qeffect.gpu_runtime.lab.runner.device import MemoryPoll, parse
 from qeffect.gpu_runtime.lab.runner.processes import ChildError
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
@@ -45,7 +46,12 @@ from qeffect.gpu_runtime.lab.sides.columns import (
 )
 from qeffect.gpu_runtime.lab.sides.ours import Ours
 from qeffect.gpu_runtime.lab.sides.reference import NativeReference
-from qeffect.gpu_runtime.lab.statistics.traces import busy, matrix_copies, shares, summarize
+from qeffect.gpu_runtime.lab.statistics.traces import (
+    busy_times,
+    launch_shares,
+    matrix_copies,
+    summarize,
+)
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
 
@@ -68,7 +74,10 @@ def scripted_run(
 ) -> CellRun:
     """A run whose workers answer from a script."""
 
-    def make(spec: ColumnSpec, cell: BenchCell, settings: Settings) -> toys.Scripted:
+    def make(
+        spec: ColumnSpec, cell: BenchCell, settings: Settings, *, profiles: bool = False
+    ) -> toys.Scripted:
+        log.append((spec.name, "start to profile" if profiles else "start to time"))
         return toys.Scripted(log, spec.name, [0.1, 0.2, 0.3], (fails or {}).get(spec.name))
 
     return CellRun(TINY, specs, attrs.evolve(toys.SETTINGS, **changes), make_column=make)
@@ -84,22 +93,37 @@ class TestRounds:
         assert ["abc", "bca", "cab"] == ["".join(turns[n : n + 3]) for n in (0, 3, 6)]
 
     def test_set_up_is_one_column_at_a_time_and_before_any_turn(self) -> None:
-        """Nothing is built while another column is measured."""
+        """Nothing is built while another column is measured; what is profiled is built anew."""
         log: list[tuple[str, str]] = []
         scripted_run(log).run()
 
+        del log[log.index(("a", "start to profile")) :]
         methods = [method for _, method in log]
         assert methods.index("turn") > max(i for i, m in enumerate(methods) if m == "build")
         assert [name for name, method in log if method == "build"] == ["a", "b", "c"]
 
-    def test_the_profiler_comes_after_every_turn_and_after_memory_was_read(self) -> None:
-        """Its own buffers on the device would count as growth."""
+    def test_the_profiler_runs_in_processes_that_start_after_all_timed_ones_ended(self) -> None:
+        """What is timed in a process that profiled once is slower for ever."""
         log: list[tuple[str, str]] = []
         scripted_run(log).run()
 
+        starts = [n for n, (_, method) in enumerate(log) if method == "start to profile"]
+        assert 3 == len(starts)
+        for n, (_, method) in enumerate(log):
+            assert (method == "trace") <= (n > max(starts))
+            assert (method in ("turn", "memory", "host_actions")) <= (n < min(starts))
         for name in "abc":
             methods = [method for who, method in log if who == name]
-            assert ["memory", "trace", "end"] == methods[-3:]
+            assert methods.index("end") < methods.index("start to profile")
+            assert ["start to profile", "prepare", "build", "trace", "end"] == methods[-5:]
+
+    def test_without_a_profile_nothing_starts_again(self) -> None:
+        """As in the sweep, and with --no-profile."""
+        log: list[tuple[str, str]] = []
+        record = scripted_run(log, profile_steps=0).run()
+
+        assert "start to profile" not in {method for _, method in log}
+        assert [None] * 3 == [column["trace"] for column in record["columns"].values()]
 
     def test_a_failing_column_is_recorded_and_the_others_go_on(self) -> None:
         """It fails in its second turn: its error stands in the record, its worker is ended."""
@@ -177,6 +201,16 @@ class TestWorkers:
         assert 2 == turn["steps"]
         assert turn["wall_s"] > 0
 
+    @pytest.mark.parametrize("profiles", [False, True])
+    def test_a_worker_that_times_cannot_profile(self, profiles: bool) -> None:
+        """A step that uses the profiler fails the column, unless its process is for that."""
+        worker = ColumnProcess(toys.spec("a", profile=True), TINY, toys.SETTINGS, profiles=profiles)
+        worker.post("build")
+        refusal = pytest.raises(ChildError, match="this process times steps")
+        with nullcontext() if profiles else refusal:
+            worker.collect(60)
+        worker.end()
+
     def test_an_exception_becomes_one_line(self) -> None:
         """The parent hears the type and the first line, and the process can go on."""
         worker = ColumnProcess(toys.spec("a", fail_in="warm"), TINY, toys.SETTINGS)
@@ -204,7 +238,7 @@ class TestWorkers:
 
     def test_a_worker_inside_this_process_behaves_alike(self) -> None:
         """Same answers, same failures."""
-        worker = InlineColumn(toys.spec("a", fail_in="build"), TINY, toys.SETTINGS)
+        worker = toys.InlineColumn(toys.spec("a", fail_in="build"), TINY, toys.SETTINGS)
         worker.post("build")
         with pytest.raises(ChildError, match=r"^ValueError: told to fail in build$"):
             worker.collect(1)
@@ -379,7 +413,7 @@ class TestTracing:
         message = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_SendRecv", "dur": 4000.0}
         own = {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 3000.0}
         fill = {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 500.0}
-        found = busy([message, own, fill, {**own, "cat": "cpu_op"}], 2)
+        found = busy_times([message, own, fill, {**own, "cat": "cpu_op"}], 2)
         assert {"kernels": 1.5, "copies": 0.25, "messages": 2.0} == found
 
     @staticmethod
@@ -398,7 +432,7 @@ class TestTracing:
 
     def test_a_launch_is_split_into_what_runs_in_it(self) -> None:
         """Every microsecond is in one share; a message beside a kernel is counted once."""
-        found = shares(self.launches(4), 4)
+        found = launch_shares(self.launches(4), 4)
         assert {
             "busy": 0.04,
             "beside": 0.01,
@@ -413,14 +447,14 @@ class TestTracing:
         copies = [
             {**data, "ts": 100.0 * n + 2.0, "args": {"correlation": 10 + n}} for n in range(4)
         ]
-        found = shares([*self.launches(4), *copies], 4)
+        found = launch_shares([*self.launches(4), *copies], 4)
         assert (0.044, 0.036, 0.1) == (found["busy"], found["between"], found["step"])
 
     @pytest.mark.parametrize(("inside", "launches"), [(3, 4), (1, 1)])
     def test_too_few_launches_are_refused(self, inside: int, launches: int) -> None:
         """Of one alone it is not known when it began to wait."""
         with pytest.raises(RuntimeError, match="launches in the trace, found"):
-            shares(self.launches(inside), launches)
+            launch_shares(self.launches(inside), launches)
 
     def test_a_copy_whose_size_the_trace_lacks_is_reported(self) -> None:
         """It cannot be attributed, so zero is not claimed for it."""

@@ -16,7 +16,6 @@ import qeffect.gpu_runtime
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
 from qeffect.gpu_runtime.lab.reports.text import host_rows
 from qeffect.gpu_runtime.lab.runner.action_parts import PARTS, part_times
-from qeffect.gpu_runtime.lab.runner.column_process import InlineColumn
 from qeffect.gpu_runtime.lab.runner.host_times import ASKED, REPLAYS, host_times
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
 from qeffect.gpu_runtime.lab.sides.cells import CELLS, TINY, BenchCell
@@ -72,9 +71,9 @@ def column(**options: Any) -> Ours:
 
 
 def _step(made: Ours, actions: Any) -> None:
-    own, made.actions = made.actions, actions
+    own, made.loop.calls = made.loop.calls, actions
     made.step()
-    made.actions = own
+    made.loop.calls = own
 
 
 class TestMeasured:
@@ -113,7 +112,7 @@ class TestMeasured:
         made.host_actions(2, lambda: None)
 
         assert 2 * (1 + len(PARTS)) == made.runtime.epoch
-        assert made.actions is made.runtime.actions
+        assert made.loop.calls is made.runtime.actions
 
     def test_the_device_is_drained_between_steps(self) -> None:
         """Before the first step and after each one, so that no queue is full."""
@@ -133,7 +132,7 @@ class TestMeasured:
         found = host_times(
             made.runtime,
             lambda actions: _step(made, actions),
-            made.actions,
+            made.loop.calls,
             lambda: None,
             2,
             clock=lambda: next(ticks),
@@ -185,7 +184,7 @@ class TestParts:
             patched.setattr(capture.GraphExecutor, "check_addresses", lambda *_: next(ticks))
             found = part_times(
                 lambda actions: _step(made, actions),
-                made.actions,
+                made.loop.calls,
                 (*REPLAYS, *ASKED),
                 lambda: None,
                 1,
@@ -213,7 +212,7 @@ class TestParts:
             raise RuntimeError("a step")
 
         with pytest.raises(RuntimeError, match="a step"):
-            part_times(fails, made.actions, REPLAYS, lambda: None, 1)
+            part_times(fails, made.loop.calls, REPLAYS, lambda: None, 1)
 
         assert all(getattr(owner, name) is call for (owner, name), call in before.items())
 
@@ -282,11 +281,11 @@ class TestDerived:
             toys.spec("native"),
             attrs.evolve(
                 toys.spec("ours_accumulate", family="ours_captured"),
-                factory="qeffect.gpu_runtime.lab.sides.ours:captured",
+                factory="qeffect.gpu_runtime.lab.sides.ours:captured_column",
                 options={"destination": "accumulate", "provisioning": "live"},
             ),
         ]
-        run = CellRun(TINY, specs, toys.SETTINGS, make_column=InlineColumn)
+        run = CellRun(TINY, specs, toys.SETTINGS, make_column=toys.InlineColumn)
 
         record = run.run()
 

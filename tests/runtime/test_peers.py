@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from qeffect.cli import main
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.commands import peers
 from qeffect.gpu_runtime.lab.comparisons.gradients import distance_sums
 from qeffect.gpu_runtime.lab.reports.text import peer_lines
 from qeffect.gpu_runtime.lab.runner.ranks import RankExits, last_words, run_ranks
 from qeffect.gpu_runtime.lab.sides import megatron
-from qeffect.gpu_runtime.lab.statistics.peers import FAR, combined, owed, verdict
+from qeffect.gpu_runtime.lab.statistics.peers import FAR, combine_distances, has_owed_bits, verdict
 from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.report import UnusableError
 
@@ -39,7 +39,7 @@ class TestGradients:
         """(3, 4) and (3, 0): 4 of 5, and beside a tensor that is the same."""
         theirs = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
         own = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([4.0])}
-        found = combined([distance_sums(own, theirs), {}])
+        found = combine_distances([distance_sums(own, theirs), {}])
         assert (found["compared"], found["different"], found["not_finite"]) == (2, 1, 0)
         assert found["relative"] == pytest.approx(4 / 5)
         assert found["cosine"] == pytest.approx((9 + 16) / (5 * 41**0.5), abs=1e-6)
@@ -47,7 +47,7 @@ class TestGradients:
 
     def test_bits_are_compared_raw(self) -> None:
         """Zeros of two signs are no distance apart, and two values."""
-        found = combined(
+        found = combine_distances(
             [distance_sums({"a": torch.tensor([-0.0, 1.0])}, {"a": torch.tensor([0.0, 1.0])})]
         )
         assert (found["different"], found["relative"]) == (1, 0.0)
@@ -55,11 +55,11 @@ class TestGradients:
     def test_a_number_that_is_not_finite_has_no_distance(self) -> None:
         """However many others are right."""
         own = {"a": torch.tensor([float("nan"), 1.0]), "b": torch.tensor([float("inf")])}
-        found = combined([distance_sums(own, {"a": torch.ones(2), "b": torch.ones(1)})])
+        found = combine_distances([distance_sums(own, {"a": torch.ones(2), "b": torch.ones(1)})])
         assert (found["not_finite"], found["relative"], found["worst"]) == (2, None, None)
 
     def test_names_and_shapes_have_to_agree(self) -> None:
-        """A gradient that is missing is no small distance."""
+        """A missing gradient does not count as a small distance."""
         with pytest.raises(ValueError, match="disagree on 1 names, first b"):
             distance_sums({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
         with pytest.raises(ValueError, match=r"a is \(1,\) here and \(2,\) there"):
@@ -70,7 +70,7 @@ class TestGradients:
         """Of independent gradients: what is missing is a share of the norm."""
         g = torch.Generator().manual_seed(0)
         parts = torch.randn(microbatches, 4096, generator=g)
-        found = combined([distance_sums({"a": parts[1:].sum(0)}, {"a": parts.sum(0)})])
+        found = combine_distances([distance_sums({"a": parts[1:].sum(0)}, {"a": parts.sum(0)})])
         assert found["relative"] == pytest.approx(microbatches**-0.5, rel=0.1)
         assert found["relative"] > FAR
 
@@ -113,12 +113,12 @@ def test_ours_owes_bits_and_another_schedule_closeness() -> None:
     rows = samples.peers_report()["derived"]["rows"]
     own = [row for row in rows if not row["side"].startswith("megatron")]
     assert [row["verdict"] for row in own] == ["same bits", "same bits", "close", "same bits"]
-    assert all(map(owed, own))
+    assert all(map(has_owed_bits, own))
     for row in own:
         held = row["schedule"] == "zbv"
-        assert owed({**row, "verdict": "close"}) == held
-        assert not owed({**row, "verdict": "wrong"})
-        assert not owed({**row, "verdict": "failed"})
+        assert has_owed_bits({**row, "verdict": "close"}) == held
+        assert not has_owed_bits({**row, "verdict": "wrong"})
+        assert not has_owed_bits({**row, "verdict": "failed"})
 
 
 class TestDerived:
@@ -169,7 +169,7 @@ class TestNames:
         for index in range(4):
             stages = job.stages([index], CPU, "transformer-engine", loss=False)
             named = [job.name_of(index, name) for name in parameters(stages[0])]
-            found = {megatron.theirs(name, index) for name in named}
+            found = {megatron.megatron_name(name, index) for name in named}
             assert len(found) == len(named)
             assert sum(name.startswith("decoder.layers.0.") for name in found) == 12
             counts.append(len(named))
@@ -178,12 +178,14 @@ class TestNames:
 
     def test_layers_are_counted_from_the_chunks_first(self) -> None:
         """Both matrices of the MLP are modules of their own there."""
-        assert megatron.theirs("layers.5.layernorm_mlp.fc2_bias", 4) == (
+        assert megatron.megatron_name("layers.5.layernorm_mlp.fc2_bias", 4) == (
             "decoder.layers.1.mlp.linear_fc2.bias"
         )
-        assert megatron.theirs("head.layer_norm_weight", 3) == "decoder.final_layernorm.weight"
+        assert (
+            megatron.megatron_name("head.layer_norm_weight", 3) == "decoder.final_layernorm.weight"
+        )
         with pytest.raises(KeyError):
-            megatron.theirs("layers.0.layernorm_mlp.fc3_bias", 0)
+            megatron.megatron_name("layers.0.layernorm_mlp.fc3_bias", 0)
 
 
 class TestProcesses:
@@ -267,7 +269,7 @@ class TestRefusals:
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: None if name == "megatron" else find(name)
         )
-        assert peers.main(argv) == 2
+        assert main(["runtime", "report", "peers", *argv]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert words in line
 

@@ -25,11 +25,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.native import rule_for
 from qeffect.gpu_runtime.lab.sides import restart as restarts
-from qeffect.gpu_runtime.lab.sides.restart import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.sides.restart import (
+    Trial,
+    build_trial,
+    facts_of,
+    persistent_digests,
+)
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
-from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import Limits, join
 from qeffect.gpu_runtime.ranks.pipeline import Passage
@@ -53,17 +58,17 @@ def trial(job: Job, **options: Any) -> Trial:
 
 def started(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """A run from the beginning."""
-    return restarts.started(join("cpu", LIMITS), trial(job, **how), folder, **options)
+    return restarts.first_run(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
 def gone_on(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     """A run from the latest checkpoint."""
-    return restarts.gone_on(join("cpu", LIMITS), trial(job, **how), folder, **options)
+    return restarts.resumed_run(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
 def remapped(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """A step from the latest checkpoint, and the same step set up by hand."""
-    return restarts.remapped(join("cpu", LIMITS), trial(job), folder, **options)
+    return restarts.remapped_run(join("cpu", LIMITS), trial(job), folder, **options)
 
 
 class Run:
@@ -71,7 +76,7 @@ class Run:
 
     def __init__(self, job: Job, folder: str, *, limits: Limits = LIMITS, **options: Any) -> None:
         self.job = job
-        self.worker: Worker = made(join("cpu", LIMITS), trial(job, limits=limits))
+        self.worker: Worker = build_trial(join("cpu", LIMITS), trial(job, limits=limits))
         self.checkpoints = Checkpoints(folder, **options)
         self.naming = by_layer(job.layers)
         self.rank = self.worker.member.rank
@@ -87,7 +92,7 @@ class Run:
 
     def bits(self) -> dict[str, str]:
         """Every persistent tensor's digest."""
-        return bits(self.worker, self.job)
+        return persistent_digests(self.worker, self.job)
 
     def attempt(self, act: Callable[[], Any]) -> dict[str, Any]:
         """What an act raises, and whether it moved anything."""
@@ -248,7 +253,7 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
         """One rank saves behind an action, in the step of all."""
         program = list(worker.pipeline.program)
         if run.rank == rank:
-            place = next(n for n, e in enumerate(program) if name_of(e.atom) == action)
+            place = next(n for n, e in enumerate(program) if action_name(e.atom) == action)
             entry = program[place]
 
             def act(passage: Passage) -> None:
@@ -460,7 +465,7 @@ def stopped_under_way(job: Job, folder: str) -> dict[str, Any]:
     path = run.save()
     program = list(worker.pipeline.program)
     if run.rank == 1:
-        place = next(n for n, e in enumerate(program) if name_of(e.atom) == "1W1")
+        place = next(n for n, e in enumerate(program) if action_name(e.atom) == "1W1")
         entry = program[place]
 
         def act(passage: Passage) -> None:
@@ -648,6 +653,26 @@ def failed_alone(job: Job, folder: str, place: str) -> dict[str, Any]:
     return said
 
 
+def load_failed_alone(job: Job, folder: str) -> dict[str, Any]:
+    """A load that fails on rank 1 alone before it has compared anything; then a load."""
+    run = Run(job, folder)
+    run.worker.step()
+    path = run.save()
+
+    def fail(*_: Any) -> Any:
+        raise TypeError("an injected failure")
+
+    def act() -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            if run.rank == 1:
+                patched.setattr(run.worker.optimizer, "state_tensors", fail)
+            run.load(path)
+
+    said = run.attempt(act)
+    run.load(path)
+    return said
+
+
 def half_loaded(job: Job, folder: str) -> dict[str, Any]:
     """A load that fails on one rank when all have found it right."""
     run = Run(job, folder)
@@ -801,7 +826,7 @@ def restored_otherwise(job: Job, _: str) -> dict[str, Any]:
     """A contract's checkpoint loaded where replicas share amax, and where they do not."""
     member = join("cpu", LIMITS)
     own = attrs.evolve(job, amax="replica")
-    workers = [made(member, trial(each)) for each in (own, job)]
+    workers = [build_trial(member, trial(each)) for each in (own, job)]
     checkpoint, state = workers[0].runtime.checkpoint()
     said = {"own": "", "clause": None, "text": ""}
     workers[0].runtime.restore(checkpoint, state)

@@ -15,7 +15,7 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.membership import join
@@ -82,7 +82,9 @@ def library(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     sys.modules.update(fake_te.modules())
     te.library.cache_clear()
     member = join("cpu", LIMITS)
-    results = [compared(member, job, steps, "transformer-engine", limits=LIMITS) for job in jobs]
+    results = [
+        compare_pipelines(member, job, steps, "transformer-engine", limits=LIMITS) for job in jobs
+    ]
     return [
         {"totals": one.totals(), "same": one.same, "losses": one.losses, "names": _names(job)}
         for job, one in zip(jobs, results, strict=True)
@@ -121,7 +123,7 @@ def exact(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        result = compared(member, job, steps, limits=LIMITS)
+        result = compare_pipelines(member, job, steps, limits=LIMITS)
         worker = build_worker(member, job, "reference", limits=LIMITS)
         for step in range(steps):
             job.prepare(step, worker.optimizer)

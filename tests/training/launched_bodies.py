@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
+from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
 from qeffect.gpu_runtime.lab.sides import restart as restarts
 from qeffect.gpu_runtime.lab.sides.restart import Trial
 from qeffect.gpu_runtime.ranks import processes
@@ -173,5 +173,5 @@ def restarted(job: Job, folder: str) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     launched = Trial(job=job, limits=LIMITS, mode="one launch")
     replayed = attrs.evolve(launched, mode="eager")
-    whole = restarts.started(member, launched, folder)
-    return [whole, *(restarts.gone_on(member, one, folder) for one in (launched, replayed))]
+    whole = restarts.first_run(member, launched, folder)
+    return [whole, *(restarts.resumed_run(member, one, folder) for one in (launched, replayed))]

@@ -8,15 +8,24 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qeffect.cli import main
 from qeffect.gpu_runtime.lab.commands import restarts
 from qeffect.gpu_runtime.lab.commands.restarts import remapped_row, resumed_row
+from qeffect.gpu_runtime.lab.sides.restart import remapped_run, resumed_run
+from qeffect.report import UnusableError
 
 BYTES = {"numerical": 1, "total": 2}
+
+
+def restarts_command(*words: str) -> int:
+    """Run `qeffect runtime report restarts`; return its exit code."""
+    return main(["runtime", "report", "restarts", *words, "--commit", "0" * 40])
 
 
 def rank(**changes: Any) -> dict[str, Any]:
@@ -75,21 +84,21 @@ def test_behind_a_part_that_failed_no_other_is_begun(
     """But for one that was taken up before the failure was seen."""
     begun = []
 
-    def launched(_args: object, part: str, *_rest: object, **_options: object) -> list[Any]:
-        begun.append(part)
-        if part == "gone-on":
-            raise subprocess.CalledProcessError(7, ["torchrun"])
-        if part == "remapped":
+    def run_part(part: Callable[..., Any], *_rest: object, **_options: object) -> list[Any]:
+        begun.append(part.__name__)
+        if part is resumed_run:
+            raise UnusableError("a rank failed: exit code 7")
+        if part is remapped_run:
             time.sleep(0.5)
         return [rank()]
 
-    monkeypatch.setattr(restarts, "_launch", launched)
+    monkeypatch.setattr(restarts, "_run_part", run_part)
     monkeypatch.setattr(restarts, "sizes", lambda _path: BYTES)
-    assert restarts.main(["--schedules", "il", "zbv", "--commit", "0" * 40]) == 2
-    assert "a part ended with exit code 7" in capsys.readouterr().err
-    assert begun[:2] == ["started", "gone-on"]
-    assert begun.count("remapped") < 4
-    assert begun.count("started") == 1
+    assert restarts_command("--schedules", "il", "zbv") == 2
+    assert "a rank failed: exit code 7" in capsys.readouterr().err
+    assert begun[:2] == ["first_run", "resumed_run"]
+    assert begun.count("remapped_run") < 4
+    assert begun.count("first_run") == 1
 
 
 @pytest.mark.parametrize("words", [[], ["--device", "cuda", "--eager"]])
@@ -97,7 +106,7 @@ def test_without_graphs_no_step_is_one(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Refused before any part is begun."""
-    assert restarts.main(["--one-launch", *words, "--commit", "0" * 40]) == 2
+    assert restarts_command("--one-launch", *words) == 2
     assert "--one-launch makes a step one CUDA graph" in capsys.readouterr().err
 
 
@@ -105,7 +114,7 @@ def test_without_graphs_no_step_is_one(
 def test_the_driver_runs_on_a_cpu(tmp_path: Path) -> None:
     """Under torchrun, in fresh processes of their own; the report is whole."""
     out = tmp_path / "restarts.json"
-    command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.restarts",
+    command = [sys.executable, "-m", "qeffect", "runtime", "report", "restarts",
                "--schedules", "il",
                "--masters", "--asynchronous", "--commit", "0" * 40, "--out", str(out)]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

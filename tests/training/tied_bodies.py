@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches
@@ -246,7 +246,7 @@ def against_plain(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
 def against_torch(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     """Each job against torch's own pipeline over native full backwards."""
     member = join("cpu", LIMITS)
-    results = [compared(member, job, steps, limits=LIMITS) for job in jobs]
+    results = [compare_pipelines(member, job, steps, limits=LIMITS) for job in jobs]
     return [{"totals": one.totals(), "same": one.same} for one in results]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.training.language_model import LanguageJob
@@ -16,7 +16,7 @@ def against_native(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        result = compared(member, job, steps, limits=LIMITS)
+        result = compare_pipelines(member, job, steps, limits=LIMITS)
         worker = build_worker(member, job, "reference", limits=LIMITS)
         said.append(
             {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from qeffect.engine.stage import OPTIONAL, TRANSITIONS
-from qeffect.relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, OUT_BIT
+from qeffect.relations.constants import BACK_BIT, COPY_BIT, GRAD_BIT, IN_BIT, OUT_BIT
 
 from .scopes import Scope
 
@@ -238,6 +238,18 @@ def standard_scopes() -> Mapping[str, Scope]:
             wrong_arguments=False,
         ),
         Scope(
+            "callers-copies",
+            slots=(1,),
+            cells=(2,),
+            callers=2,
+            generation_max=2,
+            readers=OUT_BIT,
+            receives=COPY_BIT,
+            only=tuple(n for n in _MESSAGES if "receive" not in n),
+            omit=("arena", "capture", "order", "reduction", "version"),
+            wrong_arguments=False,
+        ),
+        Scope(
             "stage-buckets",
             slots=(1,),
             cells=(1,),
@@ -372,7 +384,7 @@ def standard_scopes() -> Mapping[str, Scope]:
 
 def large_scopes() -> Mapping[str, Scope]:
     """
-    Return scopes for the batch reading and for measuring rates, by name.
+    Return scopes with many states, also for measuring rates, by name.
 
     The pool of 4 slots, 4 keys and 3 generations has 540,184 states, as many as the same model
     has in TLC and SPIN; ``-right`` presents only right arguments, as those do. The last pool and

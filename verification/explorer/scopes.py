@@ -10,7 +10,15 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, instance_of
 
 from qeffect.engine.stage import OPTIONAL, TRANSITIONS
-from qeffect.relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
+from qeffect.relations.constants import (
+    BACK_BIT,
+    COPY_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    OUT_BIT,
+    WGRAD_BIT,
+)
 
 __all__ = ["Scope", "configuration", "members_in", "sizes"]
 
@@ -39,7 +47,7 @@ class Scope:
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
-        receives: Messages that every tape waits for: bits of IN_BIT | BACK_BIT.
+        receives: What every tape waits for: bits of IN_BIT | BACK_BIT | COPY_BIT.
         reduces: Stages reduce their gradients, each in one bucket.
         buckets: The two stages that write each bucket, the same twice where there is one; by
             default as ``reduces`` says.
@@ -96,19 +104,24 @@ class Scope:
             if unknown:
                 raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
         if any(not 0 <= stage < stages for bucket in self.buckets for stage in bucket):
-            raise ValueError(f"scope {self.name}: a bucket is of stages from 0 to {stages - 1}")
+            raise ValueError(f"scope {self.name}: the stages of a bucket must be 0 to {stages - 1}")
         if self.tied and (not self.accumulate or self.domain_of[:2] not in ((0, 0), (1, 1))):
-            raise ValueError(f"scope {self.name}: two stages of a domain share, and accumulate")
+            raise ValueError(
+                f"scope {self.name}: destinations can be shared by two stages of one "
+                "domain, and accumulate"
+            )
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
-        if self.receives & ~(IN_BIT | BACK_BIT):
-            raise ValueError(f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT")
+        if self.receives & ~(IN_BIT | BACK_BIT | COPY_BIT):
+            raise ValueError(
+                f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
+            )
         if (self.reports or self.tape_scales) and self.tickets:
-            raise ValueError(f"scope {self.name}: evidence is explored with its check in one step")
+            raise ValueError(f"scope {self.name}: evidence needs its check in the same step")
         if self.tape_scales not in ("", "carried", "live"):
-            raise ValueError(f"scope {self.name}: tape_scales is carried or live")
+            raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
-            raise ValueError(f"scope {self.name}: fresh keys need the epoch to be out of play")
+            raise ValueError(f"scope {self.name}: fresh keys need a scope without epochs")
 
     @property
     def transitions(self) -> tuple[str, ...]:

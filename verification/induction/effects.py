@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from qeffect.spec.constants import NEVER, READ_BITS
+from qeffect.spec.constants import COPY_BIT, NEVER, READ_BITS
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
 from qeffect.spec.world import NONE
@@ -20,6 +20,7 @@ __all__ = [
     "break_update",
     "bury",
     "content",
+    "copied",
     "end",
     "end_update",
     "enqueue",
@@ -144,6 +145,18 @@ def transferred(h: History, slot: Any, link: Any) -> None:
     h.told[link] = h.told[link] + 1
     h.last_end_on[slot] = link
     h.last_end[slot] = h.told[link]
+
+
+def copied(h: History, slot: Any, link: Any, d: Any, copies: Any) -> None:
+    """Where ``copies``, a caller's stream copies the input of a key into its slot."""
+    mine = copies & (slot == h.slot[0]) & (link == h.link[0])
+    h.trailing[0] = choose(mine, 1, h.trailing[0])
+    h.behind[link] = choose(copies, 1, h.behind[link])
+    h.told[link] = choose(copies, h.told[link] + 1, h.told[link])
+    h.last_end_on[slot] = choose(copies, link, h.last_end_on[slot])
+    h.last_end[slot] = choose(copies, h.told[link], h.last_end[slot])
+    h.arrived[slot] = choose(copies, COPY_BIT, h.arrived[slot])
+    h.device[d] = choose(copies, 1, h.device[d])
 
 
 # Between a check and its commit

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from qeffect.spec.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import COPY_BIT, DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
 from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
@@ -24,6 +24,7 @@ from .effects import (
     begin_update,
     break_update,
     content,
+    copied,
     end,
     end_update,
     enqueue,
@@ -53,6 +54,8 @@ def reserve(st: State, h: History, key: Any, slot: Any, link: Any) -> None:
     h.tenant[slot] = key.cell
     h.tenant_epoch[slot] = key.epoch
     h.owing[slot] = RESERVED
+    copies = (st.receives[key.stage] & COPY_BIT) != 0
+    copied(h, slot, link, st.domain_of[key.stage], copies)
     issue(st, h, key, slot)
 
 

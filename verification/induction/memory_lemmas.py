@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from qeffect.spec.constants import (
     BACK_BIT,
+    COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    INPUT_BITS,
     NEVER,
     NO_STAGE,
     READ_BITS,
@@ -88,17 +90,17 @@ def receives_under_way(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.received-before-use", s="slot")
 def received_before_use(st: State, s: Index) -> Truth:
-    """A tape's messages arrived before their use, and every used message arrived."""
+    """A tape's messages arrived, and its input's copy was enqueued, before their use."""
     arrived, receives = st.arrived[s], st.receives[st.slot_stage[s]]
     claimed = (st.consumers[s] == RESERVED) & (st.held[s] == 0)
     run = live(st, s) & ((st.consumers[s] != RESERVED) | (st.held[s] != 0))
     after_dgrad = retained(st, s) & ((st.held[s] != 0) | ~awaits(st, s, DGRAD_BIT))
     return (
         ((arrived & ~receives) == 0)
-        & ((arrived & ~(IN_BIT | BACK_BIT)) == 0)
+        & ((arrived & ~(IN_BIT | BACK_BIT | COPY_BIT)) == 0)
         & implies(st.consumers[s] == 0, arrived == 0)
         & implies(claimed, (arrived & BACK_BIT) == 0)
-        & implies(run, (receives & ~arrived & IN_BIT) == 0)
+        & implies(run, ((receives & INPUT_BITS) == 0) | ((arrived & INPUT_BITS) != 0))
         & implies(after_dgrad, (receives & ~arrived & BACK_BIT) == 0)
     )
 

@@ -296,6 +296,32 @@ def messages() -> list[str]:
     return d.log.close()
 
 
+def copied_inputs() -> list[str]:
+    """Inputs that a loader's stream copies into one slot, each awaited before its F."""
+    d = RecordedCaller(
+        [StageConfig(0, 2, 1, matrices=MATRICES, sends_output=True, copies_input=True)],
+        incarnation=0x5EED_0C00,
+        callers=("main", "loader"),
+    )
+    main, loader = d.link(0), d.link(0, "loader")
+    d.refresh(0)
+    for microbatch in (0, 1):
+        d.contract.wait(loader)
+        d.contract.reserve(d.key(0, microbatch), link=loader)
+        d.contract.join(loader)
+        d.forward(0, microbatch)
+        d.contract.wait(main)
+        key, ref = d.key(0, microbatch), d.ref(0, microbatch)
+        d.contract.read(key, ref, link=main)
+        d.dgrad(0, microbatch)
+        d.wgrad(0, microbatch)
+        d.contract.finish_read(key, ref, link=main)
+        d.contract.join(main)
+    d.finalize(0)
+    d.commit()
+    return d.log.close()
+
+
 def shared_pool_in_declared_order() -> list[str]:
     """Slots that share a capture pool, replayed in capture order, under a declared order."""
     cells = [(0, m, 0, 0) for m in (0, 1)]
@@ -423,6 +449,35 @@ def reported_evidence() -> list[str]:
     return d.log.close()
 
 
+def recurring_steps() -> list[str]:
+    """A step that is recorded and then committed as one, twice, with a drain between."""
+    d = RecordedCaller(
+        [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096))],
+        incarnation=0x5EED_0B00,
+    )
+
+    def step() -> None:
+        d.refresh(0)
+        d.forward(0, 0)
+        d.forward(0, 1)
+        d.dgrad(0, 0)
+        d.dgrad(0, 1)
+        d.wgrad(0, 1)
+        d.wgrad(0, 0)
+        d.finalize(0)
+        d.commit()
+
+    step()
+    d.contract.record_step().drop()
+    recording = d.contract.record_step()
+    step()
+    recorded = recording.end()
+    d.contract.commit_step(recorded)
+    d.contract.drain()
+    d.contract.commit_step(recorded)
+    return d.log.close()
+
+
 #: Every scenario by the name of its log.
 SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
     scenario.__name__.replace("_", "-"): scenario
@@ -434,10 +489,12 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         tied_weight,
         readers,
         messages,
+        copied_inputs,
         shared_pool_in_declared_order,
         last_generation,
         lost_cache,
         without_version_order_arena,
         reported_evidence,
+        recurring_steps,
     )
 }

@@ -47,10 +47,13 @@ def by_hand(process: Process) -> Iterator[Schedule]:
         own = _links(Shadow(process, incarnation=1), config.stage)
         if "version" not in process.omit:
             yield _made(process, partial(_refreshed_anew, stage=config.stage))
-        if config.sends_output and len(own) > 1 and not config.receives_input:
+        fed = config.receives_input or config.copies_input
+        if config.sends_output and len(own) > 1 and not fed:
             yield _made(process, partial(_read_elsewhere, stage=config.stage))
         if _passes_on(config) and len(own) > 1 and config.microbatches > 1:
             yield _made(process, partial(_ended_elsewhere, stage=config.stage))
+        if config.copies_input and config.sends_output and config.microbatches > 1:
+            yield _made(process, partial(_copied, stage=config.stage))
     shared = any(len(it.stages) > 1 for it in Shadow(process, incarnation=1).reductions.values())
     if shared or any(config.tied for config in process.stages):
         yield _made(process, _reduced_together)
@@ -142,6 +145,24 @@ def _ended_elsewhere(shadow: Shadow, stage: int) -> Plan:
         yield from _backward(shadow, key, ref, ours)
         yield Call("read", {**gradient, "link": ours})
         yield Call("finish_read", {**gradient, "link": ours})
+
+
+def _copied(shadow: Shadow, stage: int) -> Plan:
+    """
+    Inputs are copied into one slot on one link, then on another, where the last read ended.
+
+    The second copy is enqueued on the stream of that end, so that nothing is awaited in between.
+    """
+    ours, theirs = (_links(shadow, stage) * 2)[:2]
+    for cell, link in zip(shadow.configs[stage].cells()[:2], (theirs, ours), strict=True):
+        key = TapeKey(shadow.epoch, *cell)
+        ref = yield Call("reserve", {"key": key, "slot": None, "link": link})
+        yield from _forward(shadow, key, ours)
+        read = {"key": key, "ref": ref, "gradient": False, "link": ours}
+        yield Call("read", read)
+        yield Call("bind", {"key": key, "destination": None})
+        yield from _backward(shadow, key, ref, ours)
+        yield Call("finish_read", read)
 
 
 def _reduced_together(shadow: Shadow) -> Plan:

@@ -134,6 +134,14 @@ MUTANT_PROCESSES: Final = (
         ),
         callers=("main", "wire"),
     ),
+    Process(
+        "copies",
+        (
+            StageConfig(0, 2, 1, matrices=("w",), sends_output=True, copies_input=True),
+            StageConfig(1, 1, 1, domain=1, matrices=("w",)),
+        ),
+        callers=("main", "loader"),
+    ),
     Process("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), generation_max=2),
     Process("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),
 )

@@ -27,7 +27,7 @@ __all__ = ["BY_COUNT", "WRITES", "Caught", "ProtocolMutant", "caught", "mutants"
 WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("start", "epoch"): "a rank starts with the weights that it happens to have",
     ("start", "name"): "the name of an attempt is the agent's count, which did not rise",
-    ("begin_step", "sent_before"): "a rank counts its messages on without beginning a step's anew",
+    ("begin_step", "sent_before"): "a rank keeps its count of messages when a new step begins",
     ("consent", "phase"): "a rank consents and goes on with its step",
     ("refuse", "leaving"): "a rank whose contract refused stays",
     ("publish", "kept"): "a checkpoint gets its name without its parts",

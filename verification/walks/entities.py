@@ -15,7 +15,7 @@ __all__ = ["Domain", "Flight", "Link", "Pool", "Reduction", "Slot", "Stage", "Ta
 
 @define
 class Tape:
-    """Retained work: its key, the actions yet to visit it, and the messages received for it."""
+    """Retained work: its key, the actions yet to visit it, and what arrived for it."""
 
     key: TapeKey
     waits: set[str]
@@ -35,7 +35,8 @@ class Slot:
     ``wrote`` is the time of the latest replay that wrote the output or input gradient. ``vacated``
     is the time of the latest replay of a former tape. ``moving`` holds the transfers under way, and
     ``mover`` the key and generation that they belong to. ``ended`` is the link and time of the
-    latest end of a transfer. ``scaled_at`` counts the scaling updates before the slot's F.
+    latest end of a transfer, or of a copy into the slot. ``scaled_at`` counts the scaling updates
+    before the slot's F.
     """
 
     index: int

@@ -100,8 +100,10 @@ def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) ->
         yield "ownership.generation-exhausted"
     if place.moving:
         yield "ownership.transfer-in-flight"
-    if reserved_is_fine and shadow.configs[key.stage].receives_input:
-        if not mine or tape is None or "in" not in tape.arrived:
+    config = shadow.configs[key.stage]
+    needs = [*["in"] * config.receives_input, *["copy"] * config.copies_input]
+    if reserved_is_fine and needs:
+        if not mine or tape is None or not tape.arrived.issuperset(needs):
             yield "ownership.receive-missing"
 
 
@@ -133,9 +135,14 @@ def _transfer(shadow: Shadow, key: TapeKey, ref: TapeRef, what: str) -> Findings
 
 def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
     """Violations by the link on which a transfer ends."""
-    on, at = shadow.slots[ref.slot].ended
     if _known(shadow, key) and shadow.links[link].domain != shadow.domain_of(key.stage):
         yield "completion.wrong-stream"
+    yield from _forgets(shadow, shadow.slots[ref.slot], link)
+
+
+def _forgets(shadow: Shadow, slot: Slot, link: int) -> Findings:
+    """A violation if an end or copy on a link hides one that no graph stream has waited for."""
+    on, at = slot.ended
     if on != link and shadow.links[on].joined < at:
         yield "completion.two-ends"
 
@@ -224,6 +231,8 @@ def _reserve(shadow: Shadow, key: TapeKey, slot: int | None, link: int) -> Findi
     if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
     yield from _filled(shadow, key.stage, place, link)
+    if place is not None and shadow.configs[key.stage].copies_input:
+        yield from _forgets(shadow, place, link)
 
 
 def _place_to_reserve(

@@ -78,6 +78,11 @@ PROCESSES: tuple[Process, ...] = (
         callers=("main", "wire"),
     ),
     Process(
+        "inputs copied by a loader",
+        [_stage(0, slots=1, microbatches=2, copies_input=True, **_SENDS), _stage(1, domain=1)],
+        callers=("main", "loader"),
+    ),
+    Process(
         "messages in a shared pool",
         [_stage(microbatches=2, pool="p", receives_gradient=True, **_SENDS)],
         capture_order=_BY_SLOT,

@@ -190,7 +190,8 @@ def _forwards(shadow: Shadow) -> Iterator[Call]:
             if shadow.forwarded.get(cell) != shadow.epoch
         ]
         for key in keys[:2]:
-            if it.config.receives_input and shadow.slot_of(key.cell) is None:
+            reserves = it.config.receives_input or it.config.copies_input
+            if reserves and shadow.slot_of(key.cell) is None:
                 link = a_link(shadow, stage)
                 yield Call("reserve", {"key": key, "slot": None, "link": link})
             apart = shadow.slot_of(key.cell) is not None or not shares_pool(shadow, stage)
@@ -316,8 +317,12 @@ def _carry_out(shadow: Shadow, call: Call, pick: Pick) -> Plan:
             call.arguments["refresh"] = False
     yield from prepared(shadow, call)
     ticket = yield call
-    if call.transition == "start_reduction" and pick(2):
-        yield Call("drain")
+    if call.transition == "start_reduction":
+        left = pick(8)
+        if left % 2:
+            yield Call("drain")
+        if left == 7:
+            yield Call("fail_reduction", {"bucket": call.arguments["bucket"]})
     if call.transition.startswith("check_"):
         left = pick(64)
         if left == 63:

@@ -172,7 +172,14 @@ class Shadow:
                 stack.put(slot.index)
 
     def _reserve(self, ref: TapeRef, key: TapeKey, slot: int | None, link: int) -> None:
-        self._claim(key, self.slots[ref.slot])
+        place = self.slots[ref.slot]
+        self._claim(key, place)
+        if self.configs[key.stage].copies_input:
+            assert place.tape is not None
+            place.tape.arrived.add("copy")
+            place.ended = (link, self.clock)
+            self.links[link].submitted = self.clock
+            self.domain(key.stage).device = True
 
     def _bind(self, _: Any, key: TapeKey, destination: Any) -> None:
         self.bound.add(key.cell)

@@ -2,21 +2,20 @@
 ``qeffect runtime report peers``: ours, torch's own pipeline and Megatron-core beside each other.
 
 One language model, one layer a stage, over two ranks with two stages each; every side starts from
-the same bits. Each mode runs in processes of its own under a time limit, so that a mode that hangs
-or dies loses only its own rows. The report is written again after each mode. Only Megatron's modes
-need Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
+the same bits. Each mode runs in processes of its own under a time limit, and then in others under
+the profiler, so that a mode that hangs or dies loses only its own rows. Only Megatron's modes need
+Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,67 +25,54 @@ from torch import Tensor
 
 from qeffect import cli
 from qeffect.cli.command import Outcome, Progress
-from qeffect.report import write_json
 
 from ...ranks.membership import Member, all_gather, join
-from ...runtime import mode_on
 from ...step.optimizer import Gradients
 from ..comparisons.gradients import compare_gradients, distance_sums, save_gradients
-from ..reports.report import (
-    Report,
-    UnusableError,
-    add_report_options,
-    environment,
-    require_place,
-)
+from ..reports.report import Report, UnusableError, environment, require_place
 from ..runner.device import require_device
-from ..runner.ranks import run_ranks
+from ..runner.profiles import add_profiles
+from ..runner.rank_process import Findings
+from ..runner.starts import RankStarts, Start
 from ..runner.timing import time_side
-from ..sides.language import LAYERS, PP, DrawnLanguage, PeerSettings, motionless, peer_row
-from ..sides.pipelines import (
-    LaunchSide,
-    NativeSide,
-    ReplaySide,
-    backend_on,
-    build_side,
-    isolated,
-)
+from ..sides import megatron
+from ..sides.language import LAYERS, PP, DrawnLanguage, PeerRow, PeerSettings
+from ..sides.pipelines import GuardedSide, NativeSide, build_side, isolation
 from ..statistics.paper import LARGE, SMALL
-from ..statistics.peers import EAGER, combined, owed
+from ..statistics.peers import EAGER, combine_distances, has_owed_bits
+from .options import add_rank_options, require_rounds
 
-__all__ = ["add_peers_arguments", "main", "ours", "run_peers"]
+__all__ = ["add_peers_arguments", "measure_ours", "rows_of", "run_peers"]
 
 LIMIT_S = 90.0
 MEGATRON = "megatron-core==0.19.2"
 OURS = "ours"
+MODES = (OURS, "none", "transformer_engine", "local", "full_iteration")
 
 
-# Ours and torch's
-
-
-def ours(
-    member: Member, asked: PeerSettings, folder: Path, done: Callable[[dict[str, Any]], None]
-) -> None:
+def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: Findings) -> None:
     """
-    Native, replays and one launch of every cell.
+    One rank: native, replays and one launch of every cell.
 
     Args:
-        member: This rank.
-        asked: What to measure.
+        device: `cuda` or `cpu`.
+        rows: The rows; one launch follows the replays that it is compared with.
         folder: Where native's gradients are kept for the processes that follow.
-        done: Takes each row when it is measured.
+        findings: Takes each row when it is measured.
     """
-    for cell in asked.cells:
-        with isolated(member):
-            done(_native(member, asked, folder, cell))
-        for schedule in ("il", "zbv"):
-            with isolated(member):
-                row, state = _replays(member, asked, folder, cell, schedule)
-                done(row)
-            if asked.device == "cuda":
-                with isolated(member):
-                    done(_one_launch(member, asked, cell, schedule, state))
-            del state
+    member = join(device)
+    state: dict[str, Tensor] = {}
+    for row in rows:
+        findings.note(f"Timing. {', '.join(row.name.values())}")
+        with isolation(member):
+            if row.side == "native":
+                found = _measure_native(member, row, folder)
+            elif row.side == "replays":
+                state.clear()
+                found, state = _measure_replays(member, row, folder)
+            else:
+                found = _measure_launches(member, row, state)
+        findings.add({"rows": found})
 
 
 def _by_model(job: DrawnLanguage, gradients: Gradients) -> dict[str, Tensor]:
@@ -98,80 +84,67 @@ def _by_model(job: DrawnLanguage, gradients: Gradients) -> dict[str, Tensor]:
     }
 
 
-def _native(member: Member, asked: PeerSettings, folder: Path, cell: str) -> dict[str, Any]:
-    job = asked.job(cell, "il")
-    seen: list[dict[str, Tensor]] = []
+def _measure_native(member: Member, row: PeerRow, folder: Path) -> dict[str, Any]:
+    job, seen = row.job(), list[dict[str, Tensor]]()
     wanted = [False]
 
     def look(gradients: Gradients) -> None:
         if wanted[0]:
             seen.append(_by_model(job, gradients))
 
-    side, made = build_side(
-        member,
-        lambda: NativeSide(member, job, backend_on(asked.device), optimizer=motionless, look=look),
-    )
-    for _ in range(asked.settled - 1):
+    side, made = build_side(member, lambda: row.make(member, look))
+    assert isinstance(side, NativeSide)
+    for _ in range(row.settled - 1):
         side.step()
     wanted[0] = True
     side.step()
     wanted[0] = False
     member.synchronize()
     (own,) = seen
-    save_gradients(folder, cell, "native", member.rank, own)
-    gradients = compare_gradients(member, folder, cell, ["native"], own)
+    save_gradients(folder, row.cell, "native", member.rank, own)
+    gradients = compare_gradients(member, folder, row.cell, ["native"], own)
     own.clear()
-    losses = all_gather(member, side.pipeline.losses[-1])
-    found = time_side(
-        member, side.step, asked.rounds_of(graphs=False), construction_s=made, facts={}
-    )
-    return peer_row(cell, "native", "il", gradients, sum(map(sum, losses)), found)
+    losses = all_gather(member, side.losses_of(row.settled - 1))
+    plan = row.settings.rounds_of(graphs=False)
+    found = time_side(member, side.step, plan, construction_s=made, facts={})
+    return row.measured(gradients, sum(map(sum, losses)), found)
 
 
-def _replays(
-    member: Member, asked: PeerSettings, folder: Path, cell: str, schedule: str
+def _measure_replays(
+    member: Member, row: PeerRow, folder: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    job = asked.job(cell, schedule)
-    mode, backend = mode_on(asked.device), backend_on(asked.device)
-    side, made = build_side(
-        member, lambda: ReplaySide(member, job, backend, mode, optimizer=motionless)
-    )
+    """Guarded replays, or eager calls on a CPU; and copies of what they leave."""
+    side, made = build_side(member, lambda: row.make(member))
+    assert isinstance(side, GuardedSide)
     worker = side.worker
-    for _ in range(asked.settled - 1):
-        worker.step()
+    for _ in range(row.settled - 1):
+        side.step()
     with worker.stepping():
         gradients = worker.pipeline.step(worker.optimizer)
     worker.runtime.handoff.synchronize()
-    own = _by_model(job, gradients)
-    against = compare_gradients(member, folder, cell, ["native"], own)
+    own = _by_model(row.job(), gradients)
+    against = compare_gradients(member, folder, row.cell, ["native"], own)
     own.clear()
     state = {name: tensor.detach().clone() for name, tensor in side.state().items()}
-    plan = asked.rounds_of(graphs=asked.device == "cuda")
-    found = time_side(member, worker.step, plan, construction_s=made, facts={})
-    worker.close()
-    return peer_row(cell, "replays", schedule, against, None, found), state
+    plan = row.settings.rounds_of(graphs=side.captured)
+    found = time_side(member, side.step, plan, construction_s=made, facts={})
+    side.close()
+    return row.measured(against, None, found), state
 
 
-def _one_launch(
-    member: Member, asked: PeerSettings, cell: str, schedule: str, state: Mapping[str, Tensor]
-) -> dict[str, Any]:
+def _measure_launches(member: Member, row: PeerRow, state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Of one launch what it leaves is compared: AdamW's moments are those of its gradients."""
-    job = asked.job(cell, schedule)
-    side, made = build_side(
-        member, lambda: LaunchSide(member, job, backend_on(asked.device), optimizer=motionless)
-    )
-    for _ in range(asked.settled):
+    side, made = build_side(member, lambda: row.make(member))
+    assert isinstance(side, GuardedSide)
+    for _ in range(row.settled):
         side.step()
     sums = distance_sums(side.state(), state)
-    against = [{"with": "replays", **combined(all_gather(member, sums))}]
-    plan = asked.rounds_of(graphs=True)
+    against = [{"with": "replays", **combine_distances(all_gather(member, sums))}]
+    plan = row.settings.rounds_of(graphs=True)
     found = time_side(member, side.step, plan, construction_s=made, facts={})
-    side.whole.leave()
+    side.drain()
     side.close()
-    return peer_row(cell, "one launch", schedule, against, None, found)
-
-
-# The run
+    return row.measured(against, None, found)
 
 
 def _runs(modes: Sequence[str], cells: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -188,9 +161,6 @@ def _runs(modes: Sequence[str], cells: Sequence[str]) -> list[tuple[str, list[st
         else:
             runs.append((mode, list(cells)))
     return runs
-
-
-MODES = (OURS, "none", "transformer_engine", "local", "full_iteration")
 
 
 def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,33 +185,13 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=LIMIT_S,
         metavar="S",
-        help=f"time limit per mode in seconds, doubled for ours (default {LIMIT_S:g})",
+        help="time limit in seconds of each of a mode's two starts, doubled for ours (default "
+        f"{LIMIT_S:g})",
     )
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="rounds per side (default 3)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=10,
-        metavar="N",
-        help="steps per round for modes that replay graphs (default 10)",
-    )
-    parser.add_argument(
-        "--native-steps",
-        type=int,
-        default=3,
-        metavar="N",
-        help="steps per round for modes without graphs (default 3)",
-    )
-    parser.add_argument("--no-profile", action="store_true", help="run no steps under the profiler")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="device (default cuda)"
-    )
-    add_report_options(parser)
+    add_rank_options(parser, rounds=3)
 
 
-def _asked(args: argparse.Namespace) -> PeerSettings:
+def _settings(args: argparse.Namespace) -> PeerSettings:
     for cell in args.cells:
         layers, _, microbatches = cell.rpartition("-m")
         if layers not in LAYERS or not microbatches.isdecimal() or not int(microbatches):
@@ -249,8 +199,9 @@ def _asked(args: argparse.Namespace) -> PeerSettings:
                 f"--cells: expected one of {', '.join(LAYERS)} and microbatches, as in {SMALL}; "
                 f"found {cell!r}"
             )
-    if min(args.rounds, args.steps, args.native_steps) < 1 or args.limit <= 0:
-        raise UnusableError("--rounds, --steps, --native-steps and --limit must be positive")
+    require_rounds(args)
+    if args.limit <= 0:
+        raise UnusableError(f"--limit must be positive, found {args.limit:g}")
     return PeerSettings(
         cells=args.cells,
         rounds=args.rounds,
@@ -294,126 +245,83 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: Nothing can be run here.
     """
-    asked = _asked(args)
+    settings = _settings(args)
     require_place(args.out)
     _require(args)
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     raw: dict[str, Any] = {"rows": [], "refusals": {}, "processes": []}
-    configuration = {**attrs.asdict(asked), "modes": args.modes, "limit": args.limit}
+    configuration = {**attrs.asdict(settings), "modes": args.modes, "limit": args.limit}
     report = Report("peers", args.out, environment(args.commit, args.out), configuration, raw)
     with tempfile.TemporaryDirectory(prefix="qeffect-peers-") as folder:
-        for mode, cells in _runs(args.modes, asked.cells):
+        starts = RankStarts(PP, Path(folder))
+        for mode, cells in _runs(args.modes, settings.cells):
             progress.note(f"Measuring. {mode}: {', '.join(cells)}")
-            _start(args, mode, cells, Path(folder), raw)
+            limit = args.limit * (2 if mode == OURS else 1)
+            _run_mode(starts, mode, rows_of(mode, cells, settings), limit, report, progress)
             report.save()
     derived = report.finish()["derived"]
     own = [row for row in derived["rows"] if row["side"] in ("native", "replays", "one launch")]
-    right = own and all(map(owed, own))
+    right = own and all(map(has_owed_bits, own))
     return Outcome("accepted" if right else "refused", {"derived": derived}, report.lines())
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure one mode as one rank, where the words begin with `--mode`; else run the command."""
-    if argv[:1] != ["--mode"]:
-        return cli.main(["runtime", "report", "peers", *argv])
-    parser = argparse.ArgumentParser()
-    add_peers_arguments(parser)
-    parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    args = parser.parse_args(argv)
-    _child(args, _asked(args))
-    return 0
-
-
-def _start(
-    args: argparse.Namespace, mode: str, cells: Sequence[str], folder: Path, raw: dict[str, Any]
+def _run_mode(
+    starts: RankStarts,
+    mode: str,
+    rows: Sequence[PeerRow],
+    limit: float,
+    report: Report,
+    progress: Progress,
 ) -> None:
-    """Run one mode, and take up the rows that it has written, however it ended."""
-    result = folder / "rows.json"
-    result.unlink(missing_ok=True)
-    numbers = ["--rounds", args.rounds, "--steps", args.steps, "--native-steps", args.native_steps]
-    command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.peers", "--mode", mode]
-    command += ["--cells", *cells, "--folder", str(folder), "--device", args.device]
-    command += [str(word) for word in numbers] + ["--no-profile"] * args.no_profile
-    limit = args.limit * (2 if mode == OURS else 1)
-    ended = run_ranks(command, PP, limit, folder, "words")
-    found: dict[str, Any] = {"rows": [], "refusals": {}}
-    if result.exists():
-        found = json.loads(result.read_text(encoding="utf-8"))
-    raw["rows"] += found["rows"]
-    raw["refusals"].update(found["refusals"])
-    if ended.error is not None:
-        seen = {(row["cell"], row["side"], row["schedule"]) for row in found["rows"]}
-        missing = [row for row in _wanted(mode, cells, args.device) if row not in seen]
+    """Measure one mode, then profile what was measured; either may fail, and leaves its words."""
+    raw, settings = report.raw, rows[0].settings
+    done: list[dict[str, Any]] = []
+
+    def take(found: dict[str, Any]) -> None:
+        ((kind, value),) = found.items()
+        if kind == "refusals":
+            raw["refusals"].update(value)
+        else:
+            done.append(value)
+            raw["rows"].append(value)
+        report.save()
+
+    meet = partial(join, settings.device) if mode == OURS else partial(megatron.meet, mode)
+    body = partial(measure_ours, settings.device) if mode == OURS else megatron.measure_modes
+    start = starts.start(body, rows, starts.folder, limit=limit, take=take, note=progress)
+    raw["processes"].append(_processes(mode, rows, start))
+    if start.exits.error is not None:
         # The first that is missing failed; what would have followed it was not run.
-        raw["rows"] += [_failed(*row, ended.error) for row in missing[:1]]
-    raw["processes"].append(
-        {
-            "mode": mode,
-            "cells": list(cells),
-            "codes": ended.codes,
-            "seconds": round(ended.seconds, 2),
-            "words": ended.words if ended.error is not None else [],
-        }
-    )
+        missing = rows[len(done) : len(done) + 1]
+        raw["rows"] += [{**row.name, "error": start.exits.error} for row in missing]
+    measured = list(zip(rows, done, strict=False))
+    if measured and settings.profile:
+        again = add_profiles(
+            starts, meet, measured, save=report.save, note=progress.note, limit=limit
+        )
+        raw["processes"].append(_processes(f"{mode}, under the profiler", rows, again))
 
 
-def _wanted(mode: str, cells: Sequence[str], device: str) -> list[tuple[str, str, str]]:
-    """Cell, side and schedule of each row of a mode, in the order in which they are measured."""
+def _processes(mode: str, rows: Sequence[PeerRow], start: Start) -> dict[str, Any]:
+    ended = start.exits
+    return {
+        "mode": mode,
+        "cells": list(dict.fromkeys(row.cell for row in rows)),
+        "codes": ended.codes,
+        "seconds": round(ended.seconds, 2),
+        "words": ended.words if ended.error is not None else [],
+    }
+
+
+def rows_of(mode: str, cells: Sequence[str], settings: PeerSettings) -> list[PeerRow]:
+    """The rows of a mode, in the order in which they are measured."""
     if mode != OURS:
         side = EAGER if mode == "none" else f"megatron {mode}"
-        return [(cell, side, "il") for cell in cells]
-    sides = ("replays", "one launch") if device == "cuda" else ("replays",)
-    return [
-        row
-        for cell in cells
-        for row in [
-            (cell, "native", "il"),
-            *((cell, side, schedule) for schedule in ("il", "zbv") for side in sides),
-        ]
-    ]
-
-
-def _failed(cell: str, side: str, schedule: str, error: str) -> dict[str, Any]:
-    return {"cell": cell, "side": side, "schedule": schedule, "error": error}
-
-
-def _child(args: argparse.Namespace, asked: PeerSettings) -> None:
-    """One rank of one mode; ends the process, since groups make an orderly end hang."""
-    code = 1
-    try:
-        _measure(args, asked)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _measure(args: argparse.Namespace, asked: PeerSettings) -> None:
-    """Every row of a mode; rank 0 writes them down one by one."""
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    found: dict[str, Any] = {"rows": [], "refusals": {}}
-    rank = int(os.environ["RANK"])
-
-    def done(row: dict[str, Any]) -> None:
-        found["rows"].append(row)
-        save()
-
-    def save() -> None:
-        if rank == 0:
-            write_json(args.folder / "rows.json", found)
-
-    if args.mode == OURS:
-        ours(join(args.device), asked, args.folder, done)
-    else:
-        from ..sides import megatron
-
-        if args.mode == "none":
-            found["refusals"].update(megatron.delayed())
-            save()
-        megatron.measure(args.mode, asked, args.folder, done)
+        return [megatron.MegatronRow(cell, side, "il", settings) for cell in cells]
+    sides = ("replays", "one launch") if settings.device == "cuda" else ("replays",)
+    names = [("native", "il"), *((side, name) for name in ("il", "zbv") for side in sides)]
+    return [PeerRow(cell, side, name, settings) for cell in cells for side, name in names]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(cli.main(["runtime", "report", "peers", *sys.argv[1:]]))

@@ -1,8 +1,8 @@
 """
 ``qeffect runtime report restarts``: training that stops and resumes, every bit compared.
 
-The command starts ranks with torchrun for each part, so that every part runs in processes of its
-own, and compares what they wrote. The first part trains from the beginning and saves on its way.
+The command starts the ranks of each part anew, so that every part runs in processes of its own, and
+compares what they found. The first part trains from the beginning and saves on its way.
 The second resumes from that checkpoint and has to end in the bits of the first. The third loads the
 checkpoint into another mapping and takes one step; beside it a pipeline takes the same step after
 its state was copied by hand from a file that torch made of the checkpoint. With `--one-launch` the
@@ -13,13 +13,11 @@ bits.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,27 +25,38 @@ from typing import Any
 import torch
 
 from qeffect import cli
-from qeffect.cli.command import Outcome, Progress
+from qeffect.cli.command import Outcome, Progress, refuse_unused
 
-from ...backends.deterministic import DETERMINISTIC
+from ...backends.determinism import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...ranks.job import Job
 from ...ranks.membership import join
 from ...runtime import Mode
 from ...training.checkpoint import Checkpoints, sizes
-from ..reports.report import Report, UnusableError, add_report_options, environment
-from ..sides.restart import SAVED_AT, UNTIL, Trial, differing, gone_on, remapped, started
+from ..reports.report import (
+    Report,
+    UnusableError,
+    add_report_options,
+    environment,
+    require_place,
+)
+from ..runner.rank_process import Findings
+from ..runner.starts import RankStarts
+from ..sides.pipelines import backend_on
+from ..sides.restart import (
+    SAVED_AT,
+    UNTIL,
+    Trial,
+    differing_names,
+    first_run,
+    remapped_run,
+    resumed_run,
+)
 
-__all__ = [
-    "add_restarts_arguments",
-    "main",
-    "remapped_row",
-    "resumed_row",
-    "run_restarts",
-]
+__all__ = ["add_restarts_arguments", "remapped_row", "resumed_row", "run_restarts"]
 
-_PARTS: dict[str, Any] = {"started": started, "gone-on": gone_on, "remapped": remapped}
-
+Part = Callable[..., dict[str, Any]]
+"""A part of a trial: called with member, trial and folder, it returns what the rank found."""
 
 LAYERS = 4
 """Layers of the model, whatever its mapping."""
@@ -60,13 +69,17 @@ def _mode(args: argparse.Namespace) -> Mode:
     return "eager" if args.device == "cpu" or args.eager else "replays"
 
 
-def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None) -> Trial:
+def _trial(
+    args: argparse.Namespace, schedule: str, pp: int, vpp: int | None, mode: Mode, layers: int
+) -> Trial:
     hidden, ffn, heads, sequence = (
-        (64, 128, 2, 32) if args.device == "cpu" else (args.hidden, 4 * args.hidden, 8, 512)
+        (64, 128, 2, 32)
+        if args.device == "cpu"
+        else (args.hidden or 1024, 4 * (args.hidden or 1024), 8, 512)
     )
     job = Job(
         schedule=schedule,
-        pp=args.pp,
+        pp=pp,
         vpp=vpp,
         dp=args.dp,
         microbatches=4,
@@ -75,12 +88,7 @@ def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None
         rule="accumulate",
         config=LayerConfig(hidden, ffn, heads, sequence),
     )
-    return Trial(
-        job=job,
-        device=args.device,
-        mode=_mode(args),
-        masters=args.masters,
-    )
+    return Trial(job=job, device=args.device, mode=mode, masters=args.masters)
 
 
 def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +105,7 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--asynchronous", action="store_true", help="save while the next steps run")
     parser.add_argument(
-        "--hidden", type=int, default=1024, metavar="N", help="layer width on cuda (default 1024)"
+        "--hidden", type=int, metavar="N", help="layer width on cuda (default 1024)"
     )
     parser.add_argument(
         "--history", type=int, default=16, metavar="N", help="length of amax histories (default 16)"
@@ -117,64 +125,29 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_options(parser)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one rank of one part, where the words begin with `--part`; else run the command."""
-    if argv[:1] != ["--part"]:
-        return cli.main(["runtime", "report", "restarts", *argv])
-    parser = argparse.ArgumentParser()
-    add_restarts_arguments(parser)
-    parser.add_argument("--part", choices=[*_PARTS], required=True)
-    parser.add_argument("--folder", required=True)
-    parser.add_argument("--words", required=True)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--vpp", type=int)
-    args = parser.parse_args(argv)
-    trial = _trial(args, args.schedules[0], args.layers, args.vpp)
-    member = join(args.device, trial.limits)
-    if args.device == "cpu":
+def _rank_part(
+    part: Part, trial: Trial, folder: str, options: Mapping[str, Any], findings: Findings
+) -> None:
+    """One rank of one part."""
+    member = join(trial.device, trial.limits)
+    if trial.device == "cpu":
         torch.set_num_threads(1)
-    options = {"asynchronous": True} if args.asynchronous and args.part == "started" else {}
-    words = _PARTS[args.part](member, trial, args.folder, **options)
-    Path(args.words, f"{member.rank}.json").write_text(json.dumps(words), encoding="utf-8")
-    return 0
+    findings.add(part(member, trial, folder, **options))
 
 
-def _launch(
-    args: argparse.Namespace,
-    part: str,
-    folder: Path,
-    *options: str,
-    pp: int = 2,
-    launched: bool = False,
-) -> list[Any]:
+def _run_part(part: Part, trial: Trial, folder: Path, **options: Any) -> list[Any]:
     """
-    Run one part with a fresh process per rank; return what each rank wrote.
+    Run one part with a fresh process per rank; return what each rank found.
 
-    With `launched`, the part obeys `--one-launch`.
+    Raises:
+        UnusableError: A rank failed.
     """
-    words = Path(tempfile.mkdtemp(prefix=f"{part}-", dir=folder.parent))
-    given = ["--device", args.device, "--hidden", str(args.hidden), "--history", str(args.history)]
-    given += ["--pp", str(pp), "--dp", str(args.dp)]
-    world = pp * args.dp
-    flags = ["--eager", "--masters", "--asynchronous"]
-    if launched:
-        flags.append("--one-launch")
-    given += [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(world), "-m", "qeffect.gpu_runtime.lab.commands.restarts",
-        "--part", part, "--folder", str(folder), "--words", str(words), *given, *options,
-    ]  # fmt: skip
-    subprocess.run(command, check=True, env={**DETERMINISTIC, **os.environ})
-    return [json.loads((words / f"{rank}.json").read_text()) for rank in range(world)]
-
-
-def _moved(args: argparse.Namespace, folder: Path, other: str, pp: int, vpp: int) -> list[Any]:
-    """Load the checkpoint under another mapping."""
-    layers = LAYERS // (pp * vpp)
-    options = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
-    return _launch(args, "remapped", folder, *options, pp=pp)
+    place = Path(tempfile.mkdtemp(prefix=f"{part.__name__}-", dir=folder.parent))
+    usual = {name: value for name, value in DETERMINISTIC.items() if name not in os.environ}
+    ranks = RankStarts(trial.job.world, place)
+    start = ranks.start(_rank_part, part, trial, str(folder), options, environ=usual)
+    start.require()
+    return [found for (found,) in start.rows]
 
 
 def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -184,16 +157,17 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The machine has too few devices, or a part failed.
     """
+    require_place(args.out)
     most = _most(args)
     where = environment(args.commit, args.out)
     asked = {
         "device": args.device,
-        "backend": "reference" if args.device == "cpu" else "transformer-engine",
+        "backend": backend_on(args.device),
         "captured": args.device == "cuda" and not args.eager,
         "one_launch": args.one_launch,
         "masters": args.masters,
         "asynchronous": args.asynchronous,
-        "hidden": args.hidden if args.device == "cuda" else 64,
+        "hidden": 64 if args.device == "cpu" else args.hidden or 1024,
         "history": args.history,
         "schedules": args.schedules,
         "dp": args.dp,
@@ -218,16 +192,22 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
         ThreadPoolExecutor(max_workers=args.at_once) as schedules,
     ):
 
-        def driven(schedule: str) -> None:
-            folder, own = Path(place, schedule), ("--schedules", schedule)
-            whole = parts.submit(_launch, args, "started", folder, *own, launched=True).result()
+        def run_schedule(schedule: str) -> None:
+            folder, mode = Path(place, schedule), _mode(args)
+            trial = _trial(args, schedule, 2, None, mode, 1)
+            saves = {"asynchronous": True} if args.asynchronous else {}
+            whole = parts.submit(_run_part, first_run, trial, folder, **saves).result()
             weighed = sizes(Checkpoints(folder).latest() or folder)
-            again = parts.submit(_launch, args, "gone-on", folder, *own, launched=True)
-            replayed = (
-                parts.submit(_launch, args, "gone-on", folder, *own) if args.one_launch else None
-            )
+            again = parts.submit(_run_part, resumed_run, trial, folder)
+            replayed = None
+            if args.one_launch:
+                guarded = _trial(args, schedule, 2, None, "replays", 1)
+                replayed = parts.submit(_run_part, resumed_run, guarded, folder)
             others = [] if args.same else _others(schedule, most)
-            moved = [parts.submit(_moved, args, folder, *other) for other in others]
+            moved = [
+                parts.submit(_run_part, remapped_run, _remapping(args, *other), folder)
+                for other in others
+            ]
             done(schedule, resumed_row(schedule, whole, again.result(), weighed))
             if replayed is not None:
                 there = f"{schedule}, guarded replays"
@@ -238,15 +218,19 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
                 done(schedule, remapped_row(schedule, there, whole, ranks.result(), weighed))
 
         try:
-            list(schedules.map(driven, found))
-        except subprocess.CalledProcessError as error:
-            raise UnusableError(f"a part ended with exit code {error.returncode}") from error
+            list(schedules.map(run_schedule, found))
         finally:
             # After an error no further part begins: each part holds all GPUs for minutes.
             parts.shutdown(wait=False, cancel_futures=True)
     derived = report.finish()["derived"]
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
     return Outcome("accepted" if good else "refused", {"derived": derived}, report.lines())
+
+
+def _remapping(args: argparse.Namespace, schedule: str, pp: int, vpp: int) -> Trial:
+    """The checkpoint's layers under another mapping, by guarded replays or eager calls."""
+    mode: Mode = "eager" if args.device == "cpu" or args.eager else "replays"
+    return _trial(args, schedule, pp, vpp, mode, LAYERS // (pp * vpp))
 
 
 def _said(row: Mapping[str, Any]) -> str:
@@ -263,8 +247,9 @@ def _most(args: argparse.Namespace) -> int:
     Raises:
         UnusableError: The machine has fewer than two ranks' devices, or a count is below 1.
     """
-    for option, number in (("--dp", args.dp), ("--at-once", args.at_once)):
-        if number < 1:
+    given = (("--dp", args.dp), ("--at-once", args.at_once), ("--hidden", args.hidden))
+    for option, number in given:
+        if number is not None and number < 1:
             raise UnusableError(f"{option} must be at least 1, found {number}")
     if args.one_launch and (args.device == "cpu" or args.eager):
         raise UnusableError(
@@ -272,6 +257,8 @@ def _most(args: argparse.Namespace) -> int:
             "leave it out"
         )
     if args.device == "cpu":
+        refuse_unused(args, ["--eager"], "a CPU has no CUDA graphs")
+        refuse_unused(args, ["--hidden"], "a CPU runs hidden 64 only", wants="--device cuda")
         return LAYERS
     found: int = torch.cuda.device_count() // args.dp
     if found < 2:
@@ -314,8 +301,8 @@ def resumed_row(
         if (b["began"], b["epoch"]) != (SAVED_AT, UNTIL):
             differ.append(f"steps {b['began']} to {b['epoch']}")
         compared += len(a["saved"][str(SAVED_AT)]) + len(a["last"])
-        differ += differing(a["saved"][str(SAVED_AT)], b["first"])
-        differ += differing(a["last"], b["last"])
+        differ += differing_names(a["saved"][str(SAVED_AT)], b["first"])
+        differ += differing_names(a["last"], b["last"])
         for step, losses in b["losses"].items():
             compared += len(losses)
             differ += [f"loss of step {step}"] * (losses != a["losses"][step])
@@ -329,7 +316,7 @@ def remapped_row(
     """Compare loaded with saved state, and a step with a step after a copy by hand."""
     saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
     loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}
-    compared, differ = len(saved), differing(saved, loaded)
+    compared, differ = len(saved), differing_names(saved, loaded)
     for rank in moved:
         compared += len(rank["last"]) + sum(map(len, rank["losses"].values()))
         differ += rank["loaded otherwise"] + rank["differ"]
@@ -361,4 +348,4 @@ def _row(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(cli.main(["runtime", "report", "restarts", *sys.argv[1:]]))

@@ -1,20 +1,20 @@
 """
 ``qeffect runtime report scale``: a guarded pipeline, compared with torch's own and timed beside it.
 
-torchrun starts the ranks; rank 0 writes the report. The native side is torch's schedule runtime
-over stages with the library's full backward. Both sides train the same model from the same bits.
+The native side is torch's schedule runtime over stages with the library's full backward. Both sides
+train the same model from the same bits. Ranks that torchrun started, or the command itself, start
+the processes that measure, and after these the processes that profile.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
+import attrs
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
@@ -28,31 +28,25 @@ from ...ranks.membership import Member, all_gather, join
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import mute_unless_speaker
 from ...ranks.worker import Worker
-from ...runtime import mode_on
 from ...step.memory.digests import digests
-from ...step.optimizer import Gradients
 from ...step.plan.order import Order
-from ..comparisons.ranks import compared, tensor_digests, totals_of_ranks
-from ..reports.report import Report, add_report_options, environment
-from ..runner.profiler import traced
-from ..runner.rank_parts import (
-    bound_ms,
-    message_ms,
-    row_as_one_graph,
-    spent_ms,
-    times_alone,
-    times_in_row,
-)
+from ..comparisons.ranks import compare_pipelines, tensor_digests, totals_of_ranks
+from ..reports.report import Report, environment
+from ..runner.profiles import add_profiles
+from ..runner.rank_parts import bound_ms, message_ms, times_alone, times_in_row
+from ..runner.rank_process import Findings
 from ..runner.timing import RoundPlan, meet_idle, time_side
 from ..sides.pipelines import (
+    GuardedSide,
     LaunchSide,
     NativeSide,
-    ReplaySide,
     backend_on,
+    build_guarded,
+    build_native,
     build_side,
-    isolated,
+    isolation,
 )
-from ..statistics.traces import shares
+from .options import add_rank_options, rank_starts, require_rounds
 
 __all__ = ["add_scale_arguments", "run_scale"]
 
@@ -71,8 +65,47 @@ COMPARED: dict[str, tuple[LayerConfig, int]] = {
 """Layers and steps of the compared models."""
 BEFORE = 6
 """Steps after which replays and one launch per step are compared."""
-TRACED = 5
-"""Steps under the profiler whose time is split; the first only marks where the second begins."""
+
+
+@attrs.frozen
+class ScaleRow:
+    """
+    One row to measure.
+
+    Args:
+        cell: A name of `CELLS`.
+        side: `native`, `guarded` or `one launch`.
+        schedule: A short name of torch's schedule classes.
+        pp: Ranks.
+    """
+
+    cell: str
+    side: str
+    schedule: str
+    pp: int
+    settled = BEFORE
+    copies = False
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """Cell, side and schedule."""
+        return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
+
+    @property
+    def split(self) -> bool:
+        """A launch is compared with the rank's own row."""
+        return self.side == "one launch"
+
+    def job(self) -> Job:
+        """The row's pipeline."""
+        config, microbatches = CELLS[self.cell]
+        return _job(self.pp, self.schedule, config, microbatches)
+
+    def make(self, member: Member) -> NativeSide | GuardedSide:
+        """Build the side; native is what users run today."""
+        if self.side == "native":
+            return build_native(member, self.job())
+        return build_guarded(member, self.job(), "one launch" if self.split else None)
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,23 +134,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"cases to compare bit for bit (default: {', '.join(list(COMPARED)[:2])})",
     )
-    parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="rounds per side (default 5)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=10, metavar="N", help="steps per round (default 10)"
-    )
-    parser.add_argument(
-        "--native-steps",
-        type=int,
-        default=3,
-        metavar="N",
-        help="steps per round for native (default 3)",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="device (default cuda)"
-    )
-    add_report_options(parser)
+    add_rank_options(parser, rounds=5, profiles=False)
 
 
 def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -127,16 +144,14 @@ def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The ranks cannot run it.
     """
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    if args.rounds < 1 or args.steps < 1 or args.native_steps < 1:
-        raise UnusableError("--rounds, --steps and --native-steps must be at least 1")
+    require_rounds(args)
     if not args.cells and not args.compared:
         raise UnusableError("--cells and --compared are both empty; name something to measure")
     try:
         for name in args.schedules:
             Job(schedule=name, pp=args.pp).table()
         outcome = _run(args, progress)
-    except (BackendError, ScheduleError) as error:
+    except (BackendError, ScheduleError, UnusableError) as error:
         mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
     except StoppedError as stopped:
@@ -148,12 +163,6 @@ def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
-    member = join(args.device)
-    if member.world != args.pp:
-        raise UnusableError(
-            f"{member.world} processes were started for --pp {args.pp}; start torchrun with "
-            f"--nproc-per-node {args.pp}"
-        )
     configuration = {
         "pp": args.pp,
         "vpp": 2,
@@ -165,28 +174,23 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         "steps": args.steps,
         "native_steps": args.native_steps,
     }
-    own = args.out if member.rank == 0 else None
     raw: dict[str, Any] = {"compared": [], "timed": []}
-    report = Report("scale", own, environment(args.commit, args.out), configuration, raw)
-    for name in args.compared:
-        for schedule in args.schedules:
-            progress(f"Comparing. {schedule}, {name}")
-            raw["compared"].append(_compare(member, args, schedule, name))
+    place = environment(args.commit, args.out)
+    rows = _rows(args)
+    with rank_starts(args, progress) as (starts, shown):
+        own = args.out if starts.speaks else None
+        report = Report("scale", own, place, configuration, raw)
+
+        def take(found: dict[str, Any]) -> None:
+            ((kind, row),) = found.items()
+            raw[kind].append(row)
             report.save()
-    for name in args.cells:
-        progress(f"Timing. {name}, native")
-        with isolated(member):
-            raw["timed"].append(_native(member, args, name))
-        for schedule in args.schedules:
-            progress(f"Timing. {name}, {schedule}")
-            with isolated(member):
-                guarded, final = _guarded(member, args, schedule, name)
-            raw["timed"].append(guarded)
-            if args.device == "cuda":
-                progress(f"Timing. {name}, {schedule}, one launch a step")
-                with isolated(member):
-                    raw["timed"].append(_one_launch(member, args, schedule, name, guarded, final))
-            report.save()
+
+        starts.start(_measure, args, rows, take=take, note=shown).require()
+        timed = list(zip(rows, raw["timed"], strict=True))
+        if timed:
+            meet = partial(join, args.device)
+            add_profiles(starts, meet, timed, save=report.save, note=shown.note).require()
     finished = report.finish()
     derived = finished["derived"]
     same = all(not row["different"] and row["values"] for row in derived["compared"])
@@ -194,18 +198,50 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     return Outcome("accepted" if same else "refused", {"derived": derived}, report.lines())
 
 
-def _job(args: argparse.Namespace, schedule: str, config: LayerConfig, microbatches: int) -> Job:
+def _rows(args: argparse.Namespace) -> list[ScaleRow]:
+    """Native once in each cell, then replays and one launch under every schedule."""
+    sides = ("guarded", "one launch") if args.device == "cuda" else ("guarded",)
+    rows = []
+    for cell in args.cells:
+        rows.append(ScaleRow(cell, "native", "il", args.pp))
+        rows += [ScaleRow(cell, side, name, args.pp) for name in args.schedules for side in sides]
+    return rows
+
+
+def _job(pp: int, schedule: str, config: LayerConfig, microbatches: int) -> Job:
     return Job(
-        schedule=schedule, pp=args.pp, vpp=2, microbatches=microbatches, config=config, history=16
+        schedule=schedule, pp=pp, vpp=2, microbatches=microbatches, config=config, history=16
     )
+
+
+def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings) -> None:
+    """One rank: every comparison, then every row."""
+    member = join(args.device)
+    for name in args.compared:
+        for schedule in args.schedules:
+            findings.note(f"Comparing. {schedule}, {name}")
+            findings.add({"compared": _compare(member, args, schedule, name)})
+    guarded: dict[str, Any] = {}
+    final: dict[str, str] = {}
+    for row in rows:
+        findings.note(f"Timing. {', '.join(row.name.values())}")
+        with isolation(member):
+            if row.side == "native":
+                found = _time_native(member, args, row)
+            elif row.side == "guarded":
+                found, final = _time_guarded(member, args, row)
+                guarded = found
+            else:
+                found = _time_launches(member, args, row, guarded, final)
+        findings.add({"timed": found})
 
 
 def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
     config, steps = COMPARED[name]
-    job = _job(args, schedule, config, 2 * args.pp)
-    with isolated(member):
+    job = _job(args.pp, schedule, config, 2 * args.pp)
+    with isolation(member):
         captured = args.device == "cuda"
-        found = compared(member, job, steps, backend_on(args.device), captured=captured)
+        found = compare_pipelines(member, job, steps, backend_on(args.device), captured=captured)
     ranks = all_gather(member, (found.totals(), found.slots))
     return {
         "name": name,
@@ -219,15 +255,78 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
     }
 
 
-def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """torch's Interleaved 1F1B over full backwards: what users run today."""
-    config, microbatches = CELLS[name]
-    job = _job(args, "il", config, microbatches)
-    side, made = build_side(member, lambda: NativeSide(member, job, backend_on(args.device)))
-    return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
+def _time_native(member: Member, args: argparse.Namespace, row: ScaleRow) -> dict[str, Any]:
+    side, made = build_side(member, lambda: row.make(member))
+    plan = RoundPlan(args.rounds, args.native_steps)
+    return {**row.name, **time_side(member, side.step, plan, construction_s=made, facts={})}
 
 
-def _final(worker: Worker) -> dict[str, str]:
+def _time_guarded(
+    member: Member, args: argparse.Namespace, row: ScaleRow
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Guarded replays, or eager calls on a CPU, under one schedule; and their final state."""
+    job = row.job()
+    side, made = build_side(member, lambda: row.make(member))
+    assert isinstance(side, GuardedSide)
+    worker = side.worker
+    for _ in range(row.settled):
+        side.step()
+    final = _final_digests(worker)
+    facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
+    plan = RoundPlan(args.rounds, args.steps)
+    found = time_side(member, side.step, plan, construction_s=made, facts=facts)
+    gradients = worker.pipeline.step(worker.optimizer)
+    ranks = all_gather(member, times_alone(worker, gradients))
+    found["message_ms"] = max(all_gather(member, message_ms(member, job, worker)))
+    found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
+    found["update_ms"] = [update for _, update in ranks]
+    found["bound_ms"] = bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
+    order = Order.of_rank(job.table(), member.rank % job.pp)
+    ranks = all_gather(member, times_in_row(worker, gradients, order))
+    times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
+    updates = [update for _, update in ranks]
+    bound = bound_ms(job, times, updates, found["message_ms"])
+    found["in_order"] = {"times_ms": times, "update_ms": updates, "bound_ms": bound}
+    side.close()
+    return {**row.name, **found}, final
+
+
+def _time_launches(
+    member: Member,
+    args: argparse.Namespace,
+    row: ScaleRow,
+    guarded: dict[str, Any],
+    final: dict[str, str],
+) -> dict[str, Any]:
+    """The same steps, each one launch; their final state is compared with that of replays."""
+    side, made = build_side(member, lambda: row.make(member))
+    assert isinstance(side, LaunchSide)
+    whole = side.whole
+    for _ in range(row.settled):
+        side.step()
+    whole.leave()
+    own = _final_digests(side.worker)
+    odd = sorted(n for n in final.keys() | own.keys() if final.get(n) != own.get(n))
+    facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
+    whole.resume()
+    plan = RoundPlan(args.rounds, args.steps)
+    found = time_side(member, side.step, plan, construction_s=made, facts=facts)
+    parts, ahead = _host_times(member, whole, args)
+    whole.leave()
+    ranks = all_gather(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
+    found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
+    for fact, (_, _, own_ms, counted, _) in zip(found["facts"], ranks, strict=True):
+        fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
+    found["host_ahead_ms"] = [
+        max(times) for times in zip(*(rank[4] for rank in ranks), strict=True)
+    ]
+    for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
+        found[what] = guarded[what]
+    side.close()
+    return {**row.name, **found}
+
+
+def _final_digests(worker: Worker) -> dict[str, str]:
     """Digests of this rank's whole state after its last step, weight caches included."""
     runtime = worker.runtime
     runtime.handoff.synchronize()
@@ -239,50 +338,7 @@ def _final(worker: Worker) -> dict[str, str]:
     return {**tensor_digests(runtime.stages, worker.optimizer), **caches}
 
 
-def _one_launch(
-    member: Member,
-    args: argparse.Namespace,
-    schedule: str,
-    name: str,
-    guarded: dict[str, Any],
-    final: dict[str, str],
-) -> dict[str, Any]:
-    """The same steps, each one launch; their final state is compared with that of replays."""
-    config, microbatches = CELLS[name]
-    job = _job(args, schedule, config, microbatches)
-    side, made = build_side(member, lambda: LaunchSide(member, job, backend_on(args.device)))
-    worker, whole = side.worker, side.whole
-    for _ in range(BEFORE):
-        whole.step()
-    whole.leave()
-    own = _final(worker)
-    odd = sorted(n for n in final.keys() | own.keys() if final.get(n) != own.get(n))
-    facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
-    whole.resume()
-    found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
-    parts, ahead = _ahead(member, whole, args)
-    meet_idle(member)
-    launches = shares(traced(whole.step, member.synchronize, TRACED), TRACED)
-    whole.leave()
-    gradients = worker.pipeline.step(worker.optimizer)
-    order = Order.of_rank(job.table(), member.rank % job.pp)
-    meet_idle(member)
-    split = {"launch": launches, **_own_row(worker, gradients, order)}
-    ranks = all_gather(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
-    found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
-    for fact, (_, _, own_ms, counted, _) in zip(found["facts"], ranks, strict=True):
-        fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
-    found["host_ahead_ms"] = [
-        max(times) for times in zip(*(rank[4] for rank in ranks), strict=True)
-    ]
-    for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
-        found[what] = guarded[what]
-    found["split"] = all_gather(member, split)
-    side.close()
-    return found
-
-
-def _ahead(
+def _host_times(
     member: Member, whole: OneLaunch, args: argparse.Namespace
 ) -> tuple[dict[str, float], list[float]]:
     """
@@ -304,60 +360,3 @@ def _ahead(
             parts.append(whole.host_ms)
         rounds.append(statistics.median(took))
     return {part: statistics.median(one[part] for one in parts) for part in parts[0]}, rounds
-
-
-def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, Any]:
-    """A rank's row as one graph without messages: its time and its shares."""
-    with row_as_one_graph(worker, gradients, order) as replay:
-        took = spent_ms(replay)
-        return {
-            "row_ms": took,
-            "row": shares(traced(replay, torch.cuda.synchronize, TRACED), TRACED),
-        }
-
-
-def _guarded(
-    member: Member, args: argparse.Namespace, schedule: str, name: str
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Guarded replays, or eager calls on a CPU, under one schedule; and their final state."""
-    config, microbatches = CELLS[name]
-    job = _job(args, schedule, config, microbatches)
-    side, made = build_side(
-        member, lambda: ReplaySide(member, job, backend_on(args.device), mode_on(args.device))
-    )
-    worker = side.worker
-    for _ in range(BEFORE):
-        worker.step()
-    final = _final(worker)
-    facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
-    found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
-    gradients = worker.pipeline.step(worker.optimizer)
-    ranks = all_gather(member, times_alone(worker, gradients))
-    found["message_ms"] = max(all_gather(member, message_ms(member, job, worker)))
-    found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
-    found["update_ms"] = [update for _, update in ranks]
-    found["bound_ms"] = bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
-    order = Order.of_rank(job.table(), member.rank % job.pp)
-    ranks = all_gather(member, times_in_row(worker, gradients, order))
-    times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
-    updates = [update for _, update in ranks]
-    bound = bound_ms(job, times, updates, found["message_ms"])
-    found["in_order"] = {"times_ms": times, "update_ms": updates, "bound_ms": bound}
-    worker.close()
-    return found, final
-
-
-def _timed(
-    member: Member,
-    args: argparse.Namespace,
-    name: str,
-    side: str,
-    schedule: str,
-    step: Callable[[], object],
-    steps: int,
-    made: float,
-    facts: dict[str, Any],
-) -> dict[str, Any]:
-    """A side of a cell, with its names."""
-    found = time_side(member, step, RoundPlan(args.rounds, steps), construction_s=made, facts=facts)
-    return {"cell": name, "side": side, "schedule": schedule, **found}

@@ -1,17 +1,18 @@
 """
 ``qeffect runtime report tables``: a trial of the paper's tables, and trials merged in one report.
 
-A trial is one start of torchrun. Rank 0 rewrites the report after every row, so that a run that is
-ended early leaves its rows. Merging starts no ranks. The language model has one layer a stage, with
-token embedding and head over 32,768 tokens, as the paper's; the model `layers` omits both ends.
+A trial is one start of all ranks that measures, and one that profiles. The report is written again
+after every row, so that a run that is ended early leaves its rows. Merging starts no ranks. The
+language model has one layer a stage, with token embedding and head over 32,768 tokens, as the
+paper's; the model `layers` omits both ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +26,23 @@ from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.plan import plan
 
 from ...backends.protocol import BackendError
-from ...ranks.consent import StoppedError
-from ...ranks.job import Job
 from ...ranks.membership import Member, all_gather, join
 from ...ranks.processes import mute_unless_speaker
-from ...runtime import mode_on
 from ...step.memory.numerical_state import same_bits
-from ..reports.report import (
-    ALIKE,
-    Report,
-    add_report_options,
-    environment,
-    read_part,
-    require_alike,
-    require_place,
-)
+from ..reports.report import ALIKE, Report, environment, read_part, require_alike, require_place
+from ..runner.profiles import SIDE_ERRORS, add_profiles, error_line
+from ..runner.rank_process import Findings
 from ..runner.timing import RoundPlan, time_side
-from ..sides.pipelines import (
-    LaunchSide,
-    NativeSide,
-    PipelineSide,
-    ReplaySide,
-    backend_on,
-    build_side,
-    isolated,
-    unit_bytes,
-)
+from ..sides.pipelines import backend_on, build_side, isolation
+from ..sides.side import RankSide
 from ..sides.table_rows import BEFORE, CELLS, PARTS, REFERENCES, TableRow, table_rows
 from ..statistics.paper import LARGE, SMALL
+from .options import add_rank_options, rank_starts, require_rounds
 
-__all__ = ["add_tables_arguments", "merged", "run_tables"]
+__all__ = ["add_tables_arguments", "merge_trials", "run_tables"]
+
+References = dict[tuple[str, str], dict[str, Tensor]]
+"""Copies of what sides left, by schedule and side, for the rows that are compared with them."""
 
 
 def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,15 +69,6 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="numbers of microbatches in the part resources (default 2 to 32)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds per side (default 3)")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps per round (default 10)")
-    parser.add_argument(
-        "--native-steps", type=int, metavar="N", help="steps per round for native (default 3)"
-    )
-    parser.add_argument(
-        "--no-profile", action="store_true", default=None, help="no counts of kernels and copies"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda)")
     parser.add_argument(
         "--merge",
         nargs="+",
@@ -97,7 +76,7 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="reports of trials to merge, in this order",
     )
-    add_report_options(parser)
+    add_rank_options(parser, rounds=3, given=True)
 
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -123,19 +102,14 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         options = [f"--{name.replace('_', '-')}" for name in (*_DEFAULTS, "no_profile", "commit")]
         refuse_unused(args, options, "--merge measures nothing")
         require_place(args.out)
-        return _outcome(merged(args.merge, args.out))
+        return _outcome(merge_trials(args.merge, args.out))
+    if args.parts is not None and "resources" not in args.parts:
+        refuse_unused(args, ["--microbatches"], "only the part resources varies them")
     for name, value in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    numbers = (args.rounds, args.steps, args.native_steps, *args.microbatches)
-    if min(numbers) < 1:
-        raise UnusableError(
-            "--rounds, --steps, --native-steps and --microbatches must be at least 1, found "
-            f"{min(numbers)}"
-        )
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    require_rounds(args, *args.microbatches)
     try:
-        require_place(args.out)
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
         mute_unless_speaker(failed=True)
@@ -152,7 +126,7 @@ def _outcome(report: Report) -> Outcome:
     return Outcome(verdict, {"derived": derived}, report.lines())
 
 
-def merged(paths: Sequence[Path], out: Path | None) -> Report:
+def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
     """
     One report of several trials.
 
@@ -174,7 +148,8 @@ def merged(paths: Sequence[Path], out: Path | None) -> Report:
         for trial in part["raw"]["trials"]:
             if trial in trials:
                 raise UnusableError(
-                    f"--merge {path}: its trial of {trial['date']} is there twice; name each once"
+                    f"--merge {path}: its trial of {trial['date']} is given twice; name "
+                    "each report once"
                 )
             trials.append(trial)
     first = found[0]
@@ -198,41 +173,29 @@ def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trial(args: argparse.Namespace, progress: Progress) -> Report:
-    member = join(args.device)
-    if member.world != args.pp:
-        raise UnusableError(
-            f"{member.world} processes were started for --pp {args.pp}; start torchrun with "
-            f"--nproc-per-node {args.pp}"
-        )
-    if member.rank:
-        progress = Progress(enabled=False)
     captured = args.device == "cuda"
     rows = table_rows(
         args.parts, args.cells, args.pp, microbatches=args.microbatches, captured=captured
     )
     for row in rows:
-        row.job(args.pp).table()  # refuses before anything is measured
+        row.job().table()  # refuses before anything is measured
     configuration = {name: _plain(getattr(args, name)) for name in _DEFAULTS}
     configuration["backend"] = backend_on(args.device)
-    trial: dict[str, Any] = {"pp": args.pp, "rows": []}
-    own = args.out if member.rank == 0 else None
     place = environment(args.commit, args.out)
-    trial["date"] = place["date"]
-    report = Report("tables", own, place, configuration, {"trials": [trial]})
-    references: dict[tuple[Any, ...], dict[str, Tensor]] = {}
-    at: tuple[Any, ...] | None = None
-    with isolated(member):
-        # Costs that a process pays once count for no side.
-        first = TableRow(args.cells[0], "layers", 2, "il", "native").job(args.pp)
-        NativeSide(member, first, backend_on(args.device)).step()
-    for row in rows:
-        progress(f"{row.cell}, {row.model}, {row.schedule}, {row.side}")
-        # References are kept as long as a later row may be compared with them.
-        if at != (row.cell, row.model, row.vpp):
-            references.clear()
-            at = row.cell, row.model, row.vpp
-        trial["rows"].append(_measured(member, args, row, references, rows))
-        report.save()
+    trial: dict[str, Any] = {"pp": args.pp, "rows": [], "date": place["date"]}
+    with rank_starts(args, progress) as (starts, shown):
+        own = args.out if starts.speaks else None
+        report = Report("tables", own, place, configuration, {"trials": [trial]})
+
+        def take(row: dict[str, Any]) -> None:
+            trial["rows"].append(row)
+            report.save()
+
+        starts.start(_measure, args, rows, take=take, note=shown).require()
+        good = [pair for pair in zip(rows, trial["rows"], strict=True) if not pair[1]["error"]]
+        if good and not args.no_profile:
+            meet = partial(join, args.device)
+            add_profiles(starts, meet, good, save=report.save, note=shown.note).require()
     report.finish()
     return report
 
@@ -241,46 +204,50 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _make(member: Member, row: TableRow, job: Job, device: str) -> PipelineSide:
-    backend = backend_on(device)
-    if row.side == "native":
-        return NativeSide(member, job, backend)
-    if row.side == "one launch":
-        return LaunchSide(member, job, backend)
-    mode = "eager" if row.side == "eager" else mode_on(device)
-    return ReplaySide(member, job, backend, mode)
+def _measure(args: argparse.Namespace, rows: Sequence[TableRow], findings: Findings) -> None:
+    """One rank: every row."""
+    member = join(args.device)
+    with isolation(member):
+        # Costs that a process pays once count for no side.
+        TableRow(args.cells[0], "layers", 2, "il", "native", args.pp).make(member).step()
+    references: References = {}
+    at: tuple[Any, ...] | None = None
+    for row in rows:
+        findings.note(f"Timing. {row.cell}, {row.model}, {row.schedule}, {row.side}")
+        # References are kept as long as a later row may be compared with them.
+        if at != (row.cell, row.model, row.vpp):
+            references.clear()
+            at = row.cell, row.model, row.vpp
+        findings.add(measure_row(member, args, row, references, rows))
 
 
-def _measured(
+def measure_row(
     member: Member,
     args: argparse.Namespace,
     row: TableRow,
-    references: dict[tuple[Any, ...], dict[str, Tensor]],
+    references: References,
     rows: Sequence[TableRow],
 ) -> dict[str, Any]:
     """One row; a side that fails leaves its error, and the other sides are still measured."""
-    job = row.job(args.pp)
-    named = {**attrs.asdict(row), "microbatches": row.microbatches, "pp": args.pp}
-    tokens = row.microbatches * job.config.sequence * job.config.batch
-    with isolated(member):
+    job = row.job()
+    with isolation(member):
         try:
-            found = _side(member, args, row, job, references, rows)
-        except (BackendError, StoppedError, RuntimeError, ValueError) as error:
-            words = str(error).strip().splitlines()
-            return {**named, "error": f"{type(error).__name__}: {words[0] if words else ''}"}
-    return {**named, "error": None, "tokens": tokens, **found}
+            found = _measure_side(member, args, row, references, rows)
+        except SIDE_ERRORS as error:
+            return {**row.name, "error": error_line(error)}
+    tokens = row.microbatches * job.config.sequence * job.config.batch
+    return {**row.name, "error": None, "tokens": tokens, **found}
 
 
-def _side(
+def _measure_side(
     member: Member,
     args: argparse.Namespace,
     row: TableRow,
-    job: Job,
-    references: dict[tuple[Any, ...], dict[str, Tensor]],
+    references: References,
     rows: Sequence[TableRow],
 ) -> dict[str, Any]:
     before, reserved = _used(member), _reserved(member)
-    side, construction_s = build_side(member, lambda: _make(member, row, job, args.device))
+    side, construction_s = build_side(member, lambda: row.make(member))
     built, reserved = _used(member) - before, _reserved(member) - reserved
     began = time.perf_counter()
     for _ in range(side.first_steps):
@@ -291,17 +258,13 @@ def _side(
         side.step()
     member.synchronize()
     peak, stood = _peak(member) - before, _used(member)
-    compared = _compared(member, row, side, references, rows)
+    compared = _compare(member, row, side, references, rows)
     facts = side.facts()
     eager = row.side in ("native", "eager")
-    plan_of_rounds = RoundPlan(
-        args.rounds, args.native_steps if eager else args.steps, not args.no_profile
-    )
-    own = unit_bytes(side)
-    found = time_side(
-        member, side.step, plan_of_rounds, construction_s=construction_s, facts=facts, units=own
-    )
-    kept = sum(_bytes(tensor) for tensor in references.get(_reference_key(row), {}).values())
+    steps = RoundPlan(args.rounds, args.native_steps if eager else args.steps)
+    found = time_side(member, side.step, steps, construction_s=construction_s, facts=facts)
+    held = references.get((row.schedule, row.side), {}).values()
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in held if tensor.is_cuda)
     memory = {
         "built": built,
         "reserved": reserved,
@@ -312,24 +275,21 @@ def _side(
     }
     found["memory"] = all_gather(member, memory)
     found["first_step_s"] = max(all_gather(member, first))
+    found["copies"] = []
     found["compared"] = compared
     found["planned"] = [
         {"peak_live": rank.peak_live, "peak_deferred": rank.peak_deferred, "delayed": rank.delayed}
-        for rank in plan(job.table()).ranks
+        for rank in plan(row.job().table()).ranks
     ]
     side.close()
     return found
 
 
-def _reference_key(row: TableRow) -> tuple[Any, ...]:
-    return row.schedule, row.side
-
-
-def _compared(
+def _compare(
     member: Member,
     row: TableRow,
-    side: PipelineSide,
-    references: dict[tuple[Any, ...], dict[str, Tensor]],
+    side: RankSide,
+    references: References,
     rows: Sequence[TableRow],
 ) -> dict[str, Any] | None:
     """Count the tensors that differ from the reference's; keep this side's for later rows."""
@@ -357,7 +317,7 @@ def _compared(
             "first": [name for rank in ranks for name in rank[2]],
         }
     if needed:
-        references[_reference_key(row)] = {
+        references[row.schedule, row.side] = {
             name: tensor.detach().clone() for name, tensor in left.items()
         }
     return found
@@ -366,10 +326,6 @@ def _compared(
 def _alike(a: Tensor, b: Tensor) -> bool:
     """Compare raw bits; one side may keep a step count on the host, another on the device."""
     return same_bits(a.to(b.device), b)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size() if tensor.is_cuda else 0
 
 
 def _used(member: Member) -> int:

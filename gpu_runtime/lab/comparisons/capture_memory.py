@@ -17,21 +17,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 
 from ...runtime import Runtime, RuntimeConfig, mode_on
-from ...step.actions import GuardedActions
-from ...step.optimizer import Optimizer
-from ...step.plan.order import Kind, Step
-from ..sides.unguarded import UnguardedActions, silence
+from ..sides.step_loop import StepLoop
+from ..sides.unguarded import UnguardedActions, remove_contract
 from .cases import Case
-from .native import record_step
+from .driver import RecordedLoop
 from .recording import Category, Recording
 from .sides import fresh_stages, fuse_for, optimizer_of, run_native
 from .workload import Workload
 
-__all__ = ["DISCIPLINES", "NATIVE", "ORDERS", "WATCHED", "FiniteRecording", "trial"]
+__all__ = ["DISCIPLINES", "NATIVE", "ORDERS", "WATCHED", "FiniteRecording", "run_trial"]
 
 NATIVE = ("native", "native-again")
 DISCIPLINES = ("private", "private-unguarded", "shared")
@@ -81,81 +78,20 @@ class FiniteRecording(Recording):
             self.nonfinite += sum(int((~torch.isfinite(t)).sum()) for t in named.values())
 
 
-@attrs.define(eq=False)
-class Replay:
-    """
-    A runtime's epochs with or without guards, recorded under native's labels.
-
-    Args:
-        runtime: The runtime.
-        actions: Its guarded actions, or the same without guards.
-        optimizer: The optimizer over its stages.
-        recording: Where to record; None records nothing.
-    """
-
-    runtime: Runtime
-    actions: GuardedActions | UnguardedActions
-    optimizer: Optimizer
-    recording: Recording | None
-    _tapes: dict[tuple[int, int], tuple[TapeKey, TapeRef]] = attrs.field(factory=dict, init=False)
-    _refreshed: set[int] = attrs.field(factory=set, init=False)
-
-    def until_refused(self) -> dict[str, Any] | None:
-        """Run an epoch without its last action; return the first refusal, or None."""
-        self._begin()
-        for position, step in enumerate(self.runtime.order.steps[:-1]):
-            try:
-                self._act(step)
-            except Refused as refused:
-                return {"clause": refused.clause, "action": str(step), "position": position}
-        return None
-
-    def run(self, num_steps: int) -> None:
-        """Run whole optimizer steps."""
-        for _ in range(num_steps):
-            self._begin()
-            for step in self.runtime.order.steps:
-                self._act(step)
-            number, stages = self.runtime.epoch, list(self.runtime.stages.values())
-            gradients = self.runtime.finalize()
-            record_step(self.recording, number, stages, gradients, before_update=True)
-            self.runtime.update(self.optimizer, gradients)
-            record_step(self.recording, number, stages, gradients, optimizer=self.optimizer)
-
-    def _begin(self) -> None:
-        self._tapes.clear()
-        self._refreshed.clear()
-
-    def _act(self, step: Step) -> None:
-        runtime, actions = self.runtime, self.actions
-        stage, name = runtime.stages[step.stage], (step.stage, step.microbatch)
-        where = f"step {runtime.epoch} {step}"
-        if step.kind is Kind.FORWARD:
-            if step.stage not in self._refreshed:
-                actions.refresh(step.stage)
-                self._refreshed.add(step.stage)
-            key = runtime.key(*name)
-            inputs = Workload().inputs(stage, key.epoch, step.microbatch)
-            tape = self._tapes[name] = key, actions.forward(key, inputs)
-            outputs = actions.outputs(*tape)
-            self._record("outputs", where, outputs)
-            actions.finish_outputs(*tape)
-        elif step.kind is Kind.DGRAD:
-            tape = self._tapes[name]
-            actions.bind(tape[0])
-            gradients = Workload().output_gradients(stage, tape[0].epoch, step.microbatch)
-            actions.dgrad(*tape, gradients)
-            self._record("input gradients", where, actions.dgrads(*tape))
-            actions.finish_dgrads(*tape)
-        else:
-            actions.wgrad(*self._tapes.pop(name))
-
-    def _record(self, category: Category, where: str, tensors: Any) -> None:
-        if self.recording is not None:
-            self.recording.add_all(category, where, {str(n): t for n, t in enumerate(tensors)})
+def first_refusal(loop: StepLoop) -> dict[str, Any] | None:
+    """Run an epoch without its last action; return the first refusal, or None."""
+    loop.begin()
+    for position, step in enumerate(loop.runtime.order.steps[:-1]):
+        try:
+            loop.advance(step)
+        except Refused as refused:
+            return {"clause": refused.clause, "action": str(step), "position": position}
+    return None
 
 
-def trial(case: Mapping[str, Any], discipline: str, backend: str, device: str) -> dict[str, Any]:
+def run_trial(
+    case: Mapping[str, Any], discipline: str, backend: str, device: str
+) -> dict[str, Any]:
     """
     Run one order under one discipline, or natively, as a fresh process does.
 
@@ -216,12 +152,11 @@ def _run(
     )
     found["slots"] = {str(stage): count for stage, count in runtime.plan.num_slots.items()}
     optimizer = optimizer_of(case, stages)
+    loop = RecordedLoop(runtime, Workload(), optimizer, recording)
     if discipline != "private":
-        found["refused"] = Replay(runtime, runtime.actions, optimizer, None).until_refused()
+        found["refused"] = first_refusal(StepLoop(runtime, Workload(), optimizer))
         # Numerical state as before the first action; the graphs stay.
         runtime.rebuild()
-        actions: GuardedActions | UnguardedActions = UnguardedActions(runtime)
-        silence(runtime)
-    else:
-        actions = runtime.actions
-    Replay(runtime, actions, optimizer, recording).run(case.steps)
+        loop.calls = UnguardedActions(runtime)
+        remove_contract(runtime)
+    loop.run(case.steps)

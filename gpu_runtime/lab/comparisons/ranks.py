@@ -26,20 +26,20 @@ from ...step.memory.digests import digests
 from ...step.memory.numerical_state import live_state
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
-from ..sides.torch_pipeline import NativePipeline
+from ..sides.torch_pipeline import Batch, NativePipeline
 from .native import record_step, rule_for
 from .recording import Comparison, Recording, compare
 
 __all__ = [
     "CATEGORIES",
-    "Compared",
+    "PipelineComparison",
     "RecordingPipeline",
-    "compared",
+    "compare_pipelines",
     "live_tensors",
-    "native",
     "native_pipeline",
     "tensor_digests",
     "totals_of_ranks",
+    "train_natively",
 ]
 
 CATEGORIES = (
@@ -66,7 +66,7 @@ def totals_of_ranks(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str,
 
 
 @attrs.frozen
-class Compared:
+class PipelineComparison:
     """
     One rank's comparison.
 
@@ -143,7 +143,7 @@ class RecordingPipeline(Pipeline):
         self.recording.add_state(where, live_state(self.runtime.domain))
 
 
-def native(
+def train_natively(
     member: Member, job: Job, steps: int, backend: str, recording: Recording | None
 ) -> NativePipeline:
     """Train a job natively under torch's schedule class; every rank calls it."""
@@ -155,12 +155,28 @@ def native(
 
 
 def native_pipeline(
-    member: Member, job: Job, backend: str, recording: Recording | None = None
+    member: Member,
+    job: Job,
+    backend: str,
+    recording: Recording | None = None,
+    *,
+    batch: Batch | None = None,
+    optimizer: Callable[[list[StageBackend]], Optimizer] | None = None,
+    look: Callable[[Gradients], None] = lambda _: None,
 ) -> NativePipeline:
     """
     A job's native pipeline before its first step; every rank calls it.
 
     Its process groups last as long as the process.
+
+    Args:
+        member: This process.
+        job: What to train.
+        backend: `reference` or `transformer-engine`.
+        recording: Where to record, or None.
+        batch: The data; None takes the job's.
+        optimizer: Makes the optimizer; None takes the job's.
+        look: Called with the gradients of every step, before its update.
     """
     replica, place = divmod(member.rank, job.pp)
     groups = [
@@ -174,7 +190,9 @@ def native_pipeline(
     def reduce(gradients: Gradients) -> Tensor | None:
         if shared is not None:
             shared(live_state(run.domain))
-        return None if after is None else after(gradients)
+        scale = None if after is None else after(gradients)
+        look(gradients)
+        return scale
 
     run = NativePipeline(
         job.cls_name,
@@ -182,18 +200,18 @@ def native_pipeline(
         job.num_stages,
         order,
         job.microbatches,
-        job.batch(member.device, replica),
+        batch or job.batch(member.device, replica),
         job.loss,
         groups[replica],
         rule=job.rule,
         recording=recording,
         reduce=reduce,
-        optimizer=job.optimizer,
+        optimizer=optimizer or job.optimizer,
     )
     return run
 
 
-def compared(
+def compare_pipelines(
     member: Member,
     job: Job,
     steps: int,
@@ -202,7 +220,7 @@ def compared(
     captured: bool = False,
     limits: Limits | None = None,
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
-) -> Compared:
+) -> PipelineComparison:
     """
     Run both sides of a job and compare every bit; every rank calls it.
 
@@ -216,7 +234,7 @@ def compared(
         event_log: File of the guarded side's event log.
     """
     theirs, ours = Recording("torch's pipeline, native"), Recording("guarded pipeline")
-    oracle = native(member, job, steps, backend, theirs)
+    oracle = train_natively(member, job, steps, backend, theirs)
     worker = build_worker(
         member,
         job,
@@ -236,7 +254,7 @@ def compared(
     worker.close()
     # A rank with one stage, at an end of the pipeline, has no outputs or no input gradients.
     held = [name for name in CATEGORIES if theirs.values.get(name) or ours.values.get(name)]
-    return Compared(
+    return PipelineComparison(
         compare(theirs, ours, categories=held),
         [feed.losses_of(step) for step in range(steps)],
         oracle.losses,

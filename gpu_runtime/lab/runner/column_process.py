@@ -1,5 +1,5 @@
 """
-One column in a process of its own, and the same without a process for tests.
+One column in a process of its own.
 
 The parent says what to do next and waits, so that only one column uses the device at a time.
 """
@@ -14,8 +14,11 @@ from typing import Any, Protocol
 import attrs
 
 from ..sides.cells import BenchCell
-from ..sides.columns import Column, ColumnSpec, Settings
-from .processes import ChildError, ChildProcess, answer, first_line
+from ..sides.columns import ColumnSpec, Settings
+from ..sides.side import Column
+from ..statistics.traces import summarize
+from .processes import ChildProcess, answer
+from .rank_process import forbid_profiler
 
 HOST_STEPS = 5
 """Steps at the end of a round whose enqueueing is timed one by one."""
@@ -129,10 +132,10 @@ class ColumnSession:
         """Profile some steps; None without a device."""
         if not self.on_device:
             return None
-        from .profiler import profile_steps
+        from .profiler import trace_steps
 
-        found: dict[str, Any] = profile_steps(self._the_column().step, self._synchronize, steps)
-        return found
+        events = trace_steps(self._the_column().step, self._synchronize, steps)
+        return summarize(events, steps)
 
     def host_actions(self, steps: int) -> dict[str, Any]:
         """Host time of single actions; empty for other sides. No step may follow."""
@@ -192,37 +195,21 @@ class ColumnHandle(Protocol):
         """End the column, whatever it is doing."""
 
 
-class InlineColumn:
-    """A session in this process: for tests, where no library has process-wide state."""
-
-    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
-        self._session = ColumnSession(spec, cell, settings)
-        self._next: tuple[str, dict[str, Any]] | None = None
-
-    def post(self, method: str, **arguments: Any) -> None:
-        """Remember what to run."""
-        self._next = (method, arguments)
-
-    def collect(self, timeout_s: float) -> dict[str, Any]:
-        """Run it."""
-        assert self._next is not None
-        method, arguments = self._next
-        try:
-            result: dict[str, Any] = getattr(self._session, method)(**arguments)
-        except Exception as error:
-            raise ChildError(first_line(error)) from error
-        return result
-
-    def end(self) -> None:
-        """Close the column."""
-        self._session.close()
-
-
 class ColumnProcess:
-    """A session in a fresh process, which dies with this one."""
+    """
+    A session in a fresh process, which dies with this one.
 
-    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
-        self._process = ChildProcess(_serve, spec, cell, settings)
+    Args:
+        spec: Which column.
+        cell: Over which workload.
+        settings: How.
+        profiles: Whether the process may use the profiler; it then times nothing.
+    """
+
+    def __init__(
+        self, spec: ColumnSpec, cell: BenchCell, settings: Settings, *, profiles: bool = False
+    ) -> None:
+        self._process = ChildProcess(_serve, spec, cell, settings, profiles)
 
     def post(self, method: str, **arguments: Any) -> None:
         """Send the method's name and arguments."""
@@ -238,7 +225,11 @@ class ColumnProcess:
         self._process.end()
 
 
-def _serve(pipe: Connection, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
+def _serve(
+    pipe: Connection, spec: ColumnSpec, cell: BenchCell, settings: Settings, profiles: bool
+) -> None:
+    if not profiles:
+        forbid_profiler()
     session = ColumnSession(spec, cell, settings)
     while True:
         try:

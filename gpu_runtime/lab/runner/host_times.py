@@ -161,20 +161,20 @@ def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def through(column: Any, actions: Any) -> Iterator[None]:
-    """Replace the actions that a column's step calls."""
-    own, column.actions = column.actions, actions
+def calling(loop: Any, actions: Any) -> Iterator[None]:
+    """Replace the actions that a step loop calls."""
+    own, loop.calls = loop.calls, actions
     try:
         yield
     finally:
-        column.actions = own
+        loop.calls = own
 
 
 def times_of(column: Any, synchronize: Callable[[], None], steps: int) -> Mapping[str, Any]:
     """`host_times` of a column of the benchmark."""
 
     def step(actions: Any) -> None:
-        with through(column, actions):
+        with calling(column.loop, actions):
             column.step()
 
-    return host_times(column.runtime, step, column.actions, synchronize, steps)
+    return host_times(column.runtime, step, column.loop.calls, synchronize, steps)

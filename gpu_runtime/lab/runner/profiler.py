@@ -1,5 +1,5 @@
 """
-Steps under torch's profiler, and what the trace of them says.
+Steps under torch's profiler; only processes that time nothing import this module.
 """
 
 from __future__ import annotations
@@ -11,40 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..statistics.traces import DEVICE_CATEGORIES, busy, summarize
+from ..statistics.traces import DEVICE_CATEGORIES
 
-__all__ = ["profile_steps", "profiled", "traced"]
-
-
-def profile_steps(step: Callable[[], None], synchronize: Callable[[], None], steps: int) -> Any:
-    """
-    Run some steps under the profiler with device activities alone, and sum up their trace.
-
-    Raises:
-        RuntimeError: The profiler saw nothing on the device.
-    """
-    return summarize(traced(step, synchronize, steps), steps)
+__all__ = ["trace_steps"]
 
 
-def profiled(
-    step: Callable[[], object], synchronize: Callable[[], None], steps: int
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """
-    Run some steps under the profiler; what `busy` and `summarize` say of them.
-
-    Raises:
-        RuntimeError: The profiler saw nothing on the device.
-    """
-    events = traced(step, synchronize, steps)
-    return busy(events, steps), summarize(events, steps)
-
-
-def traced(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:
+def trace_steps(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:
     """
     The events of the Chrome trace of some steps, of the device alone.
 
-    The library under the profiler is let go behind it. Left attached, it makes the host look at
-    every node of every graph that is launched later, and what is timed then is not what users have.
+    The profiler's library is released after the trace, since it makes the host look at every node
+    of every graph that is launched later. Some of that cost may stay: time nothing afterwards.
 
     Raises:
         RuntimeError: The profiler saw nothing on the device.

@@ -7,17 +7,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import torch.distributed as dist
 
 __all__ = ["RankExits", "last_words", "run_ranks"]
 
 _TAIL = 16
+_REACTION_S = 3.0
+_POLL_S = 0.2
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 
 
@@ -45,13 +47,15 @@ class RankExits:
 
     Args:
         codes: Exit code per rank; None for a process that was killed at the time limit.
-        words: The last lines of the first rank that failed, or of rank 0.
+        words: The last lines of the first rank that failed, or of the first rank.
         seconds: Duration of the run.
+        pids: Process id per rank.
     """
 
     codes: list[int | None]
     words: list[str]
     seconds: float
+    pids: list[int] = attrs.field(factory=list)
 
     @property
     def error(self) -> str | None:
@@ -68,60 +72,94 @@ class RankExits:
 
 
 def run_ranks(
-    command: Sequence[str], world: int, limit: float, folder: Path, name: str
+    command: Sequence[str],
+    world: int,
+    limit: float,
+    folder: Path,
+    name: str,
+    *,
+    own: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> RankExits:
     """
     Run a command once per rank under torchrun's environment variables, until all end.
 
-    Three seconds after a rank fails the others are killed, and all are killed at the limit. Only
-    processes that were started here are killed.
+    Three seconds after a rank fails the others are killed, and all are killed at the limit or when
+    this call is interrupted. Only processes that were started here are killed.
 
     Args:
         command: The command line.
         world: Number of ranks.
-        limit: Time limit in seconds.
+        limit: Time limit in seconds; infinite for none.
         folder: Folder of the ranks' output files.
         name: Beginning of the names of these files.
+        own: The only rank to start here, where torchrun started this process as that rank; None
+            starts all ranks, which meet in a store of this process.
+        environ: Further environment variables.
+        watch: Called about five times per second.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     began = time.monotonic()
+    store = None
+    places: dict[int, dict[str, str]] = {}
+    if own is None:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        places = {rank: _place(rank, world, store.port) for rank in range(world)}
+    else:
+        places[own] = {}
+    paths = [folder / f"{name}.{rank}.txt" for rank in places]
     ranks: list[subprocess.Popen[bytes]] = []
-    paths = [folder / f"{name}.{rank}.txt" for rank in range(world)]
-    for rank, path in enumerate(paths):
-        place = {
-            "OMP_NUM_THREADS": "1",  # as torchrun sets it
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        with path.open("wb") as out:
-            ranks.append(
-                subprocess.Popen(
-                    [*command],
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=place,
-                    start_new_session=True,
+    try:
+        for path, place in zip(paths, places.values(), strict=True):
+            with path.open("wb") as out:
+                ranks.append(
+                    subprocess.Popen(
+                        [*command],
+                        stdin=subprocess.PIPE,  # ends with this process, however it ends
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env={"OMP_NUM_THREADS": "1", **os.environ, **place, **(environ or {})},
+                        start_new_session=True,
+                    )
                 )
-            )
-    until = began + limit
+        codes = _ended(ranks, began + limit, watch)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+        del store
+    failed = [n for n, process in enumerate(ranks) if codes[n] not in (None, 0)]
+    # A rank that was killed because another had failed is not the one that failed.
+    found = [-signal.SIGKILL if code is None and failed else code for code in codes]
+    told = paths[failed[0] if failed else 0].read_text(encoding="utf-8", errors="replace")
+    seconds = time.monotonic() - began
+    return RankExits(found, last_words(told), seconds, [process.pid for process in ranks])
+
+
+def _place(rank: int, world: int, port: int) -> dict[str, str]:
+    """torchrun's variables of a rank whose store is in this process."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _ended(
+    ranks: Sequence[subprocess.Popen[bytes]], until: float, watch: Callable[[], None]
+) -> list[int | None]:
+    """Wait for the ranks; the exit code of each, None for one that still runs at the limit."""
     while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
         if any(rank.poll() not in (None, 0) for rank in ranks):
-            until = min(until, time.monotonic() + 3.0)
-        time.sleep(0.05)
-    failed = [n for n, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
-    codes: list[int | None] = []
-    for process in ranks:
-        code = process.poll()
-        if code is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        # A rank that was killed because another had failed is not the one that failed.
-        codes.append(code if code is not None else (None if not failed else -signal.SIGKILL))
-    told = paths[failed[0] if failed else 0].read_text(encoding="utf-8", errors="replace")
-    return RankExits(codes, last_words(told), time.monotonic() - began)
+            until = min(until, time.monotonic() + _REACTION_S)
+        watch()
+        time.sleep(_POLL_S)
+    return [rank.poll() for rank in ranks]

@@ -4,12 +4,13 @@ All columns of a cell in turn, round by round, each in its own process.
 Columns are set up one after another, so that set-up times and memory belong to one column; only
 libraries, whose loading counts for no column, are loaded in all processes at once. Each round
 starts with another column, so that no column always follows the pause in which clocks are read.
+After all columns have been timed, their processes end, and others profile some steps of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
@@ -23,7 +24,15 @@ TIMEOUT_S = 180.0
 ACTION_STEPS = 20
 """Steps whose actions the host times one by one, and as many of bare replays."""
 
-MakeColumn = Callable[[ColumnSpec, BenchCell, Settings], ColumnHandle]
+
+class MakeColumn(Protocol):
+    """Starts a column; `profiles` says whether it may use the profiler."""
+
+    def __call__(
+        self, spec: ColumnSpec, cell: BenchCell, settings: Settings, *, profiles: bool = False
+    ) -> ColumnHandle: ...
+
+
 Progress = Callable[[str], None]
 
 
@@ -71,12 +80,18 @@ class CellRun:
             for number in range(self.settings.rounds):
                 self._round(number)
             self._finish()
+            self._end()
+            if self.settings.profile_steps:
+                self._profile()
         finally:
-            for running in self._running.values():
-                running.end()
-            self._running.clear()
+            self._end()
         self.save()
         return self.record
+
+    def _end(self) -> None:
+        for running in self._running.values():
+            running.end()
+        self._running.clear()
 
     def _column(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.record["columns"][name]
@@ -101,10 +116,21 @@ class CellRun:
             return None
 
     def _start(self) -> None:
-        self.progress(f"{self.cell.name}: loading libraries in {len(self.specs)} processes")
         before = self._device_used()
-        for spec in self.specs:
-            self._running[spec.name] = self.make_column(spec, self.cell, self.settings)
+        for name, prepared in self._prepare(self.specs, profiles=False).items():
+            self._column(name).update(prepared)
+        after = self._device_used()
+        if before is not None and after is not None and self._running:
+            self.record["libraries_bytes"] = (after - before) // len(self._running)
+
+    def _prepare(self, specs: Sequence[ColumnSpec], *, profiles: bool) -> dict[str, dict[str, Any]]:
+        """Start the processes of some columns; all load their libraries at once."""
+        self.progress(f"{self.cell.name}: loading libraries in {len(specs)} processes")
+        for spec in specs:
+            self._running[spec.name] = self.make_column(
+                spec, self.cell, self.settings, profiles=profiles
+            )
+        found = {}
         for name in list(self._running):
             try:
                 self._running[name].post("prepare")
@@ -112,12 +138,10 @@ class CellRun:
                 self._fail(name, error)
         for name in list(self._running):
             try:
-                self._column(name).update(self._running[name].collect(TIMEOUT_S))
+                found[name] = self._running[name].collect(TIMEOUT_S)
             except ChildError as error:
                 self._fail(name, error)
-        after = self._device_used()
-        if before is not None and after is not None and self._running:
-            self.record["libraries_bytes"] = (after - before) // len(self._running)
+        return found
 
     def _device_used(self) -> int | None:
         found = None if self.settings.device == "cpu" else device.query(("memory.used",))
@@ -159,22 +183,33 @@ class CellRun:
         self.save()
 
     def _finish(self) -> None:
-        """Measure growth, then profile (its buffers would count as growth), then time calls."""
+        """Measure growth, then time single calls."""
         for spec in self.specs:
             if spec.name in self._running:
-                self.progress(f"{self.cell.name} {spec.name}: growth and kernels")
+                self.progress(f"{self.cell.name} {spec.name}: growth and single calls")
                 self._growth(spec)
-            if spec.name in self._running and self.settings.profile_steps:
-                trace = self._ask(spec.name, "trace", steps=self.settings.profile_steps)
-                if trace is not None:
-                    self._column(spec.name)["trace"] = trace
-                self.save()
             # Last, because it replays graphs in an order that no contract allows.
             if spec.name in self._running and spec.family == "ours_captured":
                 timed = self._ask(spec.name, "host_actions", steps=ACTION_STEPS)
                 if timed:
                     self._column(spec.name)["host_actions"] = timed
                 self.save()
+
+    def _profile(self) -> None:
+        """Build the columns that were timed in other processes, and profile them one by one."""
+        columns = self.record["columns"]
+        timed = [spec for spec in self.specs if columns[spec.name]["error"] is None]
+        self._prepare(timed, profiles=True)
+        for spec in timed:
+            if spec.name not in self._running:
+                continue
+            self.progress(f"{self.cell.name} {spec.name}: kernels")
+            if self._ask(spec.name, "build") is not None:
+                trace = self._ask(spec.name, "trace", steps=self.settings.profile_steps)
+                self._column(spec.name)["trace"] = trace
+            if (running := self._running.pop(spec.name, None)) is not None:
+                running.end()
+            self.save()
 
     def _growth(self, spec: ColumnSpec) -> None:
         column = self._column(spec.name)

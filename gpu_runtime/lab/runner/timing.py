@@ -1,11 +1,11 @@
 """
-Rounds of a side over ranks: steps back to back, single steps, and steps under the profiler.
+Rounds of a side over ranks: steps back to back, and single steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -13,14 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ...ranks.membership import Member, all_gather
-from ..statistics.traces import matrix_copies
-from .profiler import profiled
 
-__all__ = ["RoundPlan", "meet_idle", "time_side"]
+__all__ = ["WARMUP", "RoundPlan", "meet_idle", "time_side"]
 
 WARMUP = 3
-PROFILED = 2
-"""Steps under the profiler, after the steps that are timed."""
+"""Steps of a side before its first round, or before its first step under the profiler."""
 
 
 @attrs.frozen
@@ -31,12 +28,10 @@ class RoundPlan:
     Args:
         rounds: Rounds, each of some steps back to back and one step by itself.
         steps: Steps per round, back to back.
-        profile: Whether two more steps run under the profiler.
     """
 
     rounds: int
     steps: int
-    profile: bool = True
 
 
 def meet_idle(member: Member) -> None:
@@ -52,7 +47,6 @@ def time_side(
     *,
     construction_s: float,
     facts: Mapping[str, Any],
-    units: Collection[int] | None = None,
 ) -> dict[str, Any]:
     """
     Time a side round by round; the slowest rank counts. Every rank calls it.
@@ -63,12 +57,10 @@ def time_side(
         plan: Rounds and steps.
         construction_s: Seconds that building the side took on this rank.
         facts: What else this rank reports.
-        units: Bytes of each matrix gradient, to count their copies under the profiler; None counts
-            no copies.
 
     Returns:
         Milliseconds by round (`step_ms`, `single_ms`, `host_ms`); by rank the peak of reserved
-        bytes (`peak_bytes`), `facts` and, under the profiler, `busy_ms` and `copies`.
+        bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added.
     """
     for _ in range(WARMUP):
         step()
@@ -89,11 +81,7 @@ def time_side(
     on_device = member.device.type == "cuda"
     peak = torch.cuda.max_memory_reserved(member.device) if on_device else 0
     meet_idle(member)
-    busy = copies = None
-    if on_device and plan.profile:
-        busy, trace = profiled(step, member.synchronize, PROFILED)
-        copies = None if units is None else matrix_copies(trace, units)
-    ranks = all_gather(member, (back, singles, hosts, construction_s, peak, facts, busy, copies))
+    ranks = all_gather(member, (back, singles, hosts, construction_s, peak, facts))
     found: dict[str, Any] = {
         name: [max(rank[at][n] for rank in ranks) for n in range(plan.rounds)]
         for at, name in enumerate(("step_ms", "single_ms", "host_ms"))
@@ -101,7 +89,5 @@ def time_side(
     found["construction_s"] = max(rank[3] for rank in ranks)
     found["peak_bytes"] = [rank[4] for rank in ranks]
     found["facts"] = [rank[5] for rank in ranks]
-    found["busy_ms"] = [rank[6] for rank in ranks if rank[6] is not None]
-    if units is not None:
-        found["copies"] = [rank[7] for rank in ranks if rank[7] is not None]
+    found["busy_ms"] = []
     return found

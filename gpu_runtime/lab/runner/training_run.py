@@ -25,12 +25,12 @@ from ...backends.protocol import parameters
 from ...ranks.job import NAMES
 from ...ranks.membership import Member, all_gather
 from ...training.assembly import JobData
-from ...training.command import release
+from ...training.command import release_memory
 from ...training.config import Checkpointing, Config
 from ...training.config_file import read
-from ...training.language_model import LanguageJob
 from ..comparisons.ranks import tensor_digests
-from ..sides.training import GuardedTraining, NativeTraining, TrainingSide
+from ..sides.pipelines import NativeSide, TrainedSide
+from ..sides.training import evaluate_side, guarded_training, native_training
 
 __all__ = ["RunControl", "RunName", "train_run"]
 
@@ -140,18 +140,17 @@ def train_run(
         StoppedError: A rank stopped; every rank raises it.
         BackendError: A stage cannot be built, or a rank was lost during an evaluation.
     """
-    release(member)
+    release_memory(member)
     held = _memory(member, "memory_reserved")
     if member.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(member.device)
     began = time.perf_counter()
-    side: TrainingSide = (NativeTraining if named.side == "native" else GuardedTraining)(
-        member, config, data
-    )
+    build = native_training if named.side == "native" else guarded_training
+    side: NativeSide | TrainedSide = build(member, config, data)
     member.synchronize()
     all_gather(member, None)
     build_s = time.perf_counter() - began
-    course = _course(member, named, side, config, data.job, control)
+    course = _course(member, named, side, config, data, control)
     own = {
         "build_s": build_s,
         "evaluate_s": course.evaluate_s,
@@ -164,7 +163,7 @@ def train_run(
     }
     side.close()
     del side
-    release(member)
+    release_memory(member)
     ranks = all_gather(member, own)
 
     def most(name: str) -> Any:
@@ -211,9 +210,9 @@ class _Progress:
 def _course(
     member: Member,
     named: RunName,
-    side: TrainingSide,
+    side: NativeSide | TrainedSide,
     config: Config,
-    job: LanguageJob,
+    data: JobData,
     control: RunControl,
 ) -> _Progress:
     """Run all steps in blocks, with the evaluations between them."""
@@ -221,7 +220,7 @@ def _course(
     for last in _blocks(run.steps, run.log_every, run.evaluate_every):
         started = time.perf_counter()
         for step in range(first, last):
-            job.prepare(step, side.optimizer)
+            data.job.prepare(step, side.optimizer)
             side.step()
         side.drain()
         member.synchronize()
@@ -241,7 +240,7 @@ def _course(
         over = any(rank["over"] for rank in ranks)
         ends = over or last == run.steps
         if ends or (run.evaluate_every and last % run.evaluate_every == 0):
-            _evaluate(side, course, last, control, ends=ends)
+            _evaluate(side, data, course, last, control, ends=ends)
             now, held = course.losses[-1], course.held_out[-1][1]
             control.note(
                 f"{named}: {counted(last, 'step')} in {seconds:.1f} s, loss {_said(now)}, held out "
@@ -262,12 +261,18 @@ def _blocks(steps: int, every: int, evaluate_every: int) -> list[int]:
 
 
 def _evaluate(
-    side: TrainingSide, course: _Progress, step: int, control: RunControl, *, ends: bool
+    side: NativeSide | TrainedSide,
+    data: JobData,
+    course: _Progress,
+    step: int,
+    control: RunControl,
+    *,
+    ends: bool,
 ) -> None:
     """Evaluate; after the last step also digest every tensor, before and after evaluating."""
     before = tensor_digests(side.stages, side.optimizer) if ends else {}
     started = time.perf_counter()
-    loss = side.evaluate(control.windows)
+    loss = evaluate_side(side, data, control.windows)
     course.evaluate_s += time.perf_counter() - started
     course.held_out.append([step, finite(loss)])
     if ends:

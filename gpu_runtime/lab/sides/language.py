@@ -6,7 +6,7 @@ One layer a stage, with token embedding and head over 32,768 tokens, as the pape
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from ...backends.layers import LayerConfig
-from ...step.optimizer import Optimizer
+from ...ranks.membership import Member
+from ...runtime import Mode
+from ...step.optimizer import Gradients, Optimizer
 from ...training.language_model import LanguageJob
 from ..runner.timing import RoundPlan
+from .pipelines import GuardedSide, NativeSide, build_guarded, build_native
 from .torch_pipeline import Batch
 
 __all__ = [
@@ -27,9 +30,9 @@ __all__ = [
     "VOCABULARY",
     "VPP",
     "DrawnLanguage",
+    "PeerRow",
     "PeerSettings",
-    "motionless",
-    "peer_row",
+    "motionless_adamw",
 ]
 
 PP = VPP = 2
@@ -71,7 +74,7 @@ class PeerSettings:
         steps: Steps per round for modes that replay graphs.
         native_steps: Steps per round for modes without graphs.
         device: `cuda`; `cpu` for ours and torch's only.
-        profile: Whether steps run under the profiler.
+        profile: Whether the ranks start a second time, under the profiler.
         settled: Steps after which gradients are compared: by then the scales repeat, and graphs
             are captured.
     """
@@ -99,29 +102,57 @@ class PeerSettings:
 
     def rounds_of(self, *, graphs: bool) -> RoundPlan:
         """How a mode is timed."""
-        return RoundPlan(self.rounds, self.steps if graphs else self.native_steps, self.profile)
+        return RoundPlan(self.rounds, self.steps if graphs else self.native_steps)
 
 
-def motionless(stages: Any, *, capturable: bool = False) -> Optimizer:
+def motionless_adamw(stages: Any, *, capturable: bool = False) -> Optimizer:
     """Make AdamW with a learning rate of zero: an update that moves no weight."""
     return Optimizer(stages, lr=0.0, weight_decay=0.0, capturable=capturable)
 
 
-def peer_row(
-    cell: str,
-    side: str,
-    schedule: str,
-    gradients: Sequence[Mapping[str, Any]],
-    loss: float | None,
-    found: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A measured row of the peers' report."""
-    return {
-        "cell": cell,
-        "side": side,
-        "schedule": schedule,
-        "error": None,
-        "gradients": list(gradients),
-        "loss": loss,
-        **found,
-    }
+@attrs.frozen
+class PeerRow:
+    """
+    One row of the peers' report.
+
+    Args:
+        cell: Layers and microbatches, as `h2048-s256-m4`.
+        side: `native`, `replays`, `one launch`, or a mode of Megatron-core.
+        schedule: A short name of torch's schedule classes.
+        settings: How every mode is measured.
+    """
+
+    cell: str
+    side: str
+    schedule: str
+    settings: PeerSettings
+    copies = split = False
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """Cell, side and schedule."""
+        return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
+
+    @property
+    def settled(self) -> int:
+        """Steps after which gradients are compared."""
+        return self.settings.settled
+
+    def job(self) -> DrawnLanguage:
+        """The row's model."""
+        return self.settings.job(self.cell, self.schedule)
+
+    def make(
+        self, member: Member, look: Callable[[Gradients], None] = lambda _: None
+    ) -> NativeSide | GuardedSide:
+        """Build the side; `look` is called with native's gradients of every step."""
+        if self.side == "native":
+            return build_native(member, self.job(), optimizer=motionless_adamw, look=look)
+        mode: Mode | None = "one launch" if self.side == "one launch" else None
+        return build_guarded(member, self.job(), mode, optimizer=motionless_adamw)
+
+    def measured(
+        self, gradients: Sequence[Mapping[str, Any]], loss: float | None, found: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The report's row."""
+        return {**self.name, "error": None, "gradients": list(gradients), "loss": loss, **found}

@@ -2,8 +2,8 @@
 Megatron-core with the same model, in each of its graph modes; only this module imports it.
 
 Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Its model starts
-from the bits of ours: parameters are copied by name (`theirs`), and both keep query, key and value
-in one matrix by head. Two things differ. Its head is bf16, ours is FP8. Its GELU, of the same
+from the bits of ours: parameters are copied by name (`megatron_name`), and both keep query, key and
+value in one matrix by head. Two things differ. Its head is bf16, ours is FP8. Its GELU, of the same
 approximation, is rounded to bf16 before it is quantized. Every mode runs under Megatron's own
 DistributedDataParallel, whose main_grad is the gradient. Messages are not batched: with two ranks a
 batch has a send each way between the same two ranks, which NCCL pairs by order; Megatron-LM refuses
@@ -18,11 +18,12 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,14 +32,16 @@ from qeffect.report import UnusableError
 
 from ...backends.protocol import parameters
 from ...ranks.membership import Member, all_gather
+from ...step.optimizer import Gradients
 from ...step.plan.order import Order
 from ..comparisons.gradients import compare_gradients, save_gradients
+from ..runner.rank_process import Findings
 from ..runner.timing import time_side
 from ..statistics.peers import EAGER
-from .language import HISTORY, PP, VPP, DrawnLanguage, PeerSettings, peer_row
-from .pipelines import build_side, drawn_batches, isolated
+from .language import HISTORY, PP, VPP, DrawnLanguage, PeerRow
+from .pipelines import build_side, drawn_batches, isolation
 
-__all__ = ["delayed", "library", "measure", "theirs"]
+__all__ = ["MegatronRow", "MegatronSide", "library", "measure_modes", "meet", "megatron_name"]
 
 CAPTURED_AT = 3
 """Steps before Transformer Engine's graphs are made, as in Megatron's own loop."""
@@ -76,7 +79,7 @@ _OF_ENDS: Mapping[str, str] = {
 }
 
 
-def theirs(name: str, first_layer: int) -> str:
+def megatron_name(name: str, first_layer: int) -> str:
     """
     Megatron's name, within a chunk, of a parameter of ours.
 
@@ -84,7 +87,7 @@ def theirs(name: str, first_layer: int) -> str:
         name: The model's name: `layers.5.self_attention.proj.weight`, `head.weight`.
         first_layer: The model's layer that is the chunk's first.
 
-    >>> theirs("layers.3.layernorm_mlp.fc1_weight", 3)
+    >>> megatron_name("layers.3.layernorm_mlp.fc1_weight", 3)
     'decoder.layers.0.mlp.linear_fc1.weight'
 
     Raises:
@@ -116,7 +119,7 @@ def library() -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def delayed() -> dict[str, str]:
+def delayed_wgrad_answer() -> dict[str, str]:
     """Megatron's answer to a dense model with delayed weight gradients."""
     lib = library()
     try:
@@ -136,17 +139,9 @@ def delayed() -> dict[str, str]:
     return {"megatron delayed dW": "accepted by the configuration; not trained"}
 
 
-def measure(
-    mode: str, asked: PeerSettings, folder: Path, done: Callable[[dict[str, Any]], None]
-) -> None:
+def meet(mode: str) -> Member:
     """
-    One mode of Megatron in every cell.
-
-    Args:
-        mode: `none`, `transformer_engine`, `local` or `full_iteration`.
-        asked: What to measure.
-        folder: Where gradients are kept for comparison.
-        done: Takes each row when it is measured.
+    Meet the other ranks under NCCL, as Megatron wants it.
 
     Raises:
         UnusableError: Megatron-core is not installed.
@@ -164,16 +159,72 @@ def measure(
     lib.tensor_parallel.model_parallel_cuda_manual_seed(
         0, te_rng_tracker=graphs, use_cudagraphable_rng=graphs
     )
-    for cell in asked.cells:
-        with isolated(member):
-            done(_cell(lib, member, mode, asked, folder, cell))
+    return member
+
+
+@attrs.frozen
+class MegatronRow(PeerRow):
+    """A row of one of Megatron's modes."""
+
+    @property
+    def mode(self) -> str:
+        """`none`, `transformer_engine`, `local` or `full_iteration`."""
+        return self.side.removeprefix("megatron ")
+
+    def make(  # type: ignore[override]
+        self, member: Member, look: Callable[[Gradients], None] = lambda _: None
+    ) -> MegatronSide:
+        """Build the side; its gradients stay in main_grad."""
+        return MegatronSide(member, self.mode, self.job())
+
+
+def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings) -> None:
+    """
+    One rank: the rows of one mode, and of Megatron without graphs what it says of delayed dW.
+
+    Args:
+        rows: The rows.
+        folder: Where gradients are kept for comparison.
+        findings: Takes each row when it is measured.
+    """
+    mode = rows[0].mode
+    if mode == "none":
+        findings.add({"refusals": delayed_wgrad_answer()})
+    member = meet(mode)
+    for row in rows:
+        findings.note(f"Timing. {row.cell}, {row.side}")
+        with isolation(member):
+            findings.add({"rows": _measure_row(member, row, folder)})
+
+
+def _measure_row(member: Member, row: MegatronRow, folder: Path) -> dict[str, Any]:
+    side, made = build_side(member, lambda: row.make(member))
+    for _ in range(row.settled):
+        side.step()
+    member.synchronize()
+    own = {name: parameter.main_grad for name, parameter in side.names}
+    references = ["native", EAGER]
+    if row.side == EAGER:
+        save_gradients(folder, row.cell, EAGER, member.rank, own)
+        references = ["native"]
+    gradients = compare_gradients(member, folder, row.cell, references, own)
+    loss = sum(all_gather(member, side.loss()))
+    plan = row.settings.rounds_of(graphs=row.side != EAGER)
+    found = time_side(member, side.step, plan, construction_s=made, facts=side.facts())
+    return row.measured(gradients, loss, found)
 
 
 class MegatronSide:
-    """Megatron's model of a job, its optimizer and its step."""
+    """
+    Megatron's model of a job, its optimizer and its step.
 
-    def __init__(self, lib: SimpleNamespace, member: Member, mode: str, job: DrawnLanguage) -> None:
+    Transformer Engine's graphs are made before the step of number `CAPTURED_AT`.
+    """
+
+    def __init__(self, member: Member, mode: str, job: DrawnLanguage) -> None:
+        lib = library()
         self.lib, self.mode, self.job = lib, mode, job
+        self.number, self.capture_s = 0, 0.0
         calculator = lib.num_microbatches_calculator
         calculator.destroy_num_microbatches_calculator()
         calculator.init_num_microbatches_calculator(member.rank, None, job.microbatches, 1, 1)
@@ -186,12 +237,12 @@ class MegatronSide:
         for v, index in enumerate(self.indices):
             chunk = self._chunk(v).cuda().bfloat16()  # as its Float16Module does
             held = dict(chunk.named_parameters())
-            if odd := sorted(held.keys() ^ {theirs(name, index) for name in own[index]}):
+            if odd := sorted(held.keys() ^ {megatron_name(name, index) for name in own[index]}):
                 raise ValueError(f"parameters disagree on {len(odd)} names, first {odd[0]}")
             with torch.no_grad():
                 for name, value in own[index].items():
-                    held[theirs(name, index)].copy_(value)
-            self.names += [(name, held[theirs(name, index)]) for name in own[index]]
+                    held[megatron_name(name, index)].copy_(value)
+            self.names += [(name, held[megatron_name(name, index)]) for name in own[index]]
             chunks.append(chunk)
         del own
         self.model = self._replicated(chunks)
@@ -323,6 +374,9 @@ class MegatronSide:
 
     def step(self) -> None:
         """One optimizer step."""
+        if self.number == CAPTURED_AT:
+            self._capture()
+        self.number += 1
         self.gradients_of_a_step()
         for parameter in self.parameters:
             parameter.grad = parameter.main_grad
@@ -330,42 +384,26 @@ class MegatronSide:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def capture(self) -> float:
-        """Make Transformer Engine's graphs in that mode; return the host's seconds."""
+    def _capture(self) -> None:
+        """Make Transformer Engine's graphs in that mode, and note the host's seconds."""
         if self.mode != "transformer_engine":
-            return 0.0
+            return
         began = time.perf_counter()
         helper = self.lib.cuda_graphs.TECudaGraphHelper(
             self.model, self.config, self.job.config.sequence, self.job.config.batch, []
         )
         helper.create_cudagraphs()
-        return time.perf_counter() - began
+        self.capture_s = time.perf_counter() - began
+
+    def facts(self) -> dict[str, Any]:
+        """Seconds of capture."""
+        return {"capture_s": self.capture_s}
+
+    def close(self) -> None:
+        """Megatron's groups last as long as the process."""
 
     def loss(self) -> float:
         """The loss of the last step; 0 on ranks without the last stage."""
         if not isinstance(self.losses, list) or not self.losses:
             return 0.0
         return float(sum(float(one["loss"]) for one in self.losses)) / self.job.microbatches
-
-
-def _cell(
-    lib: SimpleNamespace, member: Member, mode: str, asked: PeerSettings, folder: Path, cell: str
-) -> dict[str, Any]:
-    job = asked.job(cell, "il")
-    side, made = build_side(member, lambda: MegatronSide(lib, member, mode, job))
-    capture = 0.0
-    for n in range(asked.settled):
-        if n == CAPTURED_AT:
-            capture = side.capture()
-        side.step()
-    member.synchronize()
-    own = {name: parameter.main_grad for name, parameter in side.names}
-    name = EAGER if mode == "none" else f"megatron {mode}"
-    if mode == "none":
-        save_gradients(folder, cell, EAGER, member.rank, own)
-    references = ["native"] if mode == "none" else ["native", EAGER]
-    gradients = compare_gradients(member, folder, cell, references, own)
-    loss = sum(all_gather(member, side.loss()))
-    plan = asked.rounds_of(graphs=mode != "none")
-    found = time_side(member, side.step, plan, construction_s=made, facts={"capture_s": capture})
-    return peer_row(cell, name, "il", gradients, loss, found)

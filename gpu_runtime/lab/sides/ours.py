@@ -7,58 +7,48 @@ tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import attrs
 import torch
 from torch import Tensor
 
-from qeffect.keys import TapeKey, TapeRef
-
 from ...backends.protocol import StageBackend
 from ...runtime import Counts, Runtime, RuntimeConfig
 from ...step.memory.arena import Rule
 from ...step.optimizer import Optimizer
-from ...step.plan.order import Kind, Order
+from ...step.plan.order import Order
 from ...step.plan.slots import Provisioning
 from ..runner.host_times import times_of
 from .cells import BenchCell
 from .columns import Settings
-from .unguarded import UnguardedActions, silence
+from .step_loop import StepLoop
+from .unguarded import UnguardedActions, remove_contract
 
 
-class Actions(Protocol):
-    """The actions that the step loop calls: the runtime's, with or without guards."""
+@attrs.frozen
+class FixedData:
+    """
+    The same tensors in every step.
 
-    def refresh(self, stage: int) -> None:
-        """Refresh a stage's weight cache."""
+    Args:
+        x: Inputs by microbatch; where there are fewer, they recur.
+        dy: Output gradients, likewise.
+    """
 
-    def forward(self, key: TapeKey, inputs: Sequence[Tensor] | None = None) -> TapeRef:
-        """F."""
+    x: list[Tensor] = attrs.field(factory=list)
+    dy: list[Tensor] = attrs.field(factory=list)
 
-    def bind(self, key: TapeKey) -> None:
-        """Bind the destinations of a key."""
+    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> tuple[Tensor, ...]:
+        """The input of a microbatch."""
+        return (self.x[microbatch % len(self.x)],)
 
-    def dgrad(
-        self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor] | None = None
-    ) -> None:
-        """dI."""
-
-    def wgrad(self, key: TapeKey, ref: TapeRef) -> None:
-        """dW."""
-
-    def outputs(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
-        """What F left."""
-
-    def finish_outputs(self, key: TapeKey, ref: TapeRef) -> None:
-        """The reader of the outputs is done."""
-
-    def dgrads(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
-        """What dI left."""
-
-    def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
-        """The reader of the input gradients is done."""
+    def output_gradients(
+        self, stage: StageBackend, step: int, microbatch: int
+    ) -> tuple[Tensor, ...]:
+        """The output gradient of a microbatch."""
+        return (self.dy[microbatch % len(self.dy)],)
 
 
 @attrs.define(eq=False)
@@ -88,27 +78,26 @@ class Ours:
     counts: Counts | None = None
     order: Order = attrs.field(init=False)
     stages: list[StageBackend] = attrs.field(factory=list, init=False)
-    x: list[Tensor] = attrs.field(factory=list, init=False)
-    dy: list[Tensor] = attrs.field(factory=list, init=False)
+    data: FixedData = attrs.field(factory=FixedData, init=False)
     optimizer: Any = attrs.field(default=None, init=False)
     runtime: Any = attrs.field(default=None, init=False)
-    actions: Any = attrs.field(default=None, init=False)
-    before: dict[int, int] = attrs.field(factory=dict, init=False)
-    after: dict[int, int] = attrs.field(factory=dict, init=False)
+    loop: Any = attrs.field(default=None, init=False)
+    feeds: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def build(self) -> None:
         """Stages with their first weights, inputs, output gradients and AdamW."""
         self.order = self.cell.order()
         self.stages = self._make_stages()
         if self.cell.chained:
-            self.after = dict(zip(self.order.stages, self.order.stages[1:], strict=False))
-            self.before = {after: stage for stage, after in self.after.items()}
+            self.feeds = dict(zip(self.order.stages, self.order.stages[1:], strict=False))
         spec = self.stages[0].inputs[0]
         torch.manual_seed(1)
         # Stages of a longer pipeline receive into the same memory in every microbatch.
         for _ in range(self.cell.microbatches if self.cell.chained else 1):
-            self.x.append(torch.randn(spec.shape, device=spec.device, dtype=spec.dtype))
-            self.dy.append(torch.randn(spec.shape, device=spec.device, dtype=spec.dtype) * 0.01)
+            self.data.x.append(torch.randn(spec.shape, device=spec.device, dtype=spec.dtype))
+            self.data.dy.append(
+                torch.randn(spec.shape, device=spec.device, dtype=spec.dtype) * 0.01
+            )
         self.optimizer = Optimizer(self.stages, lr=1e-4)
 
     def _make_stages(self) -> list[StageBackend]:
@@ -146,76 +135,22 @@ class Ours:
                 provisioning=self.provisioning,
                 mode="replays" if self.captured else "eager",
                 readers=True,
-                feeds=self.after,
+                feeds=self.feeds,
                 counts=self.counts,
             ),
         )
-        self.actions = self.runtime.actions
+        self.loop = StepLoop(self.runtime, self.data, self.optimizer, feeds=self.feeds)
         if not self.guards:
-            self.actions = UnguardedActions(self.runtime)
-            silence(self.runtime)
+            self.loop.calls = UnguardedActions(self.runtime)
+            remove_contract(self.runtime)
 
     def step(self) -> None:
         """Every F, dI and dW of the order, then the update."""
         if self.two_streams:
-            self._step()
+            self.loop.step()
         else:
             with self.runtime.caller_scope():
-                self._step()
-
-    def _step(self) -> None:
-        runtime, actions = self.runtime, cast(Actions, self.actions)
-        tapes: dict[tuple[int, int], tuple[TapeKey, TapeRef]] = {}
-        refreshed: set[int] = set()
-        for kind, stage, m in self.order.steps:
-            if kind is Kind.FORWARD:
-                if stage not in refreshed:
-                    actions.refresh(stage)
-                    refreshed.add(stage)
-                key = runtime.key(stage, m)
-                tapes[stage, m] = self._forward(actions, tapes, key)
-            elif kind is Kind.DGRAD:
-                self._dgrad(actions, tapes, *tapes[stage, m])
-            else:
-                actions.wgrad(*tapes[stage, m])
-        runtime.finish(self.optimizer)
-
-    def _forward(
-        self,
-        actions: Actions,
-        tapes: Mapping[tuple[int, int], tuple[TapeKey, TapeRef]],
-        key: TapeKey,
-    ) -> tuple[TapeKey, TapeRef]:
-        source = self.before.get(key.stage)
-        if source is None:
-            ref = actions.forward(key, (self.x[key.microbatch % len(self.x)],))
-        else:
-            fed_by = tapes[source, key.microbatch]
-            ref = actions.forward(key, actions.outputs(*fed_by))
-            actions.finish_outputs(*fed_by)
-        if key.stage not in self.after:
-            actions.outputs(key, ref)
-            actions.finish_outputs(key, ref)
-        return key, ref
-
-    def _dgrad(
-        self,
-        actions: Actions,
-        tapes: Mapping[tuple[int, int], tuple[TapeKey, TapeRef]],
-        key: TapeKey,
-        ref: TapeRef,
-    ) -> None:
-        actions.bind(key)
-        source = self.after.get(key.stage)
-        if source is None:
-            actions.dgrad(key, ref, (self.dy[key.microbatch % len(self.dy)],))
-        else:
-            fed_by = tapes[source, key.microbatch]
-            actions.dgrad(key, ref, actions.dgrads(*fed_by))
-            actions.finish_dgrads(*fed_by)
-        if key.stage not in self.before:
-            actions.dgrads(key, ref)
-            actions.finish_dgrads(key, ref)
+                self.loop.step()
 
     def host_actions(self, steps: int, synchronize: Callable[[], None]) -> Mapping[str, Any]:
         """Host time of every call of some steps, and of their bare replays; only `close` after."""
@@ -242,11 +177,11 @@ class Ours:
 
     def close(self) -> None:
         """Drop the graphs before their memory."""
-        self.actions = self.runtime = self.optimizer = None
+        self.loop = self.runtime = self.optimizer = None
         self.stages.clear()
 
 
-def captured(
+def captured_column(
     cell: BenchCell,
     settings: Settings,
     *,
@@ -269,6 +204,6 @@ def captured(
     )
 
 
-def eager(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
+def eager_column(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
     """Eager, with guards and live slots."""
     return Ours(cell, settings, destination, "live", captured=False)

@@ -1,47 +1,48 @@
 """
-The sides of a pipeline over ranks: native, eager calls, replays, and one launch per step.
-
-Every side takes the same batches, which are drawn before its first step.
+The sides of a pipeline over ranks: native, guarded steps, one launch per step, and training runs.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...backends.protocol import StageBackend
-from ...ranks.channels import transport_of
+from ...backends.protocol import BackendError, StageBackend
 from ...ranks.job import Batches, Job
 from ...ranks.membership import Limits, Member
 from ...ranks.one_launch import OneLaunch
 from ...ranks.worker import Worker
-from ...runtime import Mode, RuntimeConfig
+from ...runtime import Mode, RuntimeConfig, mode_on
 from ...step.graphs import GraphExecutor
 from ...step.optimizer import Gradients, Optimizer
-from ...step.plan.order import Order
-from ..comparisons.ranks import live_tensors
-from .columns import Side
+from ...training.launches import StepRunner
+from ..comparisons.ranks import live_tensors, native_pipeline
+from .side import RankSide
 from .torch_pipeline import Batch, NativePipeline
 
 S = TypeVar("S")
 
 __all__ = [
+    "GuardedSide",
     "LaunchSide",
     "NativeSide",
-    "PipelineSide",
-    "ReplaySide",
+    "TrainedSide",
     "backend_on",
+    "build_guarded",
+    "build_native",
     "build_side",
+    "build_worker_of",
     "drawn_batches",
-    "isolated",
+    "isolation",
     "unit_bytes",
 ]
 
@@ -68,7 +69,7 @@ def drawn_batches(job: Job, device: torch.device) -> Batch:
 
 
 @contextmanager
-def isolated(member: Member) -> Iterator[None]:
+def isolation(member: Member) -> Iterator[None]:
     """Free a side's memory before the next side is built; peaks count from here."""
     if member.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -80,66 +81,20 @@ def isolated(member: Member) -> Iterator[None]:
     dist.barrier()  # not after an error, which may be this rank's alone
 
 
-class PipelineSide(Side, Protocol):
-    """
-    One rank of a side, built and ready for its first step.
-
-    Attributes:
-        first_steps: Steps that belong to the side's set-up.
-        optimizer: The optimizer of the rank's stages.
-    """
-
-    first_steps: int
-    optimizer: Optimizer
-
-    @property
-    def stages(self) -> Mapping[int, StageBackend]:
-        """The rank's stages by index."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that training moves, live, not copied; waits for the device."""
-
-
 class NativeSide:
     """
     torch's own schedule over full backwards: what users run today.
 
     Args:
         member: This rank.
-        job: The pipeline.
-        backend: `reference` or `transformer-engine`.
-        optimizer: Makes the optimizer.
-        look: Called with the gradients of every step, before its update.
+        pipeline: The rank's pipeline before its first step.
     """
 
-    first_steps = 1
+    first_steps, captured, launches = 1, False, 0
 
-    def __init__(
-        self,
-        member: Member,
-        job: Job,
-        backend: str,
-        *,
-        optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
-        look: Callable[[Gradients], None] | None = None,
-    ) -> None:
-        group = dist.new_group(list(range(member.world)), backend=transport_of(member.device))
-        order = Order.of_rank(job.table(), member.rank)
-        self.member = member
-        self.pipeline = NativePipeline(
-            job.cls_name,
-            job.stages(order.stages, member.device, backend, loss=False),
-            job.num_stages,
-            order,
-            job.microbatches,
-            drawn_batches(job, member.device),
-            job.loss,
-            group,
-            rule=job.rule,
-            reduce=look,
-            optimizer=optimizer,
-        )
-        self.optimizer = self.pipeline.optimizer
+    def __init__(self, member: Member, pipeline: NativePipeline) -> None:
+        self.member, self.pipeline = member, pipeline
+        self.optimizer = pipeline.optimizer
 
     @property
     def stages(self) -> Mapping[int, StageBackend]:
@@ -149,6 +104,13 @@ class NativeSide:
     def step(self) -> None:
         """One optimizer step."""
         self.pipeline.step()
+
+    def drain(self) -> None:
+        """Native runs no step ahead."""
+
+    def losses_of(self, step: int) -> list[float]:
+        """The losses of a step by microbatch."""
+        return self.pipeline.losses_of(step)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training moves."""
@@ -163,41 +125,19 @@ class NativeSide:
         """Native's process groups last as long as the process."""
 
 
-class ReplaySide:
+class GuardedSide:
     """
     A guarded rank: replays of graphs, or eager calls.
 
     Args:
-        member: This rank.
-        job: The pipeline.
-        backend: `reference` or `transformer-engine`.
-        mode: How a step runs.
-        optimizer: Makes the optimizer.
+        worker: The rank's worker before its first step.
     """
 
-    first_steps = 1
+    first_steps, launches = 1, 0
 
-    def __init__(
-        self,
-        member: Member,
-        job: Job,
-        backend: str,
-        mode: Mode,
-        *,
-        optimizer: Callable[..., Optimizer] = Optimizer,
-    ) -> None:
-        self.worker = Worker(
-            member,
-            job.table(),
-            job.pp,
-            lambda indices: job.stages(indices, member.device, backend),
-            lambda replica: DrawnBatches(drawn_batches(job, member.device), member.device),
-            RuntimeConfig(rule=job.rule, mode=mode),
-            limits=Limits(message=30.0, commit=30.0),
-            optimizer=optimizer,
-            ties=job.ties,
-        )
-        self.optimizer = self.worker.optimizer
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.optimizer = worker, worker.optimizer
+        self.captured = worker.runtime.config.replays_graphs
 
     @property
     def stages(self) -> Mapping[int, StageBackend]:
@@ -207,6 +147,14 @@ class ReplaySide:
     def step(self) -> None:
         """One optimizer step."""
         self.worker.step()
+
+    def drain(self) -> None:
+        """Guarded steps run none ahead."""
+
+    def losses_of(self, step: int) -> list[float]:
+        """The losses of a step by microbatch."""
+        assert isinstance(self.worker.feed, Batches)
+        return self.worker.feed.losses_of(step)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training moves."""
@@ -238,33 +186,28 @@ class ReplaySide:
         self.worker.close()
 
 
-class LaunchSide(ReplaySide):
+class LaunchSide(GuardedSide):
     """
     A guarded rank, each step one launch: the first step is guarded, the second is captured.
 
     Args:
-        member: This rank.
-        job: The pipeline.
-        backend: `transformer-engine`.
-        optimizer: Makes the optimizer.
+        worker: The rank's worker, in mode `one launch`, before its first step.
     """
 
     first_steps = 2
 
-    def __init__(
-        self,
-        member: Member,
-        job: Job,
-        backend: str,
-        *,
-        optimizer: Callable[..., Optimizer] = Optimizer,
-    ) -> None:
-        super().__init__(member, job, backend, "one launch", optimizer=optimizer)
-        self.whole = OneLaunch(self.worker)
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.whole = OneLaunch(worker)
 
     def step(self) -> None:
         """One optimizer step."""
         self.whole.step()
+
+    def drain(self) -> None:
+        """Wait until every launch has ended; `step` goes on after that."""
+        self.whole.leave()
+        self.whole.resume()
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training moves, after the launches in flight."""
@@ -287,6 +230,144 @@ class LaunchSide(ReplaySide):
         super().close()
 
 
+class TrainedSide(GuardedSide):
+    """
+    A guarded rank of a training run: its steps are launches where its mode is `one launch`.
+
+    Args:
+        worker: The rank's worker, over `Batches`, before its first step.
+
+    Raises:
+        BackendError: The mode is `one launch`, and a step cannot be one.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.steps = StepRunner(worker)
+        if self.steps.replays:
+            raise BackendError(f"a step cannot be one launch: {self.steps.replays}")
+
+    @property
+    def launches(self) -> int:  # type: ignore[override]
+        """How many of the steps whose losses were read ran as one launch."""
+        return self.steps.launches
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.steps.step()
+
+    def drain(self) -> None:
+        """Wait until every step has ended."""
+        self.steps.leave()
+
+    def losses_of(self, step: int) -> list[float]:
+        """The losses of a step by microbatch; may be read once."""
+        found = self.steps.result(step).losses
+        self.steps.forget(step + 1)
+        return found
+
+    def close(self) -> None:
+        """End the launches and the worker."""
+        self.steps.close()
+        super().close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler holds the worker
+
+
+def build_native(
+    member: Member,
+    job: Job,
+    *,
+    optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
+    look: Callable[[Gradients], None] = lambda _: None,
+) -> NativeSide:
+    """
+    A job natively over drawn batches; every rank calls it.
+
+    Args:
+        member: This rank.
+        job: The pipeline.
+        optimizer: Makes the optimizer.
+        look: Called with the gradients of every step, before its update.
+    """
+    pipeline = native_pipeline(
+        member,
+        job,
+        backend_on(member.device.type),
+        batch=drawn_batches(job, member.device),
+        optimizer=optimizer,
+        look=look,
+    )
+    return NativeSide(member, pipeline)
+
+
+def build_guarded(
+    member: Member,
+    job: Job,
+    mode: Mode | None = None,
+    *,
+    optimizer: Callable[..., Optimizer] = Optimizer,
+) -> GuardedSide:
+    """
+    A job guarded over drawn batches; every rank calls it.
+
+    Args:
+        member: This rank.
+        job: The pipeline.
+        mode: How a step runs; None replays graphs where the device has graphs.
+        optimizer: Makes the optimizer.
+    """
+    batch = drawn_batches(job, member.device)
+    worker = build_worker_of(
+        member,
+        job,
+        mode_on(member.device) if mode is None else mode,
+        feed=lambda replica: DrawnBatches(batch, member.device),
+        limits=Limits(message=30.0, commit=30.0),
+        optimizer=optimizer,
+    )
+    return LaunchSide(worker) if mode == "one launch" else GuardedSide(worker)
+
+
+def build_worker_of(
+    member: Member,
+    job: Job,
+    mode: Mode,
+    *,
+    feed: Callable[[int], Batches] | None = None,
+    limits: Limits | None = None,
+    optimizer: Callable[..., Optimizer] = Optimizer,
+    dtype: torch.dtype = torch.bfloat16,
+    fuse: bool | None = None,
+) -> Worker:
+    """
+    A job's worker whose data, optimizer and gradients a measurement chooses.
+
+    Args:
+        member: This rank.
+        job: The pipeline.
+        mode: How a step runs.
+        feed: Makes the data of a replica; None takes the job's.
+        limits: Time limits.
+        optimizer: Makes the optimizer.
+        dtype: Type of accumulated gradients.
+        fuse: Whether the library accumulates into `main_grad` itself; None lets it choose.
+    """
+    backend = backend_on(member.device.type)
+    return Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, backend, fuse=fuse),
+        feed or (lambda replica: Batches(job.batch(member.device, replica), member.device)),
+        RuntimeConfig(
+            rule=job.rule, provisioning=job.provisioning, mode=mode, dtype=dtype, amax=job.amax
+        ),
+        limits=limits,
+        optimizer=optimizer,
+        ties=job.ties,
+    )
+
+
 def build_side(member: Member, make: Callable[[], S]) -> tuple[S, float]:
     """Build a side; return it with the seconds that this took on this rank."""
     began = time.perf_counter()
@@ -295,7 +376,7 @@ def build_side(member: Member, make: Callable[[], S]) -> tuple[S, float]:
     return side, time.perf_counter() - began
 
 
-def unit_bytes(side: PipelineSide) -> list[int]:
+def unit_bytes(side: RankSide) -> list[int]:
     """Bytes of each matrix gradient of the rank."""
     return [
         math.prod(unit.shape) * unit.matrices[0].parameter.element_size()

@@ -18,29 +18,29 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qeffect.checkpoint import Checkpoint
 
-from ...backends.protocol import BackendError, StageBackend, parameters
-from ...ranks.job import Batches, Job
+from ...backends.protocol import StageBackend, parameters
+from ...ranks.job import Job
 from ...ranks.membership import Limits, Member
 from ...ranks.worker import Worker
-from ...runtime import Mode, RuntimeConfig
+from ...runtime import Mode
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas
-from ...training.launches import StepRunner
 from ...training.state import PersistentTensors, by_layer, optimizer_state, shares_amax
+from .pipelines import TrainedSide, build_worker_of
 
 __all__ = [
     "SAVED_AT",
     "UNTIL",
     "Trial",
-    "bits",
-    "differing",
+    "build_trial",
+    "differing_names",
     "facts_of",
-    "gone_on",
-    "made",
-    "remapped",
-    "started",
+    "first_run",
+    "persistent_digests",
+    "remapped_run",
+    "resumed_run",
 ]
 
 SAVED_AT, UNTIL = 3, 8
@@ -65,11 +65,6 @@ class Trial:
     masters: bool = False
     limits: Limits = attrs.field(factory=Limits)
 
-    @property
-    def backend(self) -> str:
-        """The layers of the device."""
-        return "reference" if self.device == "cpu" else "transformer-engine"
-
 
 def facts_of(job: Job) -> dict[str, Any]:
     """What numbers mean in a job, whatever its mapping: the model, and what a step takes."""
@@ -86,39 +81,30 @@ def facts_of(job: Job) -> dict[str, Any]:
     }
 
 
-def made(member: Member, trial: Trial) -> Worker:
-    """A worker before its first step; every rank calls it."""
-    job = trial.job
-    wide = torch.float32 if trial.masters else torch.bfloat16
+def build_trial(member: Member, trial: Trial) -> Worker:
+    """A trial's worker before its first step; every rank calls it."""
+    masters = trial.masters
+    wide = torch.float32 if masters else torch.bfloat16
 
     def optimizer(stages: list[StageBackend]) -> Optimizer:
-        if not trial.masters:
+        if not masters:
             return Optimizer(stages)
         return Optimizer(stages, master_dtype=wide, capturable=trial.device == "cuda")
 
-    worker = Worker(
+    worker = build_worker_of(
         member,
-        job.table(),
-        job.pp,
-        lambda indices: job.stages(
-            indices, member.device, trial.backend, fuse=False if trial.masters else None
-        ),
-        lambda replica: Batches(job.batch(member.device, replica), member.device),
-        RuntimeConfig(
-            rule=job.rule,
-            provisioning=job.provisioning,
-            mode=trial.mode,
-            dtype=wide,
-            amax=job.amax,
-        ),
+        trial.job,
+        trial.mode,
         limits=trial.limits,
         optimizer=optimizer,
+        dtype=wide,
+        fuse=False if masters else None,
     )
     worker.heed_termination()
     return worker
 
 
-def bits(worker: Worker, job: Job) -> dict[str, str]:
+def persistent_digests(worker: Worker, job: Job) -> dict[str, str]:
     """A digest of every tensor that persists, by the model's names."""
     worker.runtime.drain()
     place = worker.member.rank % worker.pp
@@ -129,11 +115,7 @@ def bits(worker: Worker, job: Job) -> dict[str, str]:
     return dict(zip(held, (digests([tensor])[0] for tensor in held.values()), strict=True))
 
 
-def _losses(steps: StepRunner, wanted: Sequence[int]) -> dict[str, list[float]]:
-    return {str(step): steps.result(step).losses for step in wanted}
-
-
-def started(
+def first_run(
     member: Member,
     trial: Trial,
     folder: str,
@@ -143,15 +125,15 @@ def started(
     asynchronous: bool = False,
 ) -> dict[str, Any]:
     """Train from the beginning, and save after some steps."""
-    worker = made(member, trial)
+    side = TrainedSide(build_trial(member, trial))
     checkpoints = Checkpoints(folder, asynchronous=asynchronous)
-    said = _trained(worker, trial, checkpoints, until, save_at)
+    said = _train(side, trial, checkpoints, until, save_at)
     checkpoints.close()
-    worker.close()
+    side.close()
     return said
 
 
-def gone_on(
+def resumed_run(
     member: Member,
     trial: Trial,
     folder: str,
@@ -160,18 +142,18 @@ def gone_on(
     save_at: Sequence[int] = (),
     replicas: Replicas = "same",
 ) -> dict[str, Any]:
-    """Go on from the latest checkpoint."""
-    worker = made(member, trial)
+    """Resume from the latest checkpoint, and train on."""
+    side = TrainedSide(build_trial(member, trial))
     checkpoints = Checkpoints(folder)
-    free = _loaded(worker, trial, checkpoints, replicas)
-    said = {**_trained(worker, trial, checkpoints, until, save_at), "free": free}
+    free = _load(side.worker, trial, checkpoints, replicas)
+    said = {**_train(side, trial, checkpoints, until, save_at), "free": free}
     said["changed"] = list(checkpoints.changed)
     checkpoints.close()
-    worker.close()
+    side.close()
     return said
 
 
-def _loaded(
+def _load(
     worker: Worker, trial: Trial, checkpoints: Checkpoints, replicas: Replicas
 ) -> dict[str, Any]:
     path = checkpoints.latest()
@@ -180,31 +162,27 @@ def _loaded(
     return checkpoints.load(path, worker, by_layer(job.layers), facts_of(job), replicas=replicas)
 
 
-def _trained(
-    worker: Worker, trial: Trial, checkpoints: Checkpoints, until: int, save_at: Sequence[int]
+def _train(
+    side: TrainedSide, trial: Trial, checkpoints: Checkpoints, until: int, save_at: Sequence[int]
 ) -> dict[str, Any]:
-    job = trial.job
-    began, first, saved = worker.runtime.epoch, bits(worker, job), {}
-    steps = StepRunner(worker)
-    if steps.replays:
-        raise BackendError(f"a step cannot be one launch: {steps.replays}")
+    """Train until an epoch; digests of the state before, at each save and after, and losses."""
+    job, worker = trial.job, side.worker
+    began, first, saved = worker.runtime.epoch, persistent_digests(worker, job), {}
     while worker.runtime.epoch < until:
-        steps.step()
+        side.step()
         if (epoch := worker.runtime.epoch) in save_at:
-            steps.leave()
-            saved[str(epoch)] = bits(worker, job)
+            side.drain()
+            saved[str(epoch)] = persistent_digests(worker, job)
             free = {"position": epoch * job.microbatches * job.dp}
             checkpoints.save(worker, by_layer(job.layers), facts_of(job), free)
-    steps.leave()
+    side.drain()
     checkpoints.wait()
-    last = bits(worker, job)
-    losses = _losses(steps, range(began, until))
-    launches = steps.launches
-    steps.close()
+    last = persistent_digests(worker, job)
+    losses = {str(step): side.losses_of(step) for step in range(began, until)}
     return {
         "began": began,
         "epoch": worker.runtime.epoch,
-        "launches": launches,
+        "launches": side.launches,
         "losses": losses,
         "first": first,
         "saved": saved,
@@ -212,7 +190,7 @@ def _trained(
     }
 
 
-def remapped(
+def remapped_run(
     member: Member,
     trial: Trial,
     folder: str,
@@ -230,28 +208,29 @@ def remapped(
         replicas: Whose scaling state each replica takes.
         save: Whether the state after the step is saved.
     """
-    worker = made(member, trial)
+    side = TrainedSide(build_trial(member, trial))
     checkpoints = Checkpoints(folder)
     path = checkpoints.latest()
     assert path is not None
     whole = Path(f"{path}-{os.getppid()}.pt")
     if member.rank == 0:
         dcp_to_torch_save(path, whole)
-    free = _loaded(worker, trial, checkpoints, replicas)
-    epoch = worker.runtime.epoch
-    loaded = bits(worker, trial.job)
-    said = _trained(worker, trial, checkpoints, epoch + 1, (epoch + 1,) if save else ())
+    free = _load(side.worker, trial, checkpoints, replicas)
+    epoch = side.worker.runtime.epoch
+    loaded = persistent_digests(side.worker, trial.job)
+    said = _train(side, trial, checkpoints, epoch + 1, (epoch + 1,) if save else ())
     checkpoints.close()
-    worker.close()
+    side.close()
     held = torch.load(whole, weights_only=True, map_location="cpu")
     there = json.loads((path / "facts.json").read_text())["mapping"]["replicas"]
-    by_hand = made(member, trial)
-    whose = 0 if shares_amax(by_hand.runtime) else by_hand.replica % there
-    _copy(by_hand, trial.job, held, epoch, whose)
-    copied = bits(by_hand, trial.job)
-    steps = StepRunner(by_hand)
-    steps.step()
-    theirs, losses = bits(by_hand, trial.job), _losses(steps, [epoch])
+    by_hand = TrainedSide(build_trial(member, trial))
+    worker = by_hand.worker
+    whose = 0 if shares_amax(worker.runtime) else worker.replica % there
+    _copy(worker, trial.job, held, epoch, whose)
+    copied = persistent_digests(worker, trial.job)
+    by_hand.step()
+    theirs = persistent_digests(worker, trial.job)
+    losses = {str(epoch): by_hand.losses_of(epoch)}
     by_hand.close()
     dist.barrier()
     if member.rank == 0:
@@ -260,9 +239,9 @@ def remapped(
         **said,
         "free": free,
         "changed": list(checkpoints.changed),
-        "loaded otherwise": differing(loaded, copied),
-        "differ": differing(said["last"], theirs),
-        "moved": len(differing(loaded, said["last"])),
+        "loaded otherwise": differing_names(loaded, copied),
+        "differ": differing_names(said["last"], theirs),
+        "moved": len(differing_names(loaded, said["last"])),
         "same losses": losses == said["losses"],
     }
 
@@ -294,6 +273,6 @@ def _copy(worker: Worker, job: Job, held: Mapping[str, Tensor], epoch: int, repl
     )
 
 
-def differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+def differing_names(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     """Names of which only one side has a value, or another one."""
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))

@@ -10,9 +10,12 @@ from typing import Any
 import attrs
 
 from ...ranks.job import Job
+from ...ranks.membership import Member
+from ...runtime import Mode
 from ...step.memory.arena import Rule
 from ..statistics.paper import LARGE, SMALL
 from .language import LAYERS, TINY_VOCABULARY, VOCABULARY, DrawnLanguage
+from .pipelines import GuardedSide, NativeSide, build_guarded, build_native
 
 __all__ = ["BEFORE", "CELLS", "PARTS", "REFERENCES", "TableRow", "table_rows"]
 
@@ -44,6 +47,7 @@ class TableRow:
         schedule: A short name of torch's schedule classes.
         side: `native`, `eager`, `copied`, `per_microbatch`, `replays` (captured, accumulating), or
             `one launch`.
+        pp: Ranks.
     """
 
     cell: str
@@ -51,6 +55,15 @@ class TableRow:
     vpp: int
     schedule: str
     side: str
+    pp: int = 2
+    settled = BEFORE
+    copies = True
+    split = False
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """The fields that name the row in a report."""
+        return {**attrs.asdict(self), "microbatches": self.microbatches}
 
     @property
     def microbatches(self) -> int:
@@ -62,11 +75,11 @@ class TableRow:
         """A name of `LAYERS`."""
         return self.cell.rsplit("-m", 1)[0]
 
-    def job(self, pp: int) -> Job:
-        """The pipeline of the row over as many ranks."""
+    def job(self) -> Job:
+        """The row's pipeline."""
         common: dict[str, Any] = {
             "schedule": self.schedule,
-            "pp": pp,
+            "pp": self.pp,
             "vpp": self.vpp,
             "microbatches": self.microbatches,
             "config": LAYERS[self.layers],
@@ -77,6 +90,13 @@ class TableRow:
             return Job(**common)
         tiny = self.layers == "tiny"
         return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
+
+    def make(self, member: Member) -> NativeSide | GuardedSide:
+        """Build the side; every rank calls it."""
+        if self.side == "native":
+            return build_native(member, self.job())
+        modes: Mapping[str, Mode] = {"one launch": "one launch", "eager": "eager"}
+        return build_guarded(member, self.job(), modes.get(self.side))
 
 
 def table_rows(
@@ -106,15 +126,15 @@ def table_rows(
     wanted = tuple(parts)
 
     def both(cell: str, model: str, vpp: int, schedules: Sequence[str]) -> list[TableRow]:
-        return [TableRow(cell, model, vpp, s, side) for s in schedules for side in sides]
+        return [TableRow(cell, model, vpp, s, side, pp) for s in schedules for side in sides]
 
     rows: list[TableRow] = []
     for cell in cells:
         if "steps" in wanted or ("attribution" in wanted and cell == last):
-            rows.append(TableRow(cell, "language", 2, "il", "native"))
+            rows.append(TableRow(cell, "language", 2, "il", "native", pp))
         if "attribution" in wanted and cell == last:
             rows += [
-                TableRow(cell, "language", 2, "il", side)
+                TableRow(cell, "language", 2, "il", side, pp)
                 for side in ("eager", "copied", "per_microbatch")
             ]
         if "steps" in wanted:
@@ -127,5 +147,7 @@ def table_rows(
             rows += both(last, model, vpp, schedules)
     if "resources" in wanted:
         layers = last.rsplit("-m", 1)[0]
-        rows += [TableRow(f"{layers}-m{m}", "language", 2, "zbv", "replays") for m in microbatches]
+        rows += [
+            TableRow(f"{layers}-m{m}", "language", 2, "zbv", "replays", pp) for m in microbatches
+        ]
     return list(dict.fromkeys(rows))

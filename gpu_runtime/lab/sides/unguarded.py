@@ -22,7 +22,7 @@ from ...step.eager import StageMemory
 from ...step.memory.slots import Slot, fill
 
 
-class Silent:
+class NullContract:
     """Stands in for the contract at the boundaries of an epoch, and accepts everything."""
 
     counts_awaited = False
@@ -48,11 +48,11 @@ class Silent:
         return self.epoch
 
 
-def silence(runtime: Runtime) -> None:
+def remove_contract(runtime: Runtime) -> None:
     """Replace a runtime's contract by one that accepts everything."""
-    silent = cast(Any, Silent(runtime.contract.epoch))
-    runtime.contract = silent
-    runtime.actions.contract = silent
+    nothing = cast(Any, NullContract(runtime.contract.epoch))
+    runtime.contract = nothing
+    runtime.actions.contract = nothing
 
 
 @attrs.define(eq=False)

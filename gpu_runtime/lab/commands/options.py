@@ -1,0 +1,97 @@
+"""
+Options, checks and starts that the parts over ranks share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qeffect.cli.command import Progress
+from qeffect.report import UnusableError
+
+from ..reports.report import add_report_options, require_place
+from ..runner.device import require_device
+from ..runner.starts import RankStarts
+
+__all__ = ["add_rank_options", "rank_starts", "require_rounds"]
+
+_ROUNDS = (
+    ("--rounds", "rounds per side"),
+    ("--steps", "steps per round for sides that replay graphs"),
+    ("--native-steps", "steps per round for sides without graphs"),
+)
+
+
+def add_rank_options(
+    parser: argparse.ArgumentParser, *, rounds: int, given: bool = False, profiles: bool = True
+) -> None:
+    """
+    Declare rounds, steps, device, profile, `--out` and `--commit`.
+
+    Args:
+        parser: The command's.
+        rounds: Default number of rounds.
+        given: Whether an option that was not typed is None.
+        profiles: Whether to declare `--no-profile`.
+    """
+    for (option, text), usual in zip(_ROUNDS, (rounds, 10, 3), strict=True):
+        parser.add_argument(
+            option,
+            type=int,
+            default=None if given else usual,
+            metavar="N",
+            help=f"{text} (default {usual})",
+        )
+    if profiles:
+        parser.add_argument(
+            "--no-profile",
+            action="store_true",
+            default=None if given else False,
+            help="no kernel times and no counts of copies: do not start the ranks a second time",
+        )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default=None if given else "cuda",
+        help="device (default cuda)",
+    )
+    add_report_options(parser)
+
+
+def require_rounds(args: argparse.Namespace, *others: int) -> None:
+    """
+    Require positive numbers.
+
+    Raises:
+        UnusableError: `--rounds`, `--steps`, `--native-steps` or one of the others is below 1.
+    """
+    if (least := min(args.rounds, args.steps, args.native_steps, *others)) < 1:
+        names = ["--rounds", "--steps", "--native-steps"] + ["--microbatches"] * bool(others)
+        raise UnusableError(
+            f"{', '.join(names[:-1])} and {names[-1]} must be at least 1, found {least}"
+        )
+
+
+@contextmanager
+def rank_starts(
+    args: argparse.Namespace, progress: Progress
+) -> Iterator[tuple[RankStarts, Progress]]:
+    """
+    The ranks of `--pp` and who shows progress: torchrun's, or without it those of this machine.
+
+    Raises:
+        UnusableError: `--out` cannot be written, or the ranks cannot run here.
+        BackendError: torchrun's environment variables are malformed.
+    """
+    require_place(args.out)
+    if args.device == "cuda":
+        require_device("--device cpu runs the reference backend")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    with tempfile.TemporaryDirectory(prefix="qeffect-ranks-") as folder:
+        starts = RankStarts.here(args.pp, args.device, Path(folder))
+        yield starts, progress if starts.speaks else Progress(enabled=False)

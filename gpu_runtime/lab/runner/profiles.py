@@ -1,0 +1,176 @@
+"""
+Rows of a report again, in processes of their own: some steps of each side under the profiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...backends.protocol import BackendError
+from ...ranks.consent import StoppedError
+from ...ranks.job import Job
+from ...ranks.membership import Member, all_gather
+from ...step.plan.order import Order
+from ..sides.pipelines import LaunchSide, isolation, unit_bytes
+from ..sides.side import RankSide
+from ..statistics.traces import busy_times, launch_shares, matrix_copies, summarize
+from .rank_parts import device_ms, row_as_one_graph
+from .rank_process import Findings
+from .starts import RankStarts, Start
+from .timing import WARMUP, meet_idle
+
+__all__ = ["SIDE_ERRORS", "SideRow", "add_profiles", "error_line", "profile_row", "profile_rows"]
+
+PROFILED = 2
+"""Steps of each side under the profiler."""
+TRACED = 5
+"""Steps under the profiler whose time is split; the first only marks where the second begins."""
+
+SIDE_ERRORS = (BackendError, StoppedError, RuntimeError, ValueError)
+"""Errors of one side, after which the other sides are still measured."""
+
+
+class SideRow(Protocol):
+    """A row of a report: a side that any process can build; can be pickled."""
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """The fields that name the row in its report."""
+
+    @property
+    def settled(self) -> int:
+        """Steps before the side is measured."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies of matrix gradients are counted."""
+
+    @property
+    def split(self) -> bool:
+        """Whether a launch is compared with the rank's own row without messages."""
+
+    def job(self) -> Job:
+        """The row's pipeline."""
+
+    def make(self, member: Member) -> RankSide:
+        """Build the side; every rank calls it."""
+
+
+def error_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    words = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {words[0] if words else ''}"
+
+
+def add_profiles(
+    starts: RankStarts,
+    meet: Callable[[], Member],
+    rows: Sequence[tuple[SideRow, dict[str, Any]]],
+    *,
+    save: Callable[[], None],
+    note: Callable[[str], None],
+    limit: float = math.inf,
+) -> Start:
+    """
+    Start all ranks once more, and add what the profiler saw of each row to its measurement.
+
+    Args:
+        starts: The ranks; those that measured have ended.
+        meet: Called on each rank, where it meets the others; can be pickled.
+        rows: Each row with its measurement. A side that fails here keeps its measurement, and
+            gets no figure; so does every side on a CPU, of which the profiler sees nothing.
+        save: Called whenever a row has its figures.
+        note: Shows a line.
+        limit: Time limit in seconds.
+    """
+    waiting = iter(rows)
+
+    def take(figures: dict[str, Any]) -> None:
+        row, measured = next(waiting)
+        if (error := figures.pop("error", None)) is not None:
+            note(f"Not profiled. {_spelled(row)}: {error}")
+        measured.update(figures)
+        save()
+
+    asked = [row for row, _ in rows]
+    return starts.start(profile_rows, meet, asked, profiles=True, limit=limit, take=take, note=note)
+
+
+def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: Findings) -> None:
+    """One rank: profile row after row."""
+    member = meet()
+    for row in rows:
+        findings.note(f"Profiling. {_spelled(row)}")
+        with isolation(member):
+            try:
+                findings.add(profile_row(member, row))
+            except SIDE_ERRORS as error:
+                findings.add({"error": error_line(error)})
+
+
+def profile_row(member: Member, row: SideRow) -> dict[str, Any]:
+    """
+    A row's figures from the profiler; every rank calls it.
+
+    Returns:
+        `busy_ms` by rank, empty on a CPU; `copies` and `split` by rank where the row has them.
+    """
+    side = row.make(member)
+    for _ in range(row.settled + WARMUP):
+        side.step()
+    found = profile_side(member, side, copies=row.copies)
+    if row.split and isinstance(side, LaunchSide):
+        job = row.job()
+        order = Order.of_rank(job.table(), member.rank % job.pp)
+        found["split"] = all_gather(member, _split(member, side, order))
+    side.close()
+    return found
+
+
+def profile_side(
+    member: Member,
+    side: RankSide,
+    *,
+    copies: bool = False,
+) -> dict[str, Any]:
+    """Some steps of a side under the profiler, as `profile_row` returns them."""
+    meet_idle(member)
+    own: tuple[Any, Any] | None = None
+    if member.device.type == "cuda":
+        from .profiler import trace_steps
+
+        events = trace_steps(side.step, member.synchronize, PROFILED)
+        copied = matrix_copies(summarize(events, PROFILED), unit_bytes(side)) if copies else None
+        own = busy_times(events, PROFILED), copied
+    else:
+        for _ in range(PROFILED):
+            side.step()
+    ranks = [rank for rank in all_gather(member, own) if rank is not None]
+    found: dict[str, Any] = {"busy_ms": [rank[0] for rank in ranks]}
+    if copies:
+        found["copies"] = [rank[1] for rank in ranks]
+    return found
+
+
+def _split(member: Member, side: LaunchSide, order: Order) -> dict[str, Any]:
+    """A launch's shares, and those of the rank's row as one graph without messages; its time."""
+    from .profiler import trace_steps
+
+    meet_idle(member)
+    launch = launch_shares(trace_steps(side.step, member.synchronize, TRACED), TRACED)
+    side.whole.leave()
+    worker = side.worker
+    gradients = worker.pipeline.step(worker.optimizer)
+    meet_idle(member)
+    with row_as_one_graph(worker, gradients, order) as replay:
+        took = device_ms(replay)
+        row = launch_shares(trace_steps(replay, torch.cuda.synchronize, TRACED), TRACED)
+    return {"launch": launch, "row_ms": took, "row": row}
+
+
+def _spelled(row: SideRow) -> str:
+    return ", ".join(str(row.name[field]) for field in ("cell", "side", "schedule"))

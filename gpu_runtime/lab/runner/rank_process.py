@@ -1,0 +1,121 @@
+"""
+One rank of one start, in a process of its own: it runs a body, and hands over what that finds.
+
+A process that used the profiler once launches every later graph more slowly. So a process either
+times or profiles, and in one that times every use of the profiler is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import attrs
+
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+from ...backends.protocol import BackendError
+from ...ranks.consent import StoppedError
+
+__all__ = ["Findings", "Request", "forbid_profiler", "main"]
+
+_PROFILER = f"{__package__}.profiler"
+
+
+@attrs.frozen
+class Request:
+    """
+    What a rank's process does.
+
+    Args:
+        body: A function of a module, called with the arguments and the rank's `Findings`.
+        arguments: What can be pickled.
+        profiles: Whether the process may use the profiler; it then times nothing.
+    """
+
+    body: Callable[..., None]
+    arguments: Sequence[Any]
+    profiles: bool
+
+
+class Findings:
+    """
+    Lines of JSON that a rank's process writes, and the process that started it reads.
+
+    Args:
+        file: Where they are written.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def note(self, text: str) -> None:
+        """Report progress."""
+        self._write({"note": text})
+
+    def add(self, row: Any) -> None:
+        """Hand over what was found: plain data."""
+        self._write({"row": row})
+
+    def end(self, error: BaseException) -> None:
+        """Hand over an error that the command reports by itself; others leave a traceback."""
+        if isinstance(error, StoppedError):
+            self._write({"stopped": attrs.asdict(error.cause)})
+        elif isinstance(error, (BackendError, ScheduleError, UnusableError)):
+            self._write({"unusable": str(error)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def forbid_profiler() -> None:
+    """Make every use of torch's profiler in this process an error, and every import of ours."""
+    from torch.autograd import profiler
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("this process times steps, and the profiler would slow what follows")
+
+    # torch.profiler.profile makes one of these too.
+    profiler.profile.__init__ = refuse  # type: ignore[method-assign]
+    sys.modules[_PROFILER] = None  # type: ignore[assignment]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Answer the request of a file; ends the process, since groups make an orderly end hang."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    path = Path(argv[0])
+    code = 1
+    with path.with_suffix(f".{os.environ['RANK']}.jsonl").open("w", encoding="utf-8") as file:
+        findings = Findings(file)
+        try:
+            request: Request = pickle.loads(path.read_bytes())
+            if not request.profiles:
+                forbid_profiler()
+            request.body(*request.arguments, findings)
+            code = 0
+        except BaseException as error:
+            findings.end(error)
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """The standard input is a pipe that only the process that started this one holds."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

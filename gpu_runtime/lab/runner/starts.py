@@ -1,0 +1,203 @@
+"""
+The ranks of a report: each start runs a body in a fresh process per rank.
+
+A report starts its ranks twice. The first processes measure. After they have ended, others build
+the same sides again and run some steps under the profiler, and their figures are added to the rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from qeffect.report import UnusableError
+
+from ...ranks.consent import Cause, StoppedError
+from ...ranks.membership import launcher_ranks
+from .rank_process import Request
+from .ranks import RankExits, run_ranks
+
+__all__ = ["RankStarts", "Start"]
+
+
+@attrs.frozen
+class Start:
+    """
+    What one start of the ranks left.
+
+    Args:
+        exits: How the processes ended.
+        rows: What each rank that was started here handed over.
+        told: The error that the first of these ranks reported: `unusable` or `stopped`.
+    """
+
+    exits: RankExits
+    rows: list[list[Any]]
+    told: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def require(self) -> list[Any]:
+        """
+        The rows of the first rank.
+
+        Raises:
+            StoppedError: Every rank stopped, for one cause.
+            UnusableError: A rank failed; the message is its own, or its last words.
+        """
+        if "stopped" in self.told:
+            raise StoppedError(Cause(**self.told["stopped"]))
+        if self.exits.error is not None:
+            raise UnusableError(self.told.get("unusable", f"a rank failed: {self.exits.error}"))
+        return self.rows[0]
+
+
+class RankStarts:
+    """
+    Starts ranks, again and again, each time in fresh processes.
+
+    Args:
+        world: Number of ranks.
+        folder: Folder of requests, findings and output.
+        own: The rank as which torchrun started this process; None starts all ranks from here.
+    """
+
+    def __init__(self, world: int, folder: Path, own: int | None = None) -> None:
+        self.world, self.folder, self.own = world, folder, own
+        self._numbers = itertools.count(1)
+        self._store: Any = None
+
+    @classmethod
+    def here(cls, world: int, device: str, folder: Path) -> RankStarts:
+        """
+        The ranks that torchrun started, this process being one; or without it all ranks, here.
+
+        Raises:
+            UnusableError: torchrun started another number of ranks, or this machine has too few
+                GPUs.
+            BackendError: torchrun's environment variables are malformed.
+        """
+        rank, launched = launcher_ranks()
+        if launched is None:
+            if device == "cuda" and torch.cuda.device_count() < world:
+                raise UnusableError(
+                    f"{world} GPUs are needed, one a rank; found {torch.cuda.device_count()}"
+                )
+            return cls(world, folder)
+        if launched != world:
+            raise UnusableError(
+                f"{launched} processes were started for --pp {world}; start torchrun with "
+                f"--nproc-per-node {world}"
+            )
+        return cls(world, folder, rank)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process writes the report and shows progress."""
+        return not self.own
+
+    def start(
+        self,
+        body: Callable[..., None],
+        *arguments: Any,
+        profiles: bool = False,
+        limit: float = math.inf,
+        environ: Mapping[str, str] | None = None,
+        take: Callable[[Any], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> Start:
+        """
+        Run a body in a fresh process per rank, and wait until all have ended.
+
+        Args:
+            body: A function of a module, called with the arguments and the rank's `Findings`.
+            arguments: What can be pickled.
+            profiles: Whether the processes may use the profiler.
+            limit: Time limit in seconds.
+            environ: Further environment variables.
+            take: Called with each row of the first rank, soon after it was handed over.
+            note: Called with each of its lines of progress.
+        """
+        number = next(self._numbers)
+        path = self.folder / f"start{number}.request"
+        path.write_bytes(pickle.dumps(Request(body, arguments, profiles)))
+        first = self.own or 0
+        files = [
+            path.with_suffix(f".{rank}.jsonl")
+            for rank in (range(self.world) if self.own is None else (first,))
+        ]
+        heard, *others = (_Tail(file) for file in files)
+        exits = run_ranks(
+            [sys.executable, "-m", "qeffect.gpu_runtime.lab.runner.rank_process", str(path)],
+            self.world,
+            limit,
+            self.folder,
+            f"start{number}",
+            own=self.own,
+            environ={**self._meeting(number), **(environ or {})},
+            watch=lambda: heard.read(take, note),
+        )
+        heard.read(take, note)
+        for other in others:
+            other.read()
+        rows = [tail.rows for tail in (heard, *others)]
+        return Start(exits, rows, heard.told)
+
+    def _meeting(self, number: int) -> dict[str, str]:
+        """Where the ranks of a start meet: under torchrun in its store, under keys of their own."""
+        if self.own is None:
+            return {}
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.own == 0:
+            if self._store is None:
+                self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                    os.environ["MASTER_ADDR"],
+                    int(os.environ["MASTER_PORT"]),
+                    is_master=True,
+                    wait_for_workers=False,
+                )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": f"{attempt}.{number}",
+        }
+
+
+class _Tail:
+    """The growing file of a rank's findings."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._at = path, 0
+        self.rows: list[Any] = []
+        self.told: dict[str, Any] = {}
+
+    def read(
+        self,
+        take: Callable[[Any], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Take up the lines that have been completed since the last call."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._at)
+            fresh = file.read()
+        end = fresh.rfind(b"\n") + 1
+        self._at += end
+        for text in fresh[:end].splitlines():
+            ((kind, value),) = json.loads(text).items()
+            if kind == "row":
+                self.rows.append(value)
+                take(value)
+            elif kind == "note":
+                note(value)
+            else:
+                self.told[kind] = value

@@ -1,0 +1,70 @@
+"""
+The interface of every side: what rounds, comparisons, profiles and training runs call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ...backends.protocol import StageBackend
+from ...step.optimizer import Optimizer
+
+__all__ = ["Column", "RankSide", "Side"]
+
+
+class Side(Protocol):
+    """One way to run an optimizer step."""
+
+    def step(self) -> None:
+        """Enqueue one optimizer step; nothing waits for the device."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Counts that the side knows about itself: graphs, arena bytes, slots."""
+
+    def close(self) -> None:
+        """Release device memory and connections."""
+
+
+class Column(Side, Protocol):
+    """A side of the step tables, which runs over a cell in a process of its own."""
+
+    def build(self) -> None:
+        """Build what every column has: parameters, optimizer, data."""
+
+    def warm(self) -> None:
+        """Build what only this column needs before its first step: warm-up, capture, arenas."""
+
+
+class RankSide(Side, Protocol):
+    """
+    One rank of a side of a pipeline, built and ready for its first step.
+
+    Attributes:
+        first_steps: Steps that belong to the side's set-up.
+        captured: Whether it replays graphs.
+        optimizer: The optimizer of the rank's stages.
+    """
+
+    first_steps: int
+    captured: bool
+    optimizer: Optimizer
+
+    @property
+    def stages(self) -> Mapping[int, StageBackend]:
+        """The rank's stages by index."""
+
+    @property
+    def launches(self) -> int:
+        """How many steps ran as one launch, of those whose losses were read."""
+
+    def drain(self) -> None:
+        """Wait until every step has ended, on every rank."""
+
+    def losses_of(self, step: int) -> list[float]:
+        """The losses of a step by microbatch, where the last stage is; waits for the device."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training moves, live, not copied; waits for the device."""

@@ -1,0 +1,160 @@
+"""
+One optimizer step in schedule order over a runtime: Algorithm 1 of the paper as a loop.
+
+Every side of one process runs this loop: the step tables' columns, comparisons and capture-memory
+trials. It is also an example of embedding: a pipeline runtime calls the same actions from its own
+loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor
+
+from qeffect.keys import TapeKey, TapeRef
+
+from ...backends.protocol import StageBackend
+from ...runtime import Runtime
+from ...step.optimizer import Optimizer
+from ...step.plan.order import Kind, Step
+
+__all__ = ["StepData", "StepLoop"]
+
+
+class StepData(Protocol):
+    """The data of stages that no other stage feeds."""
+
+    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """The inputs of a stage's F."""
+
+    def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """The output gradients of a stage's dI."""
+
+
+@attrs.define(eq=False)
+class StepLoop:
+    """
+    Training over a runtime, action by action.
+
+    Args:
+        runtime: The runtime; stages that feed each other, and hooks that look at tensors, need one
+            with `readers`.
+        workload: The data.
+        optimizer: The optimizer over the same stages.
+        calls: The actions; the runtime's guarded ones by default.
+        feeds: The stage that each stage feeds; the workload feeds the others.
+    """
+
+    runtime: Runtime
+    workload: StepData
+    optimizer: Optimizer
+    calls: Any = attrs.field(kw_only=True, default=None)
+    feeds: Mapping[int, int] = attrs.field(kw_only=True, factory=dict)
+    _fed_by: dict[int, int] = attrs.field(init=False)
+    _reads: dict[int, bool] = attrs.field(init=False)
+    _refreshed: set[int] = attrs.field(factory=set, init=False)
+    _refs: dict[TapeKey, TapeRef] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.calls = self.calls or self.runtime.actions
+        self._fed_by = {after: stage for stage, after in self.feeds.items()}
+        self._reads = {
+            index: any(spec.differentiable for spec in stage.inputs)
+            for index, stage in self.runtime.stages.items()
+        }
+
+    def run(self, num_steps: int) -> None:
+        """Train for some optimizer steps, from the runtime's epoch on."""
+        for _ in range(num_steps):
+            self.step()
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.actions()
+        self.finish()
+
+    def actions(self) -> None:
+        """Every action of one epoch."""
+        self.begin()
+        for step in self.runtime.order.steps:
+            self.advance(step)
+
+    def begin(self) -> None:
+        """Forget the tapes of the last epoch, or of an attempt at this one."""
+        self._refs.clear()
+        self._refreshed.clear()
+
+    def advance(self, step: Step) -> None:
+        """One action, a stage's refresh before its first F."""
+        if step.kind is Kind.FORWARD and step.stage not in self._refreshed:
+            self.calls.refresh(step.stage)
+            self._refreshed.add(step.stage)
+        self.act(step)
+
+    def act(self, step: Step) -> None:
+        """One F, dI or dW."""
+        key = self.runtime.key(step.stage, step.microbatch)
+        if step.kind is Kind.FORWARD:
+            self._forward(key, step)
+        elif step.kind is Kind.DGRAD:
+            self._dgrad(key, step)
+        else:
+            ref = self._refs[key]
+            self.calls.wgrad(key, ref)
+            self.after_wgrad(key, ref)
+
+    def ref(self, key: TapeKey) -> TapeRef:
+        """The reference of a tape of this epoch."""
+        return self._refs[key]
+
+    def finish(self) -> None:
+        """The end of an epoch: the update and the commit."""
+        self.runtime.finish(self.optimizer)
+
+    def after_forward(self, key: TapeKey, step: Step, outputs: Sequence[Tensor]) -> None:
+        """Called with the outputs of a stage that feeds no other."""
+
+    def after_dgrad(
+        self, key: TapeKey, ref: TapeRef, step: Step, gradients: Sequence[Tensor]
+    ) -> None:
+        """Called with the input gradients of a stage that no other feeds."""
+
+    def after_wgrad(self, key: TapeKey, ref: TapeRef) -> None:
+        """Called after a dW."""
+
+    def _forward(self, key: TapeKey, step: Step) -> None:
+        calls, source = self.calls, self._fed_by.get(key.stage)
+        if source is None:
+            stage = self.runtime.stages[key.stage]
+            inputs = self.workload.inputs(stage, key.epoch, key.microbatch)
+            ref = self._refs[key] = calls.forward(key, inputs)
+        else:
+            before = self.runtime.key(source, key.microbatch)
+            held = self._refs[before]
+            ref = self._refs[key] = calls.forward(key, calls.outputs(before, held))
+            calls.finish_outputs(before, held)
+        if self.runtime.config.readers and key.stage not in self.feeds:
+            self.after_forward(key, step, calls.outputs(key, ref))
+            calls.finish_outputs(key, ref)
+
+    def _dgrad(self, key: TapeKey, step: Step) -> None:
+        calls, ref = self.calls, self._refs[key]
+        calls.bind(key)
+        source = self.feeds.get(key.stage)
+        if source is None:
+            stage = self.runtime.stages[key.stage]
+            calls.dgrad(key, ref, self.workload.output_gradients(stage, key.epoch, key.microbatch))
+        else:
+            behind = self.runtime.key(source, key.microbatch)
+            held = self._refs[behind]
+            calls.dgrad(key, ref, calls.dgrads(behind, held))
+            calls.finish_dgrads(behind, held)
+        if not self.runtime.config.readers or key.stage in self._fed_by:
+            return
+        found: Sequence[Tensor] = calls.dgrads(key, ref) if self._reads[key.stage] else ()
+        self.after_dgrad(key, ref, step, found)
+        if found:
+            calls.finish_dgrads(key, ref)
