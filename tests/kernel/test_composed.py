@@ -150,6 +150,7 @@ class TestHomes:
         "log.result": "log/player.py",
         "log.closing": "log/player.py",
         "log.state": "log/player.py",
+        "log.step": "log/step_replay.py",
     }
 
     def raised(self, path: Path) -> set[str]:
