@@ -33,7 +33,9 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCOPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.ci) if n == "buffers" else n for n in SCOPES]
+)
 def test_every_orbit_is_represented(name: str) -> None:
     """The representatives of all states are the states that the reduced exploration visits,
     and each represents itself."""
@@ -64,7 +66,7 @@ def test_the_pool_of_four(batch: bool) -> None:
     assert report.symmetry
 
 
-@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("batch", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_witnesses_under_symmetry(batch: bool) -> None:
     """A reduced exploration witnesses the same transitions and clauses as a full one."""
     scope = SCOPES["stage-small"]
