@@ -25,7 +25,7 @@ from qeffect.gpu_runtime.backends.te import (
     baselines as te_baselines,
 )
 from qeffect.gpu_runtime.backends.te import (
-    deferred,
+    deferred_gradients,
 )
 from qeffect.gpu_runtime.backends.te import (
     domain as te,
@@ -252,14 +252,14 @@ class TestStage:
     def test_a_product_built_otherwise_is_named(self) -> None:
         """A deferred product that is built differently is named, instead of written nowhere."""
         with pytest.raises(BackendError, match="use a tested version of the library"):
-            deferred.gemm_arguments(lambda: None)
+            deferred_gradients.gemm_arguments(lambda: None)
 
     def test_arguments_without_a_destination(self) -> None:
         """A deferred product whose arguments have no `out` is refused by that name."""
         wgrad_gemm_kwargs = {"accumulate": False, "out_dtype": BF16}
 
         with pytest.raises(BackendError, match=r"no argument \['out'\] in its \*wgrad_gemm_kwargs"):
-            deferred.gemm_arguments(lambda: wgrad_gemm_kwargs)
+            deferred_gradients.gemm_arguments(lambda: wgrad_gemm_kwargs)
 
     def test_native_bind_needs_the_right_stage(self) -> None:
         """Native accumulation into `.grad` wants a stage that does not fuse, and the reverse."""
@@ -527,7 +527,7 @@ class TestInternals:
         reached = {one.path for one in (*IMPORTED, *BASELINE)}
         reached |= {one.name for one in LAYER}
         reached |= {f"fp8_meta[...].{name}" for name in STATE}
-        reached |= {"get_metadata", "quantize_", "context", deferred.GEMM_ARGUMENTS}
+        reached |= {"get_metadata", "quantize_", "context", deferred_gradients.GEMM_ARGUMENTS}
         assert reached == listed
 
 
@@ -571,7 +571,7 @@ class TestDoctor:
         return look
 
     def test_the_current_device(self) -> None:
-        """The device that is looked at is the current one, and its number is said."""
+        """The message names the number of the current device."""
         self.look("2.18.0")
         found = doctor.examine()[2]
 
@@ -592,7 +592,7 @@ class TestDoctor:
         assert "layernorm_mlp.primary_weights_in_fp8" in found.remedy
 
     def test_an_untested_version_with_every_name(self) -> None:
-        """It is said to be untested, and that nothing is known to be missing."""
+        """The message calls the version untested, with no name known to be missing."""
         found = self.look("2.21.0")
 
         assert not found.works
@@ -600,7 +600,7 @@ class TestDoctor:
         assert found.remedy.endswith("All names that the runtime imports are present")
 
     def test_an_untested_version_without_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The name that it lacks is said, instead of a crash when it is asked for all the same."""
+        """The message names the missing name before anything uses it."""
         look = self.look
         look("2.21.0")
         monkeypatch.setattr(doctor, "version", lambda _: "2.21.0")

@@ -34,7 +34,7 @@ from qeffect.gpu_runtime.lab.sides.restart import (
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
-from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import Limits, join
 from qeffect.gpu_runtime.ranks.pipeline import Passage
@@ -253,7 +253,7 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
         """One rank saves behind an action, in the step of all."""
         program = list(worker.pipeline.program)
         if run.rank == rank:
-            place = next(n for n, e in enumerate(program) if name_of(e.atom) == action)
+            place = next(n for n, e in enumerate(program) if action_name(e.atom) == action)
             entry = program[place]
 
             def act(passage: Passage) -> None:
@@ -465,7 +465,7 @@ def stopped_under_way(job: Job, folder: str) -> dict[str, Any]:
     path = run.save()
     program = list(worker.pipeline.program)
     if run.rank == 1:
-        place = next(n for n, e in enumerate(program) if name_of(e.atom) == "1W1")
+        place = next(n for n, e in enumerate(program) if action_name(e.atom) == "1W1")
         entry = program[place]
 
         def act(passage: Passage) -> None:
@@ -650,6 +650,26 @@ def failed_alone(job: Job, folder: str, place: str) -> dict[str, Any]:
     if said["cause"] is not None:
         run.worker.rebuild(StoppedError(Cause(**said["cause"])))
     said["then"] = run.save().name
+    return said
+
+
+def load_failed_alone(job: Job, folder: str) -> dict[str, Any]:
+    """A load that fails on rank 1 alone before it has compared anything; then a load."""
+    run = Run(job, folder)
+    run.worker.step()
+    path = run.save()
+
+    def fail(*_: Any) -> Any:
+        raise TypeError("an injected failure")
+
+    def act() -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            if run.rank == 1:
+                patched.setattr(run.worker.optimizer, "state_tensors", fail)
+            run.load(path)
+
+    said = run.attempt(act)
+    run.load(path)
     return said
 
 

@@ -42,7 +42,7 @@ from ..reports.report import (
 from ..runner.training_run import RunControl, RunName, train_run
 from ..sides.training import limits_of
 
-__all__ = ["add_curves_arguments", "merged", "run_curves"]
+__all__ = ["add_curves_arguments", "merge_reports", "run_curves"]
 
 #: Fields of the environment that parts of one report must share.
 _ALIKE = (*ALIKE, "cpu", "cores")
@@ -100,11 +100,13 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     refuse_unused(args, others, "--merge runs nothing")
     if args.config is not None:
         raise UnusableError(f"{args.config} given, but --merge runs nothing; leave it out")
-    report = merged(args.merge)
+    report = merge_reports(args.merge)
     report.path = args.out
     report.save()
     what = f"{len(args.merge)} reports in one"
-    return _outcome(report, what + ", NOT complete: one of them is not" * (not report.complete))
+    return _outcome(
+        report, what + ", NOT complete: one of the reports is incomplete" * (not report.complete)
+    )
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -195,8 +197,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _names(args: argparse.Namespace) -> list[RunName]:
     if args.config is None or not args.runs:
         raise UnusableError(
-            "curves wants a file and --runs, such as: torchrun --nproc-per-node 2 -m qeffect "
-            "runtime curves h200.toml --runs native:il:0 guarded:il:0 --out curves.json"
+            "expected a training file and --runs, such as: torchrun --nproc-per-node 2 -m qeffect "
+            "runtime report curves h200.toml --runs native:il:0 guarded:il:0 --out curves.json"
         )
     return [RunName.of(text) for text in args.runs]
 
@@ -210,7 +212,7 @@ def _outcome(report: Report, what: str) -> Outcome:
     return Outcome("accepted" if same else "refused", derived, [what, *report.lines()])
 
 
-def merged(paths: Sequence[Path]) -> Report:
+def merge_reports(paths: Sequence[Path]) -> Report:
     """
     One report of the runs of several, complete where all of them are.
 
