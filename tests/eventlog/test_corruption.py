@@ -233,12 +233,12 @@ def test_a_replayer_that_overlooks_a_field_is_found(
     """What such a replayer accepts is not what the proofs excuse."""
     honest = Converters.plans
 
-    def plans(self: Converters, marks: Any) -> dict[str, Any]:
+    def plans(self: Converters, marks: Any, *, former: bool = False) -> dict[str, Any]:
         return {
             name: (spelled, partial(careless, function, names), *rest)
             if field in (names := {**TRANSITIONS, **MARKS}[name])
             else (spelled, function, *rest)
-            for name, (spelled, function, *rest) in honest(self, marks).items()
+            for name, (spelled, function, *rest) in honest(self, marks, former=former).items()
         }
 
     lines = valid()["readers"]
