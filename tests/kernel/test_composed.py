@@ -162,7 +162,7 @@ class TestHomes:
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name | ast.Attribute)
             and getattr(node.func, "id", getattr(node.func, "attr", "")).lstrip("_")
-            in ("Refused", "refused", "Violation")
+            in ("Refused", "refused", "Violation", "RepeatError")
             for argument in node.args[:1]
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
         }
