@@ -455,10 +455,10 @@ ticket, once.""",
         Clause(
             id="ownership.live-tape",
             number="1.27",
-            title="A commit finds no live tape",
-            invariant="The optimizer's commit happens only if every slot of every stage of the "
+            title="An update finds no live tape",
+            invariant="The optimizer's update begins only if every slot of every stage of the "
             "process is free.",
-            transitions=("commit_epoch",),
+            transitions=("check_update",),
             argument="",
             unchanged="Every live tape, and the weight epoch.",
             section="IV-E",

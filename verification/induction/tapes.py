@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from qeffect.spec.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Register, implies
-from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, WGRAD
+from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, UPDATE, WGRAD
 
 from .words import History, Index, State, Truth, awaits, live, now, retained
 
@@ -128,6 +128,13 @@ def nothing_else_refreshes(st: State, h: History, g: Index) -> Truth:
     """The ticket of a refresh in flight is outstanding, as a refresh of that stage."""
     mine = (st.refreshing[g] == h.ticket[0]) & (h.ticket[0] != 0)
     return implies(mine, (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == g))
+
+
+@HISTORY("tickets.outstanding-update")
+def outstanding_update(st: State, h: History) -> Truth:
+    """An outstanding update is the update in flight, and conversely."""
+    mine = (st.optimizing[0] == h.ticket[0]) & (h.ticket[0] != 0)
+    return (h.outstanding[0] == UPDATE) == mine
 
 
 @HISTORY("tickets.none-before-issue")
