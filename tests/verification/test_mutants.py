@@ -22,7 +22,7 @@ from qeffect.cli import main
 from qeffect.engine.compose import source
 from qeffect.engine.stage import TRANSITIONS, Transitions, transitions
 from qeffect.verification import mutants
-from qeffect.verification.concrete import ConcreteRun
+from qeffect.verification.concrete_run import ConcreteRun
 from qeffect.verification.mutants import Mutant, MutantReport, Site, Verdict, sites
 from qeffect.verification.mutants.corpus import legal_schedules
 
