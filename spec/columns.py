@@ -527,6 +527,28 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "number of the stage's cells, which is its number of tapes per epoch",
     ),
     _configured(
+        "source_of",
+        "stage -> stage",
+        "the stage of this process whose output is the stage's input; the stage itself if none is",
+    ),
+    _configured(
+        "target_of",
+        "stage -> stage",
+        "the stage of this process whose input is the stage's output; the stage itself if none is",
+    ),
+    _configured(
+        "input_of",
+        "cell -> cell",
+        "the cell of the source whose F makes the input of the cell's F; the cell itself if the "
+        "stage has no source",
+    ),
+    _configured(
+        "gradient_of",
+        "cell -> cell",
+        "the cell of the target whose dI makes the gradient that the cell's dI uses; the cell "
+        "itself if the stage has no target",
+    ),
+    _configured(
         "declared", "domain -> flag", "1 if the order of the domain's F and dI is declared"
     ),
     _configured("forward_at", "cell -> int", "declared position of the cell's F"),

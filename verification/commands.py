@@ -41,6 +41,8 @@ SCOPES = (
     "domains-messages",
     "callers-messages",
     "callers-copies",
+    "stages-fed",
+    "stages-exchange",
     "stage-buckets",
     "callers-update",
     "stages-tied",

@@ -21,6 +21,7 @@ from ..refusals import Refused
 from ..text import counted, shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
 from .format import (
+    COLUMNS_ADDED,
     COLUMNS_OF_FIRST,
     COLUMNS_SINCE_FIRST,
     DIGEST_BYTES,
@@ -346,6 +347,8 @@ class Player:
             told = closing["state"].items()
             old = {n: digest for n, digest in told if n not in COLUMNS_OF_FIRST}
             closing = {**closing, "state": old}
+        lacks = COLUMNS_ADDED - closing["state"].keys()
+        state = {name: digest for name, digest in state.items() if name not in lacks}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:
             raise Violation(

@@ -9,6 +9,7 @@ from typing import Any, Final
 from qeffect.spec.constants import (
     ADDS,
     BACK_BIT,
+    BEFORE_DGRAD,
     COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
@@ -29,6 +30,7 @@ from qeffect.spec.constants import (
 __all__ = [
     "ADDS",
     "BACK_BIT",
+    "BEFORE_DGRAD",
     "COPY_BIT",
     "DGRAD_BIT",
     "GENERATION_MAX",

@@ -111,6 +111,32 @@ def gradient_arrived(st: State, h: History, a: Args) -> Truth:
     return implies((st.receives[a.key.stage] & BACK_BIT) != 0, there)
 
 
+@STEPS("ownership.input-made", "check_forward")
+def input_made(st: State, h: History, a: Args) -> Truth:
+    """If another stage of the process feeds the stage, its F of the same microbatch ran."""
+    fed = st.source_of[a.key.stage] != a.key.stage
+    return implies(fed, h.ran_forward[st.input_of[a.key.cell]] == 1)
+
+
+@STEPS("ownership.gradient-made", "check_dgrad")
+def gradient_made(st: State, h: History, a: Args) -> Truth:
+    """If the stage feeds another stage of the process, its dI of the same microbatch ran."""
+    feeds = st.target_of[a.key.stage] != a.key.stage
+    return implies(feeds, h.ran_dgrad[st.gradient_of[a.key.cell]] == 1)
+
+
+@STEPS("ownership.read-before-arrival", "finish_receive")
+def read_before_arrival(st: State, h: History, a: Args) -> Truth:
+    """A message between two stages of the process arrives only after its read began."""
+    g, c = a.key.stage, a.key.cell
+    alive = h.owing[a.ref.slot] != 0
+    forward = alive & (a.message == IN_BIT) & (st.source_of[g] != g)
+    back = alive & (a.message == BACK_BIT) & (st.target_of[g] != g)
+    return implies(forward, h.output_read[st.input_of[c]] == 1) & implies(
+        back, h.gradient_read[st.gradient_of[c]] == 1
+    )
+
+
 @STEPS("ownership.nothing-moves", "reserve", "check_forward")
 def nothing_moves(st: State, h: History, a: Args) -> Truth:
     """No forward overwrites data that is still being read, or still being received."""

@@ -8,7 +8,17 @@ also trusted to name the current weights.
 
 from __future__ import annotations
 
-from ..constants import DGRAD_BIT, INPUT_BITS, NO_STAGE, RESERVED, WGRAD_BIT
+from ..constants import (
+    BACK_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    INPUT_BITS,
+    NO_STAGE,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+)
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth, domain_of_slot
 
@@ -99,6 +109,30 @@ def one_domain(st: State, b: Index) -> Truth:
     """Stages that share a bucket share a state domain."""
     there = st.domain_of[st.stage_at[b]] == st.domain_of[st.tied_at[b]]
     return (st.stage_at[b] != NO_STAGE) & (st.tied_at[b] != NO_STAGE) & there
+
+
+# The configuration of the cell that a key names
+
+
+@ASSUMED("ownership.edges-join-cells", "check_forward", "check_dgrad", "finish_receive")
+def edges_join_cells(st: State, h: History, a: Args) -> Truth:
+    """What feeds a key's cell, and what the cell feeds, are cells of its stage's source and
+    target."""
+    g, c = a.key.stage, a.key.cell
+    source, target = st.source_of[g], st.target_of[g]
+    joined = (st.stage_of[st.input_of[c]] == source) & (st.stage_of[st.gradient_of[c]] == target)
+    return joined & (source != NO_STAGE) & (target != NO_STAGE)
+
+
+@ASSUMED("ownership.messages-have-readers", "finish_receive")
+def messages_have_readers(st: State, h: History, a: Args) -> Truth:
+    """A message of another stage of the process is read from that stage's tape."""
+    g = a.key.stage
+    source, target = st.source_of[g], st.target_of[g]
+    received = (source != g) & ((st.receives[g] & IN_BIT) != 0)
+    returned = (target != g) & ((st.receives[g] & BACK_BIT) != 0)
+    sent = implies(received, (st.owes[source] & OUT_BIT) != 0)
+    return sent & implies(returned, (st.owes[target] & GRAD_BIT) != 0)
 
 
 # The caller's arguments

@@ -84,6 +84,24 @@ def input_there(st: State, h: History, a: Args) -> Truth:
     return (h.moving[a.slot] == 0) & implies(wanted, arrived)
 
 
+@LEGAL("ownership.input-in-source", "check_forward")
+def input_in_source(st: State, h: History, a: Args) -> Truth:
+    """If another stage of the process feeds the stage, its F of the same microbatch ran, its dI
+    did not, and nothing spoiled its epoch."""
+    g, c = st.source_of[a.key.stage], st.input_of[a.key.cell]
+    kept = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 0) & (h.spoiled[g] != a.key.epoch)
+    return implies(g != a.key.stage, kept)
+
+
+@LEGAL("ownership.gradient-from-target", "check_dgrad")
+def gradient_from_target(st: State, h: History, a: Args) -> Truth:
+    """If the stage feeds another stage of the process, its dI of the same microbatch ran, and
+    nothing spoiled its epoch."""
+    g, c = st.target_of[a.key.stage], st.gradient_of[a.key.cell]
+    sound = (h.spoiled[g] != a.key.epoch) & (h.lost_in_use[g] != a.key.epoch)
+    return implies(g != a.key.stage, (h.ran_dgrad[c] == 1) & sound)
+
+
 @LEGAL("ownership.gradient-there", "check_dgrad")
 def gradient_there(st: State, h: History, a: Args) -> Truth:
     """The output's gradient has arrived if dI needs one, and no receive of it is under way."""

@@ -317,8 +317,12 @@ def _carry_out(shadow: Shadow, call: Call, pick: Pick) -> Plan:
             call.arguments["refresh"] = False
     yield from prepared(shadow, call)
     ticket = yield call
-    if call.transition == "start_reduction" and pick(2):
-        yield Call("drain")
+    if call.transition == "start_reduction":
+        left = pick(8)
+        if left % 2:
+            yield Call("drain")
+        if left == 7:
+            yield Call("fail_reduction", {"bucket": call.arguments["bucket"]})
     if call.transition.startswith("check_"):
         left = pick(64)
         if left == 63:

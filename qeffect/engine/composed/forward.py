@@ -42,6 +42,11 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("ownership.transfer-in-flight")
     if st.receives[s] & INPUT_BITS != 0 and st.arrived[slot] & INPUT_BITS == 0:
         raise Refused("ownership.receive-missing")
+    if st.source_of[s] != s and (
+        st.slot_of[st.input_of[c]] == NO_SLOT
+        or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
+    ):
+        raise Refused("ownership.input-not-made")
     # version.check_forward_guards
     d = st.domain_of[s]
     cached = st.cache_epoch[s]
