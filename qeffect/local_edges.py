@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from .keys import Cell
 from .refusals import refused
+from .relations.constants import SOURCE_BIT, TARGET_BIT
 from .stage_config import StageConfig
 
 __all__ = ["LocalEdges", "local_edges", "require_edges_kept"]
@@ -25,6 +26,11 @@ class LocalEdges(NamedTuple):
 
     sources: Mapping[int, int]
     targets: Mapping[int, int]
+
+    def needs(self, stage: int) -> int:
+        """Return the mask of what other stages of the process make for F and dI of a stage."""
+        fed, feeds = self.sources[stage] != stage, self.targets[stage] != stage
+        return (SOURCE_BIT if fed else 0) | (TARGET_BIT if feeds else 0)
 
     def inputs(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
         """Return, for each cell, the cell whose F makes its input, or the cell itself."""

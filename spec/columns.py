@@ -518,18 +518,15 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "receives",
         "stage -> mask",
-        "messages, or the copy of the input, that F and dI of a tape need; bits as in `arrived`",
+        "messages, or the copy of the input, that F and dI of a tape need, with bits as in "
+        "`arrived`; 4 if another stage of the process makes the input, 8 if another makes the "
+        "gradient",
     ),
     _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each exactly once"),
     _configured(
         "cells",
         "stage -> int",
         "number of the stage's cells, which is its number of tapes per epoch",
-    ),
-    _configured(
-        "source_of",
-        "stage -> stage",
-        "the stage of this process whose output is the stage's input; the stage itself if none is",
     ),
     _configured(
         "target_of",

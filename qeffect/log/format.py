@@ -95,7 +95,7 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
 COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
 #: Configured columns that a log may lack, since it was recorded before they existed: the header
 #: says as much.
-COLUMNS_ADDED: Final = frozenset({"source_of", "target_of", "input_of", "gradient_of"})
+COLUMNS_ADDED: Final = frozenset({"target_of", "input_of", "gradient_of"})
 #: Transitions that name a stage in the first version, and no link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: Bytes of a line's digest: enough to find damage; it is not a signature.

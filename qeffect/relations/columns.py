@@ -49,7 +49,6 @@ CONFIG = {
     "receives": Column("stage", "mask", None),  # messages that F and dI of a tape need
     "matrices": Column("stage", "opaque", None),  # the matrices a dW must cover
     "cells": Column("stage", "int", None),  # tapes of one epoch
-    "source_of": Column("stage", "stage", None),  # the stage that feeds it, or itself
     "target_of": Column("stage", "stage", None),  # the stage that it feeds, or itself
     "input_of": Column("cell", "cell", None),  # the cell whose F makes its input, or itself
     "gradient_of": Column("cell", "cell", None),  # the cell whose dI makes its gradient, or itself

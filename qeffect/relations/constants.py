@@ -24,6 +24,8 @@ from qeffect.spec.constants import (
     OVERWRITES,
     READ_BITS,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
     WGRAD_BIT,
 )
 
@@ -46,6 +48,8 @@ __all__ = [
     "OVERWRITES",
     "READ_BITS",
     "RESERVED",
+    "SOURCE_BIT",
+    "TARGET_BIT",
     "WGRAD_BIT",
     "State",
 ]

@@ -18,6 +18,8 @@ from .constants import (
     NO_SLOT,
     OUT_BIT,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
     WGRAD_BIT,
     State,
 )
@@ -121,6 +123,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     e = key.epoch
     c = key.cell
     mask = st.consumers[slot]
+    needs = st.receives[s]
     if slot == NO_SLOT:
         raise Refused("ownership.pool-exhausted")
     if st.slot_stage[slot] != s:
@@ -137,10 +140,10 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
         raise Refused("ownership.transfer-in-flight")
-    if st.receives[s] & INPUT_BITS != 0 and st.arrived[slot] & INPUT_BITS == 0:
+    if needs & INPUT_BITS != 0 and st.arrived[slot] & INPUT_BITS == 0:
         raise Refused("ownership.receive-missing")
     # The source's tape waits for this F: its own dI comes after the dI of this tape.
-    if st.source_of[s] != s and (
+    if needs & SOURCE_BIT != 0 and (
         st.slot_of[st.input_of[c]] == NO_SLOT
         or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
     ):
@@ -189,8 +192,8 @@ def check_dgrad_guards(st: State, key, ref, token, link):
     s = key.stage
     e = key.epoch
     c = key.cell
-    t = st.target_of[s]
     mask = st.consumers[slot]
+    needs = st.receives[s]
     require_reference(st, key, ref)
     if mask == RESERVED:
         raise Refused("ownership.not-forwarded")
@@ -198,12 +201,12 @@ def check_dgrad_guards(st: State, key, ref, token, link):
         raise Refused("ownership.duplicate-dgrad")
     if st.moving[slot] & BACK_BIT != 0:
         raise Refused("ownership.transfer-in-flight")
-    if st.receives[s] & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
+    if needs & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
         raise Refused("ownership.receive-missing")
     # Without a tape the target's cell has run its dI, or has lost its tape to a failure.
-    if t != s and (
+    if needs & TARGET_BIT != 0 and (
         st.forwarded[st.gradient_of[c]] != e
-        or st.spoiled[t] == e
+        or st.spoiled[st.target_of[s]] == e
         or (
             st.slot_of[st.gradient_of[c]] != NO_SLOT
             and st.consumers[st.slot_of[st.gradient_of[c]]] & BEFORE_DGRAD != 0
@@ -364,8 +367,8 @@ def finish_receive_guards(st: State, key, ref, message, link):
     s = key.stage
     e = key.epoch
     c = key.cell
-    t = st.target_of[s]
     mask = st.consumers[slot]
+    needs = st.receives[s]
     moving = st.moving[slot]
     require_transfer(st, key, ref, bit)
     if (bit != IN_BIT and bit != BACK_BIT) or moving & bit == 0:
@@ -374,7 +377,7 @@ def finish_receive_guards(st: State, key, ref, message, link):
     if (
         mask != 0
         and bit == IN_BIT
-        and st.source_of[s] != s
+        and needs & SOURCE_BIT != 0
         and (
             st.slot_of[st.input_of[c]] == NO_SLOT
             or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
@@ -388,10 +391,10 @@ def finish_receive_guards(st: State, key, ref, message, link):
     if (
         mask != 0
         and bit == BACK_BIT
-        and t != s
+        and needs & TARGET_BIT != 0
         and (
             st.forwarded[st.gradient_of[c]] != e
-            or st.spoiled[t] == e
+            or st.spoiled[st.target_of[s]] == e
             or (
                 st.slot_of[st.gradient_of[c]] != NO_SLOT
                 and (

@@ -17,6 +17,8 @@ from ..constants import (
     NO_STAGE,
     OUT_BIT,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
     WGRAD_BIT,
 )
 from ..predicates import Register, implies
@@ -114,25 +116,22 @@ def one_domain(st: State, b: Index) -> Truth:
 # The configuration of the cell that a key names
 
 
-@ASSUMED("ownership.edges-join-cells", "check_forward", "check_dgrad", "finish_receive")
+@ASSUMED("ownership.edges-join-cells", "check_dgrad", "finish_receive")
 def edges_join_cells(st: State, h: History, a: Args) -> Truth:
-    """What feeds a key's cell, and what the cell feeds, are cells of its stage's source and
-    target."""
-    g, c = a.key.stage, a.key.cell
-    source, target = st.source_of[g], st.target_of[g]
-    joined = (st.stage_of[st.input_of[c]] == source) & (st.stage_of[st.gradient_of[c]] == target)
-    return joined & (source != NO_STAGE) & (target != NO_STAGE)
+    """The cell that a key's cell feeds is one of its stage's target."""
+    target = st.target_of[a.key.stage]
+    return (st.stage_of[st.gradient_of[a.key.cell]] == target) & (target != NO_STAGE)
 
 
 @ASSUMED("ownership.messages-have-readers", "finish_receive")
 def messages_have_readers(st: State, h: History, a: Args) -> Truth:
     """A message of another stage of the process is read from that stage's tape."""
-    g = a.key.stage
-    source, target = st.source_of[g], st.target_of[g]
-    received = (source != g) & ((st.receives[g] & IN_BIT) != 0)
-    returned = (target != g) & ((st.receives[g] & BACK_BIT) != 0)
+    needs, source = st.receives[a.key.stage], st.stage_of[st.input_of[a.key.cell]]
+    received = ((needs & SOURCE_BIT) != 0) & ((needs & IN_BIT) != 0)
+    returned = ((needs & TARGET_BIT) != 0) & ((needs & BACK_BIT) != 0)
     sent = implies(received, (st.owes[source] & OUT_BIT) != 0)
-    return sent & implies(returned, (st.owes[target] & GRAD_BIT) != 0)
+    returns = (st.owes[st.target_of[a.key.stage]] & GRAD_BIT) != 0
+    return sent & implies(returned, returns)
 
 
 # The caller's arguments

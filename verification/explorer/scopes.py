@@ -17,6 +17,8 @@ from qeffect.relations.constants import (
     GRAD_BIT,
     IN_BIT,
     OUT_BIT,
+    SOURCE_BIT,
+    TARGET_BIT,
     WGRAD_BIT,
 )
 
@@ -211,10 +213,14 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "domain_at": [link % n["domain"] for link in range(n["link"])],
         "caller_at": [link // n["domain"] for link in range(n["link"])],
         "owes": [DGRAD_BIT | WGRAD_BIT | scope.readers] * n["stage"],
-        "receives": [scope.receives] * n["stage"],
+        "receives": [
+            scope.receives
+            | (SOURCE_BIT if scope.feeds and s else 0)
+            | (TARGET_BIT if scope.feeds and s + 1 < stages else 0)
+            for s in range(stages)
+        ],
         "matrices": [1] * n["stage"],
         "cells": list(scope.cells),
-        "source_of": [s - 1 if scope.feeds and s else s for s in range(stages)],
         "target_of": [s + 1 if scope.feeds and s + 1 < stages else s for s in range(stages)],
         "input_of": [c - each if c >= each else c for c in range(n["cell"])],
         "gradient_of": [c + each if c + each < n["cell"] else c for c in range(n["cell"])],

@@ -15,6 +15,7 @@ from ...relations.constants import (
     NO_STAGE,
     READ_BITS,
     RESERVED,
+    TARGET_BIT,
 )
 
 __all__ = ["abort_dgrad", "check_dgrad", "commit_dgrad"]
@@ -32,8 +33,8 @@ def check_dgrad(st, key, ref, token, link):
     s = key.stage
     e = key.epoch
     c = key.cell
-    t = st.target_of[s]
     mask = st.consumers[slot]
+    needs = st.receives[s]
     if ref.incarnation != st.incarnation[0]:
         raise Refused("ownership.foreign-incarnation")
     if mask == 0 or st.generation[slot] != ref.generation:
@@ -48,11 +49,11 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("ownership.duplicate-dgrad")
     if st.moving[slot] & BACK_BIT != 0:
         raise Refused("ownership.transfer-in-flight")
-    if st.receives[s] & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
+    if needs & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
         raise Refused("ownership.receive-missing")
-    if t != s and (
+    if needs & TARGET_BIT != 0 and (
         st.forwarded[st.gradient_of[c]] != e
-        or st.spoiled[t] == e
+        or st.spoiled[st.target_of[s]] == e
         or (
             st.slot_of[st.gradient_of[c]] != NO_SLOT
             and st.consumers[st.slot_of[st.gradient_of[c]]] & BEFORE_DGRAD != 0
@@ -90,7 +91,7 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("completion.caller-to-graph")
     if st.waited[link] < st.produced[slot]:
         raise Refused("completion.graph-to-caller")
-    if st.receives[s] & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+    if needs & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
     ticket = st.serial[0] + 1
     # ownership.check_dgrad_writes

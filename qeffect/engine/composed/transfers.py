@@ -16,6 +16,8 @@ from ...relations.constants import (
     OUT_BIT,
     READ_BITS,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
 )
 
 __all__ = ["finish_read", "finish_receive", "post_receive", "read"]
@@ -74,8 +76,8 @@ def finish_receive(st, key, ref, message, link):
     s = key.stage
     e = key.epoch
     c = key.cell
-    t = st.target_of[s]
     mask = st.consumers[slot]
+    needs = st.receives[s]
     moving = st.moving[slot]
     if ref.incarnation != st.incarnation[0]:
         raise Refused("ownership.foreign-incarnation")
@@ -92,7 +94,7 @@ def finish_receive(st, key, ref, message, link):
     if (
         mask != 0
         and bit == IN_BIT
-        and (st.source_of[s] != s)
+        and needs & SOURCE_BIT != 0
         and (
             st.slot_of[st.input_of[c]] == NO_SLOT
             or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
@@ -106,10 +108,10 @@ def finish_receive(st, key, ref, message, link):
     if (
         mask != 0
         and bit == BACK_BIT
-        and (t != s)
+        and needs & TARGET_BIT != 0
         and (
             st.forwarded[st.gradient_of[c]] != e
-            or st.spoiled[t] == e
+            or st.spoiled[st.target_of[s]] == e
             or (
                 st.slot_of[st.gradient_of[c]] != NO_SLOT
                 and (
