@@ -13,6 +13,9 @@ __all__ = ["MODULES", "NAMES"]
 
 #: Modules; an empty new name stands for a folder that is gone.
 MODULES: Mapping[str, str] = {
+    "backends.deterministic": "backends.determinism",
+    "backends.dynamic": "backends.dynamic_head",
+    "backends.te.deferred": "backends.te.deferred_gradients",
     "bench": "",
     "bench.__main__": "lab.__main__",
     "bench.cells": "lab.sides.cells",
@@ -141,6 +144,7 @@ NAMES: Mapping[str, str] = {
     "parallel.world.gathered": "ranks.membership.all_gather",
     "parallel.world.launched": "ranks.membership.launcher_ranks",
     "training.files.Mark": "training.checkpoint.files.FileDigest",
+    "training.files.name_of": "training.checkpoint.files.checkpoint_name",
     "training.files.numbered": "training.checkpoint.files.checkpoint_folders",
     "training.model.Language": "training.language_model.LanguageJob",
 }

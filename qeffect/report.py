@@ -30,6 +30,7 @@ __all__ = [
     "package",
     "program",
     "read_json",
+    "require_folder",
     "require_place",
     "unreadable",
     "write_json",
@@ -319,6 +320,34 @@ def require_place(path: Path | None, option: str = "--out") -> None:
                 f"{option} {path}: there is no folder {path.parent}; make it, or name another"
             )
         _, partial = _places(path)
+        partial.touch()
+        partial.unlink()
+    except UnusableError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def require_folder(path: Path, option: str = "--out") -> None:
+    """
+    Require that files can be written to a folder, which may have to be made, before work begins.
+
+    Args:
+        path: The folder; neither it nor a folder above it is made.
+        option: The option that named it, for the message.
+
+    Raises:
+        UnusableError: The path, or a part of it, is a file, or it cannot be written.
+    """
+    try:
+        place = path.absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise UnusableError(
+                f"{option} {path}: expected a folder, found the file {place}; name a folder"
+            )
+        _, partial = _places(place / "qeffect")
         partial.touch()
         partial.unlink()
     except UnusableError:

@@ -4,9 +4,11 @@ Escape and shorten untrusted text, so that a message is one line and moves no cu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, Final
 
-__all__ = ["counted", "decoded", "escaped", "is_name", "shown", "spelled", "within"]
+__all__ = ["counted", "decoded", "escaped", "is_name", "near", "shown", "spelled", "within"]
 
 #: Longest excerpt of a log in a message, in characters.
 _LONGEST: Final = 300
@@ -60,6 +62,17 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def near(word: object, names: Iterable[str]) -> str:
+    """
+    Return a question that names the nearest of some names, or nothing if none is near.
+
+    >>> near("layres", ["layers", "hidden"]), near("x", ["layers"])
+    ('; did you mean layers?', '')
+    """
+    found = get_close_matches(str(word).partition("=")[0], list(names), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def within(text: str, most: int = _LONGEST) -> str:

@@ -152,6 +152,7 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
             f"- *Likely cause:* {clause.cause}",
             f"- *Remedy:* {clause.remedy}",
             f"- *Kept by* {_kept_by(clause.id, keeping)}",
+            *_killed_by(clause.id, keeping),
             f"- *Shown by* {_shown_by(keeping['clauses'][clause.id])}",
             "",
         ]
@@ -167,7 +168,7 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
     functions = "; ".join(f"{', '.join(names)} in `{module}`" for module, names in raised.items())
     guards = [row for row in keeping["guards"] if row["clause"] == clause]
     if not guards:
-        return f"{functions}, outside the proved transitions, for no promise."
+        return f"{functions}, outside the proved transitions; no promise depends on this clause."
     own = clause.partition(".")[0] + "."
 
     def named(what: str) -> str:
@@ -196,6 +197,15 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
             promise, _, where = text.partition(", ")
             said.append(f"for `{promise}` {where}")
     return f"{functions}, {'; '.join(said)}."
+
+
+def _killed_by(clause: str, keeping: Mapping[str, Any]) -> Iterator[str]:
+    """The commands that delete a clause's guards and must notice; none without proved guards."""
+    if any(row["clause"] == clause for row in keeping["guards"]):
+        yield (
+            f"- *Mutants killed by* `qeffect prove --only {clause}`, and by "
+            f"`pytest -m slow tests/verification/test_deleted_guards.py -k {clause}`."
+        )
 
 
 def _shown_by(shown: Mapping[str, Sequence[str]]) -> str:

@@ -11,15 +11,11 @@ from typing import Any
 
 __all__ = ["measure"]
 
-#: Scopes walked for their rates, of ``explorer.large_scopes``, and whether by the batch reading.
-#: The plain reading is measured on right arguments, the batch reading on wrong ones as well.
-#: Five million states come before the plain readings: a peak of memory is that of the process.
+#: Scopes walked for their rates, of ``explorer.large_scopes``.
 SCOPES = {
-    "pool_batch": ("pool-4-4-3", True),
-    "stage_batch": ("stage-medium", True),
-    "five_million_states": ("pool-4-5-4", True),
-    "pool_plain": ("pool-4-4-3-right", False),
-    "stage_plain": ("stage-small-right", False),
+    "pool_batch": "pool-4-4-3",
+    "stage_batch": "stage-medium",
+    "five_million_states": "pool-4-5-4",
 }
 
 #: The transitions that check and commit each action.
@@ -40,9 +36,9 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
     from .walks import machine
 
     data: dict[str, Any] = {}
-    for name, (scope, batch) in SCOPES.items():
+    for name, scope in SCOPES.items():
         progress(f"Measuring. exploration, {name}")
-        report = run(large_scopes()[scope], batch=batch, witnesses=False)
+        report = run(large_scopes()[scope], witnesses=False)
         data[f"explore_{name}"] = {
             "scope": report.scope,
             "states": report.states,

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from math import comb, perm
 from pathlib import Path
 from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
 from qeffect.countdown import Countdown
-from qeffect.report import environment, require_place, write_json, write_text
-from qeffect.text import counted
+from qeffect.report import environment, require_folder, require_place, write_json, write_text
+from qeffect.text import counted, near
+
+from .scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
 
 __all__ = [
     "DEPTH",
@@ -23,48 +24,11 @@ __all__ = [
     "SCOPES",
     "Explore",
     "Prove",
-    "pool_states",
     "random_schedules",
 ]
 
 #: Names of the explorer's scopes, which are made only once one is explored.
-SCOPES = (
-    "pool-2-2-2",
-    "pool-3-3-2",
-    "stage-epochs",
-    "stage-reuse",
-    "stage-small",
-    "stage-tickets",
-    "stage-readers",
-    "domains-readers",
-    "stage-messages",
-    "domains-messages",
-    "callers-messages",
-    "callers-copies",
-    "stages-fed",
-    "stages-exchange",
-    "stage-buckets",
-    "callers-update",
-    "stages-tied",
-    "stages-shared",
-    "stages-shared-streams",
-    "domains-buckets",
-    "stage-shared-pool",
-    "stage-declared",
-    "stages-two",
-    "stages-declared",
-    "stage-reports",
-    "callers-reports",
-    "stages-live",
-    "domains-two",
-    "pool-4-4-2-right",
-    "pool-4-4-3-right",
-    "pool-4-4-3",
-    "pool-4-5-4",
-    "stage-small-right",
-    "stage-medium",
-    "stage-large",
-)
+SCOPES = tuple(SCOPE_STATES)
 #: The largest pool that is explored: all its states are kept in memory.
 MOST_STATES, MOST_KEYS = 20_000_000, 64
 MOST_SEEDS = 10_000
@@ -75,31 +39,6 @@ DEPTH = 8
 #: Random schedules that met everything with every seed that was tried.
 _ENOUGH = 500
 _NAMED = 5
-
-
-def pool_states(slots: int, keys: int, generations: int, *, symmetry: bool = False) -> int:
-    """
-    Count the reachable states of a slot pool without walking them.
-
-    Each slot is free in one of ``generations + 1`` generations, the last of them exhausted, or
-    holds a key in one of three phases of one of ``generations``; no key is held twice.
-
-    Args:
-        slots: Slots of the pool.
-        keys: Keys that compete for them.
-        generations: Tenants that each slot may have.
-        symmetry: Count the orbits under exchange of slots and of keys.
-
-    >>> pool_states(4, 4, 3), pool_states(4, 4, 3, symmetry=True)
-    (540184, 1820)
-    """
-    held, free = 3 * generations, generations + 1
-    return sum(
-        comb(live + held - 1, live) * comb(slots - live + free - 1, slots - live)
-        if symmetry
-        else comb(slots, live) * perm(keys, live) * held**live * free ** (slots - live)
-        for live in range(min(slots, keys) + 1)
-    )
 
 
 class Explore:
@@ -127,7 +66,7 @@ class Explore:
             "--scope", metavar="NAME", help=f"the one scope to explore: {', '.join(SCOPES)}"
         )
         parser.add_argument(
-            "--batch", action="store_true", help="explore with the compiled NumPy batches"
+            "--batch", action="store_true", help="no effect: every exploration is batched now"
         )
         parser.add_argument(
             "--symmetry",
@@ -154,14 +93,13 @@ class Explore:
             if args.scope not in named:
                 raise UnusableError(
                     f"no scope is named {args.scope!r}; choose from {', '.join(named)}"
+                    f"{near(args.scope, named)}"
                 )
             chosen = [named[args.scope]]
         else:
             chosen = list(scopes.values())
         try:
-            reports = needs(  # the batch reading imports NumPy and Z3 only now
-                "verify", lambda: list(_explored(explorer, chosen, args, progress))
-            )
+            reports = list(_explored(explorer, chosen, args, progress))
         except ValueError as error:
             raise UnusableError(str(error)) from error
         rows = [report.asdict() for report in reports]
@@ -194,14 +132,22 @@ def _explored(
         where = f" Scope {scope.name}, {count(number)}." if len(scopes) > 1 else ""
         report = explorer.run(
             scope,
-            batch=args.batch,
             symmetry=args.symmetry,
+            total=_states(scope, args.symmetry),
             progress=lambda line: progress(f"{line}{where}"),  # noqa: B023 - called within the turn
         )
         if report.violation and not violated:
             violated = True
             progress.note(f"First finding. {scope.name}: {report.violation}")
         yield report
+
+
+def _states(scope: Any, symmetry: bool) -> int:
+    """How many states a scope has, or UNKNOWN."""
+    if scope.name.startswith("pool-"):
+        (slots,), (keys,) = scope.slots, scope.cells
+        return pool_states(slots, keys, scope.generation_max, symmetry=symmetry)
+    return UNKNOWN if symmetry else SCOPE_STATES.get(scope.name, UNKNOWN)
 
 
 def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
@@ -241,8 +187,8 @@ class Prove:
             "--depth",
             type=int,
             metavar="N",
-            help=f"length in transitions of the bounded proofs beside the unbounded ones "
-            f"(default {DEPTH}, the most)",
+            help=f"transitions per bounded proof, at most and by default {DEPTH}; unbounded proofs "
+            "always run",
         )
         parser.add_argument(
             "--cvc5", action="store_true", help="prove with the second solver, cvc5, too"
@@ -250,7 +196,8 @@ class Prove:
         parser.add_argument(
             "--mutants",
             action="store_true",
-            help="also delete each guard, operand and update in turn, show what breaks (minutes)",
+            help="also delete each guard, operand and update in turn, and show what breaks "
+            "(minutes)",
         )
         parser.add_argument(
             "--only",
@@ -276,10 +223,8 @@ class Prove:
             refuse_unused(args, ("--programs",), why, wants="--mutants")
         args.seeds = 1 if args.seeds is None else args.seeds
         args.depth = DEPTH if args.depth is None else args.depth
-        if args.programs is not None and args.programs.exists() and not args.programs.is_dir():
-            raise UnusableError(
-                f"--programs {args.programs}: expected a folder, found a file; name a folder"
-            )
+        if args.programs is not None:
+            require_folder(args.programs, "--programs")
         if args.seeds < 1:
             raise UnusableError(f"--seeds must be at least 1, not {args.seeds}")
         if args.seeds > MOST_SEEDS:

@@ -11,7 +11,7 @@ import attrs
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
 
-from .channels import ChannelEnds, LostError, Message, first_difference
+from .channels import ChannelEnds, LostError, Message, first_different_message
 
 __all__ = [
     "Cause",
@@ -19,7 +19,7 @@ __all__ = [
     "StoppedError",
     "TerminatedError",
     "Verdicts",
-    "name_of",
+    "action_name",
     "verdict_of",
 ]
 
@@ -160,7 +160,7 @@ class Verdicts:
                 continue
             name = f"{ends.source}>{ends.to}"
             a, b = (said[r]["posted"].get(name, ()) for r in ends)
-            if (found := first_difference(a, b)) is None:
+            if (found := first_different_message(a, b)) is None:
                 continue
             place, sent, received = found
             if not whole and (sent is None or received is None):
@@ -184,7 +184,7 @@ class Verdicts:
         owed = self._awaited_of(v)["action"]
         for atoms in self.table.atoms:
             for place, atom in enumerate(atoms):
-                if name_of(atom) == owed:
+                if action_name(atom) == owed:
                     return place
         return sys.maxsize
 
@@ -237,7 +237,7 @@ def verdict_of(
         "kind": kind,
         "epoch": epoch,
         "stage": None if atom is None else atom.stage,
-        "action": at if atom is None else name_of(atom),
+        "action": at if atom is None else action_name(atom),
         "clause": getattr(error, "clause", None),
         "text": f"{type(error).__name__}: {text}" if kind == "raised" else text,
         "peer": getattr(error, "peer", None),
@@ -248,7 +248,7 @@ def verdict_of(
     }
 
 
-def name_of(atom: Atom) -> str:
+def action_name(atom: Atom) -> str:
     """Return an indivisible step in a table's notation, such as ``1W2``."""
     return f"{atom.stage}{atom.kind.value}{atom.microbatch if atom.microbatch >= 0 else ''}"
 

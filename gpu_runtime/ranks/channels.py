@@ -31,7 +31,7 @@ __all__ = [
     "Message",
     "Transfer",
     "channels_of",
-    "first_difference",
+    "first_different_message",
     "transport_of",
 ]
 
@@ -158,16 +158,16 @@ def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
     return sorted(found)
 
 
-def first_difference(
+def first_different_message(
     sent: Iterable[int], received: Iterable[int]
 ) -> tuple[int, Message | None, Message | None] | None:
     """
     Return the first place at which the two ends of a channel differ.
 
-    >>> place, sent, received = first_difference([3, 5], [3, 7])
+    >>> place, sent, received = first_different_message([3, 5], [3, 7])
     >>> place, sent.sent, received.received
     (1, '2SEND_F0', '4RECV_F0')
-    >>> first_difference([3], [3]) is None
+    >>> first_different_message([3], [3]) is None
     True
 
     Returns:

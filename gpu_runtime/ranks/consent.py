@@ -37,7 +37,7 @@ from .causes import (
     StoppedError,
     TerminatedError,
     Verdicts,
-    name_of,
+    action_name,
     verdict_of,
 )
 from .channels import ChannelEnds, Channels, LostError, end_group
@@ -50,7 +50,7 @@ __all__ = [
     "DisagreementError",
     "StoppedError",
     "TerminatedError",
-    "name_of",
+    "action_name",
     "wait_for",
 ]
 

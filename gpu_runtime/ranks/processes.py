@@ -17,7 +17,7 @@ from qeffect.cli.command import Outcome
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
-from ..backends.deterministic import DETERMINISTIC
+from ..backends.determinism import DETERMINISTIC
 from ..backends.protocol import BackendError
 from .consent import Cause
 from .membership import Limits, Member, join, launcher_ranks

@@ -30,7 +30,7 @@ from ..backends.protocol import BackendError
 from ..step.eager import StageMemory
 from ..step.effects import Effects
 from .channels import ChannelEnds, Channels, Message, Transfer
-from .consent import name_of
+from .consent import action_name
 from .membership import Member, all_gather
 from .pipeline import Entry, Passage
 from .worker import Worker
@@ -222,7 +222,7 @@ class Tracer:
         kind = _COMPUTATIONS.get(entry.atom.kind)
         if kind is None:
             return entry
-        name, stage = name_of(entry.atom), entry.atom.stage
+        name, stage = action_name(entry.atom), entry.atom.stage
 
         def act(passage: Passage) -> None:
             began, self.resumed, self.refreshed = self.clock.mark(), None, None

@@ -193,7 +193,7 @@ class Worker:
         ends = all_gather(self.member, own)
         require_meeting([end for rank in self.ranks for end in ends[rank]])
         if "main" not in config.callers:
-            problem = f"callers are {config.callers}; a pipeline calls as 'main': name it too"
+            problem = f"expected 'main' among the callers, found {config.callers}; add it"
         agree_on(self.member, problem)
         made = None
         try:

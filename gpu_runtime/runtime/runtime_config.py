@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from qeffect.stage_config import Bucket
+from qeffect.text import near, shown
 
 from ..backends.protocol import BackendError
 from ..step.memory.arena import Rule
@@ -45,8 +46,15 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: ``late_counts`` without ``device_counts``.
+        TypeError: A flag is not a bool.
     """
     old = {name: given[name] for name in _OLD if name in given}
+    for name, value in old.items():
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"RuntimeConfig: {name} must be a bool, got {shown(value)}; write "
+                f"{'mode=' if name in ('captured', 'nested') else 'counts='} instead"
+            )
     new = {name: value for name, value in given.items() if name not in old}
     if not old:
         return new
@@ -75,7 +83,19 @@ def _accepting_old_flags(cls: type[_T]) -> type[_T]:
     made: Callable[..., None] = cls.__init__
 
     @wraps(made)
-    def init(self: _T, **given: Any) -> None:
+    def init(self: _T, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            raise TypeError(
+                f"{cls.__name__} takes its fields by name, as in {cls.__name__}(mode='replays'); "
+                f"got {shown(unnamed[0])} without a name"
+            )
+        known = [field.name for field in attrs.fields(cls)]  # type: ignore[arg-type]
+        for name in given:
+            if name not in known and name not in _OLD:
+                raise TypeError(
+                    f"{cls.__name__} has no field {name!r}; expected some of {', '.join(known)}"
+                    f"{near(name, known)}"
+                )
         made(self, **translated(given))
 
     cls.__init__ = init  # type: ignore[assignment]

@@ -14,7 +14,7 @@ import torch
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
-from ..backends.dynamic import library
+from ..backends.dynamic_head import library
 from ..backends.protocol import BackendError
 from ..ranks.membership import Member, agree_on, all_gather
 from ..runtime import mode_on

@@ -41,7 +41,7 @@ __all__ = [
     "launch_lines",
     "loss_line",
     "nonfinite_lines",
-    "release",
+    "release_memory",
     "require_processes",
     "run_train",
 ]
@@ -231,7 +231,7 @@ def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
     )
 
 
-def release(member: Member) -> None:
+def release_memory(member: Member) -> None:
     """Give back what the side before held."""
     gc.collect()
     if member.device.type == "cuda":

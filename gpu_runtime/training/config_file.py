@@ -8,12 +8,14 @@ from __future__ import annotations
 import tomllib
 import warnings
 from collections.abc import Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 
-from qeffect.report import UnusableError
+from qeffect.report import UnusableError, json_mistake, unreadable
+from qeffect.text import near
 
 from .config import TABLES, Config
 
@@ -39,19 +41,30 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UnusableError(f"{path}: {error.strerror or error}") from None
+        raise UnusableError(f"{path}: {unreadable(error)}") from None
     except ValueError as error:  # also a number of too many digits, and a NUL in the path
-        raise UnusableError(f"{path}: expected a TOML file, found {error}") from None
-    for name in given:
-        if name not in TABLES:
+        raise UnusableError(f"{path}: expected a TOML file, found {_mistake(error)}") from None
+    for name, value in given.items():
+        if name in TABLES:
+            continue
+        if isinstance(value, dict):
             raise UnusableError(
                 f"{path}: there is no table [{name}]; there are {', '.join(TABLES)}"
+                f"{near(name, TABLES)}"
             )
+        homes = [table for table, kind in TABLES.items() if name in attrs.fields_dict(kind)]
+        raise UnusableError(
+            f"{path}: {name}: expected fields below the name of a table, found {name} before the "
+            f"first one; move it below {' or '.join(f'[{home}]' for home in homes or TABLES)}"
+        )
     tables: dict[str, Any] = {}
     for name, kind in TABLES.items():
         found = given.get(name, {})
         if not isinstance(found, dict):
-            raise UnusableError(f"{path}: [{name}]: expected a table, found {found!r}")
+            raise UnusableError(
+                f"{path}: {name}: expected a table, found {_shown(found)}; write [{name}] once, "
+                "and its fields below it"
+            )
         if name == "parallel":
             found = _with_mode(path, found)
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
@@ -144,6 +157,7 @@ def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _
         if key not in fields:
             raise UnusableError(
                 f"{path}: [{name}] {key}: there is no such field; there are {', '.join(fields)}"
+                f"{near(key, fields)}"
             )
         known = fields[key].metadata
         if not known["fits"](value):
@@ -162,7 +176,19 @@ def _expected(known: Mapping[str, Any], value: Any) -> str:
     return said
 
 
+def _mistake(error: ValueError) -> str:
+    if isinstance(error, tomllib.TOMLDecodeError):
+        said = str(error)
+        return f"a mistake: {said[:1].lower()}{said[1:]}"
+    return json_mistake(error)
+
+
 def _shown(value: Any) -> str:
+    """Spell a value as TOML does."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, date | time):
+        return str(value)
     try:
         return repr(value)
     except ValueError:  # Python writes no number of so many digits

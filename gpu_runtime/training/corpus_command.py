@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
+from qeffect.report import require_folder
 
 from .corpus import make
 
@@ -47,6 +48,7 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     if args.tokenizer == "bytes":
         refuse_unused(args, ["--vocabulary"], "the vocabulary of bytes is fixed")
+    require_folder(args.out)
     progress.note(f"Reading the standard library and encoding it with {args.tokenizer}")
     made = make(
         args.out,

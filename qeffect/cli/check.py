@@ -149,8 +149,8 @@ def _blocking(rows: list[dict[str, Any]]) -> Iterator[str]:
     if not asked:
         return
     yield (
-        f"Of {len(asked)} that name their messages, under rendezvous semantics (a send ends when "
-        "its receive is posted) can deadlock:"
+        f"Of {len(asked)} tables with messages, this many can deadlock under rendezvous semantics "
+        "(a send ends when its receive is posted):"
     )
     for number, (queues, words) in enumerate(QUEUES.items()):
         counts = (

@@ -191,5 +191,5 @@ def needs(extra: str, load: Callable[[], Any]) -> Any:
         return load()
     except ModuleNotFoundError as error:
         raise UnusableError(
-            f"this needs {error.name}, which is not installed: pip install 'qeffect[{extra}]'"
+            f"the package {error.name} is missing: pip install 'qeffect[{extra}]'"
         ) from error

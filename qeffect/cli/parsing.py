@@ -8,10 +8,10 @@ import argparse
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ..text import near
 from .command import UnusableError
 
 __all__ = ["Parser", "missing_commands"]
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         namespace, extra = super().parse_known_args(*args, **kwargs)
         if extra:  # said here and not by the parser above, which does not know the options
             options = [name for action in self._actions for name in action.option_strings]
-            hint = _near(next((word for word in extra if word.startswith("-")), ""), options)
+            hint = near(next((word for word in extra if word.startswith("-")), ""), options)
             self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
         return namespace, extra
 
@@ -87,19 +87,13 @@ class Parser(argparse.ArgumentParser):
             return
         names = [str(choice) for choice in action.choices]
         if not isinstance(action, argparse._SubParsersAction):
-            found = f"expected one of {', '.join(names)}, found {value!r}{_near(value, names)}"
+            found = f"expected one of {', '.join(names)}, found {value!r}{near(value, names)}"
             raise argparse.ArgumentError(action, found)
         if value in self.missing:
             raise UnusableError(self.missing[value])
         self.error(
-            f"unknown command {value!r}; expected one of {', '.join(names)}{_near(value, names)}"
+            f"unknown command {value!r}; expected one of {', '.join(names)}{near(value, names)}"
         )
-
-
-def _near(word: Any, names: Iterable[str]) -> str:
-    """Return a question that names the nearest of some names, if one is near."""
-    found = get_close_matches(str(word).partition("=")[0], list(names), 1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def missing_commands(names: Iterable[str]) -> dict[str, str]:

@@ -73,7 +73,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--max-outstanding-sends",
         type=int,
         metavar="N",
-        help="sends per rank that may be posted and not yet awaited, at most; with --torch and "
+        help="limit of sends per rank that are posted and not yet awaited; with --torch and "
         "--comms, torch makes the table with this limit (torch 2.15; default unlimited)",
     )
     schedule.add_argument(
@@ -88,7 +88,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--rendezvous",
         choices=RENDEZVOUS,
-        help="what a send blocks until its receive is posted, its queue or its whole rank; a table "
+        help="what a send blocks until its receive is posted: its queue or its whole rank; a table "
         "that can then deadlock is refused (default: sends are buffered and block nothing)",
     )
     schedule.description = "--pp, --vpp, --comms and --defer-receives apply to --torch."

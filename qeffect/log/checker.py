@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ..report import json_mistake
 from ..text import shown, within
 from .fields import CLOSING, EVENT, HEADER, Field
 from .format import FIELDS, compact
@@ -52,7 +53,7 @@ def parse(body: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise LogError(f"{where} is not UTF-8 at byte {error.start}") from None
     except ValueError as error:
-        raise LogError(f"{where} is not JSON as a log writes it: {error}") from None
+        raise LogError(f"{where} is not JSON as a log writes it: {json_mistake(error)}") from None
     if type(value) is not dict:
         raise LogError(f"{where} is not a JSON object")
     if (spelled := compact(value)) != text:

@@ -116,6 +116,8 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
     Raises:
         LogError: A file is not an event log, or the logs are not those of one whole pipeline.
     """
+    if isinstance(paths, str | os.PathLike) or not paths:
+        raise LogError("expected the paths of the logs of all ranks, found one path or none")
     reports = tuple(replay(path) for path in paths)
     for number, report in enumerate(reports):
         if report.clause is not None:

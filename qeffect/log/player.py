@@ -126,7 +126,7 @@ class Player:
             )
         if not line.startswith(_BEGIN):
             raise LogError(
-                f"{self.name} is not an event log: it begins with {line[:24]!r}, "
+                f"{self.name} is not an event log: it begins with {_spelled(line[:24])}, "
                 f"not with {_BEGIN.decode()}"
             )
         body = line[:-_END]
@@ -266,7 +266,9 @@ class Player:
                 "log as binary data"
             )
         if not _SEALED.fullmatch(line[-_END:]):
-            raise LogError(f"{self._where(number)} does not end in a digest: {line[-_END:]!r}")
+            raise LogError(
+                f"{self._where(number)} does not end in a digest: {_spelled(line[-_END:])}"
+            )
         raise Violation(
             "log.chain",
             number,
@@ -372,6 +374,10 @@ def _field(clause: str, event: Mapping[str, Any]) -> str:
         if name in event:
             return argument if name == argument.partition(".")[0] else name
     return "transition"
+
+
+def _spelled(data: bytes) -> str:
+    return repr(data.decode("utf-8", "backslashreplace"))
 
 
 def _stumble(text: str) -> NoReturn:

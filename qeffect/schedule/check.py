@@ -34,6 +34,7 @@ from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
 from ..stage_config import StageConfig
+from ..text import shown
 from .actions import (
     RECEIVES,
     SEND_WAITS,
@@ -159,17 +160,27 @@ def check(
         transport: How the runtime carries messages; by default as torch does.
 
     Raises:
-        ScheduleError: The pairing is unknown; `steps` is below one; outstanding sends are limited,
+        ScheduleError: An argument has the wrong type; the pairing is unknown; `steps` is below one;
+            outstanding sends are limited,
             but the table does not say when its sends end; or sends block, but the table does not
             name them.
     """
     if not isinstance(schedule, Schedule):
         schedule = read_object(schedule)
+    if transport is not None and not isinstance(transport, Transport):
+        raise ScheduleError(
+            f"transport must be a Transport, not {shown(transport)}; make one with "
+            "qeffect.schedule.transport.Transport"
+        )
+    if type(steps) is not int:
+        raise ScheduleError(f"steps must be an integer, not {shown(steps)}")
+    if steps < 1:
+        raise ScheduleError(f"steps must be at least 1, not {steps}")
+    if type(shared_pool) is not bool:
+        raise ScheduleError(f"shared_pool must be True or False, not {shown(shared_pool)}")
     transport = transport or DEFAULT
     transport.require(schedule)
     discipline(pairing)
-    if steps < 1:
-        raise ScheduleError(f"steps must be at least 1, not {steps}")
     found = check_ranks(schedule, transport)
     tried = channels(schedule, found)
     if found:

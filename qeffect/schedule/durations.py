@@ -119,7 +119,7 @@ class Durations:
                 )
 
 
-def read_durations(path: Path) -> Durations:
+def read_durations(path: str | Path) -> Durations:
     """
     Read a file of durations.
 
@@ -128,7 +128,7 @@ def read_durations(path: Path) -> Durations:
             names the field, what was expected, what was found and what to do.
     """
     try:
-        with path.open("rb") as stream:
+        with Path(path).open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{path}: {unreadable(error)}") from None
@@ -194,7 +194,9 @@ class _Parser:
         for name in given:
             if name not in known:
                 place = f"{field}.{name}" if field else str(name)
-                remedy = "give I and W, which B is" if name == "B" else "leave it out"
+                remedy = (
+                    "give I and W instead, the two halves of B" if name == "B" else "leave it out"
+                )
                 self.refuse(shorten(place), f"one of {', '.join(known)}", _shown(name), remedy)
 
     def time(self, field: str, given: object) -> Time:
@@ -204,7 +206,7 @@ class _Parser:
             field,
             f"a number from 0 to {MOST:,}",
             _shown(given),
-            "write how long it takes, in `unit`",
+            "give a time in `unit`",
         )
 
     def keyed(
@@ -213,7 +215,9 @@ class _Parser:
         given = self.an_object(field, top.get(field, {}))
         for key in given:
             if not isinstance(key, str) or not re.fullmatch(pattern, key, re.ASCII):
-                self.refuse(field, f"names that are {wanted}", _shown(key), "write it so")
+                self.refuse(
+                    field, f"names that are {wanted}", _shown(key), "write each name in this form"
+                )
         return given
 
     def table(

@@ -21,9 +21,9 @@ _ROLE_MARKS = {
 }
 
 _LEGEND = {
-    ">": "the refused entry stands in >..<",
-    "+": "what should have stood there, stood there first, or is needed",
-    "!": "what was taken instead, or waits as well",
+    ">": "the refused entry, marked >..<",
+    "+": "the expected entry, the first one of two, or one that is needed",
+    "!": "the entry taken instead, or another one that waits",
 }
 
 

@@ -51,10 +51,10 @@ def check_inputs(index: Index) -> Iterator[Finding]:
             continue
         if index.before(wanted, spot):
             continue
-        where = "nowhere" if wanted is None else f"at step {wanted.atom.step}"
+        where = "is missing" if wanted is None else f"is at step {wanted.atom.step}"
         yield finding(
             "use-before-receive",
-            f"{stage}{kind.value}{microbatch} runs before its input {how}: {name} stands {where}",
+            f"{stage}{kind.value}{microbatch} runs before its input {how}: {name} {where}",
             rank=spot.rank,
             atom=spot.atom,
             expected=f"{name} earlier on rank {spot.rank}",

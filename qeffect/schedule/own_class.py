@@ -7,9 +7,9 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 
+from ..text import near
 from .actions import ScheduleError
 
 __all__ = ["base_name", "own_class"]
@@ -52,8 +52,7 @@ def own_class(name: str) -> type:
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         own = (n for n, value in vars(module).items() if isinstance(value, type))
-        near = get_close_matches(class_name, own, 1)
-        hint = f"; did you mean {near[0]}?" if near else "; name one of its classes"
+        hint = near(class_name, own) or "; name one of its classes"
         raise ScheduleError(f"{name}: module {module_name} has no class {class_name!r}{hint}")
     base_name(found)
     return found

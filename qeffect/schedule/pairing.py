@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from ..text import near, shown
 from .actions import ScheduleError
 
 Work = tuple[int, int]
@@ -120,8 +121,9 @@ def discipline(pairing: str) -> Discipline:
     Raises:
         ScheduleError: The discipline is unknown.
     """
-    if pairing not in DISCIPLINES:
+    if not isinstance(pairing, str) or pairing not in DISCIPLINES:
         raise ScheduleError(
-            f"unknown pairing {pairing!r}; expected one of {', '.join(DISCIPLINES)}"
+            f"unknown pairing {shown(pairing)}; expected one of {', '.join(DISCIPLINES)}"
+            f"{near(pairing, DISCIPLINES)}"
         )
     return DISCIPLINES[pairing]()

@@ -4,6 +4,8 @@ The table of a schedule object of ``torch.distributed.pipelining``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 from .actions import Schedule, ScheduleError
@@ -25,6 +27,11 @@ def read_object(schedule: Any) -> Schedule:
     Raises:
         ScheduleError: The object has neither a table nor such a loop.
     """
+    if isinstance(schedule, type):
+        raise ScheduleError(
+            f"{schedule.__name__}: expected a schedule object, found a class; name the class and "
+            "its sizes to qeffect.schedule.torch_tables.torch_schedule"
+        )
     cls = type(schedule)
     stages = getattr(schedule, "_num_stages", None)
     microbatches = getattr(schedule, "_n_microbatches", None)
@@ -40,6 +47,15 @@ def read_object(schedule: Any) -> Schedule:
     if not hasattr(schedule, "_stage") or stages is None or microbatches is None:
         raise ScheduleError(
             f"{cls.__name__}: expected a Schedule of qeffect.schedule, or a schedule object of "
-            "torch.distributed.pipelining with a pipeline_order"
+            f"torch.distributed.pipelining with a pipeline_order{_remedy(schedule)}"
         )
     return torch_schedule(cls, pp=stages, microbatches=microbatches, comms=True)
+
+
+def _remedy(given: Any) -> str:
+    """Say how to make a schedule from input of another kind."""
+    if isinstance(given, str | PathLike):
+        return "; read a file with qeffect.schedule.tables.read_table"
+    if isinstance(given, Mapping | list | tuple):
+        return "; read rows of actions with qeffect.schedule.infer.from_actions"
+    return ""

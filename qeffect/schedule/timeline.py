@@ -50,11 +50,11 @@ _LEGEND = {
 _ROLES = {
     "owner": "its own work",
     "picked": "the work that it is given",
-    "first": "stands before it",
+    "first": "comes before it",
     "needs": "is needed before it",
-    "peer": "the message that would be taken",
+    "peer": "the message received instead",
     "awaited": "is waited for",
-    "waits": "waits as well",
+    "waits": "also waits",
 }
 _UNRUN = 0.28
 _LEFT, _RIGHT, _ROW, _ENTRY = 76, 24, 62, 30

@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 import attrs
 
+from ..text import shown
 from .actions import SENDS, Kind, Schedule, ScheduleError
 
 #: Ways to share queues, each with a description of the messages that share one.
@@ -65,18 +66,18 @@ class Transport:
         Raises:
             ScheduleError: The queues or the rendezvous are unknown, or the limit is negative.
         """
-        if self.queues not in QUEUES:
+        if not isinstance(self.queues, str) or self.queues not in QUEUES:
             raise ScheduleError(
-                f"unknown queues {self.queues!r}; expected one of {', '.join(QUEUES)}"
+                f"unknown queues {shown(self.queues)}; expected one of {', '.join(QUEUES)}"
             )
         if self.rendezvous is not None and self.rendezvous not in RENDEZVOUS:
             raise ScheduleError(
                 f"unknown rendezvous {self.rendezvous!r}; expected one of {', '.join(RENDEZVOUS)}"
             )
         limit = self.max_outstanding_sends
-        if limit is not None and limit < 0:
+        if limit is not None and (type(limit) is not int or limit < 0):
             raise ScheduleError(
-                f"max_outstanding_sends must be a non-negative integer, not {limit}"
+                f"max_outstanding_sends must be a non-negative integer, not {shown(limit)}"
             )
 
     @property
@@ -117,8 +118,7 @@ class Transport:
         if any(a is not None and a.kind in SENDS for row in schedule.rows for a in row):
             raise ScheduleError(
                 f"{schedule.source}: max_outstanding_sends needs a table with the ends of its "
-                "sends "
-                "(WAIT_SEND_F, WAIT_SEND_B; torch 2.15 writes them); leave the limit out"
+                "sends (WAIT_SEND_F, WAIT_SEND_B; torch 2.15 writes them); leave the limit out"
             )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..text import counted
 from .actions import SEND_WAITS, SENDS, WAITS, Kind
 from .findings import Finding, finding, place
 from .index import Index, Spot
@@ -70,12 +71,12 @@ def check_outstanding(index: Index) -> Iterator[Finding]:
                 names = ", ".join(str(spot.atom.action) for spot in earlier[:_SHOWN])
                 yield finding(
                     "outstanding-sends",
-                    f"{atom.action} makes {len(outstanding)} sends of rank {rank} that are posted "
-                    f"and not awaited; at most {limit} may be",
+                    f"after {atom.action}, rank {rank} has posted {len(outstanding)} sends that it "
+                    f"has not awaited; the limit is {limit}",
                     rank=rank,
                     atom=atom,
-                    expected=f"no more than {limit} outstanding",
-                    found=f"outstanding already: {names or 'none'}",
+                    expected=f"at most {counted(limit, 'outstanding send')}",
+                    found=f"already outstanding: {names or 'none'}",
                     related=tuple(place(rank, spot.atom, "first") for spot in earlier),
                 )
                 break
@@ -127,7 +128,7 @@ def _missing(spot: Spot) -> Finding:
     what = "reduction" if atom.kind is Kind.REDUCE_GRAD else "send"
     return finding(
         "wait-missing",
-        f"{atom.action} is never awaited, though this table awaits others: {name} is nowhere",
+        f"the table awaits other actions, but never {atom.action}: {name} is missing",
         rank=spot.rank,
         atom=atom,
         expected=f"{name} after step {atom.step}",

@@ -22,10 +22,14 @@ import qeffect.faults
 from qeffect.cli import bench, command, main, parser
 from qeffect.schedule.tables import fixture_names, read_fixture, write_table
 from qeffect.verification import explorer
-from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES, pool_states
+from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES
+from qeffect.verification.explorer.plain import PlainExplorer
+from qeffect.verification.explorer.space import Space
 from qeffect.verification.proofs import bounded, prove
 from qeffect.verification.proofs.obligations import Obligation
+from qeffect.verification.scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
 from qeffect.verification.walks import machine
+from tests.verification.test_explorer import COUNTS
 
 SOURCE = {
     "file",
@@ -484,17 +488,20 @@ def test_the_fault_table_has_seven_rows_all_refused(capsys: pytest.CaptureFixtur
     assert all(columns <= row.keys() and row["refused"] for row in data["rows"])
 
 
-def test_both_readings_walk_the_same_states(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both readings of the slot pool walk the same states."""
+def test_a_pool_has_the_states_that_the_plain_explorer_finds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command finds what the plain explorer finds; ``--batch`` changes nothing."""
     arguments = ("explore", "--slots", "2", "--keys", "2", "--generations", "2")
+    plain = PlainExplorer(Space(explorer.pool_scope(2, 2, 2))).explore()
 
-    plain, batch = (json_of(capsys, *arguments, *more) for more in ((), ("--batch",)))
-
-    assert 0 == plain[0] == batch[0]
-    (walked,), (batched,) = plain[1]["scopes"], batch[1]["scopes"]
-    for count in ("states", "transitions", "refused", "depth"):
-        assert walked[count] == batched[count]
-    assert walked["states"] > 100
+    for more in ((), ("--batch",)):
+        code, found = json_of(capsys, *arguments, *more)
+        (walked,) = found["scopes"]
+        assert 0 == code
+        assert (len(plain.parents), plain.accepted.total(), plain.refused.total(), plain.depth) == (
+            tuple(walked[count] for count in ("states", "transitions", "refused", "depth"))
+        )
 
 
 _REPLAY = ("replay", "spec/logs/valid/aborts-and-restores.jsonl")
@@ -585,6 +592,42 @@ def test_what_the_help_names_is_what_there_is(capsys: pytest.CaptureFixture[str]
     assert [*explorer.standard_scopes(), *explorer.large_scopes()] == list(SCOPES)
     assert set(SCOPES) <= set(said)
     assert DEPTH == bounded.DEPTH
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_the_states_of_a_named_scope_are_known(name: str) -> None:
+    """The totals that progress lines show are the states that the explorer finds."""
+    if name in explorer.standard_scopes():
+        assert COUNTS[name][0] == SCOPE_STATES[name]  # what the exploration itself is held to
+    elif name.startswith("pool-"):
+        scope = explorer.large_scopes()[name]
+        shape = (*scope.slots, *scope.cells, scope.generation_max)
+        assert pool_states(*shape) == SCOPE_STATES[name]
+    elif SCOPE_STATES[name] != UNKNOWN:
+        found = explorer.run(explorer.large_scopes()[name], witnesses=False)
+        assert found.states == SCOPE_STATES[name]
+    assert (SCOPE_STATES[name] == UNKNOWN) == (name == "stage-large")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--scope stage-epochs", " of 956 states"),
+        ("--scope stage-epochs --symmetry", "Exploring. states="),
+        ("--scope pool-4-4-3 --symmetry", " of 1,820 states"),
+        ("--slots 2 --generations 2", " of 153 states"),
+    ],
+)
+def test_an_exploration_says_how_many_states_are_left(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The total is shown where it is known, and the plain counter where it is not."""
+    monkeypatch.setattr(command.Progress, "__call__", command.Progress.note)
+    code, out, err = run(capsys, "explore", *words.split())
+
+    assert (0, 1) == (code, len(out.splitlines()))
+    assert said in err
+    assert "transitions=" in err
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 2), (2, 2, 2), (3, 2, 2), (2, 3, 3)])

@@ -27,6 +27,7 @@ LONG = {
     "explore --scope pool-4-5-4": "Exploring. ",
     "explore --scope pool-4-5-4 --batch": "Exploring. ",
     "prove": "Proving. ",
+    "prove --only check_dgrad": "Mutants. ",
     "ranks": "Proving. ",
     "bench": "Measuring. ",
 }

@@ -18,10 +18,13 @@ import qeffect.cli
 from qeffect import report
 from qeffect.cli import main
 from qeffect.countdown import Countdown
+from qeffect.log.checker import LogError
+from qeffect.log.joint import replay_together
 from qeffect.report import UnusableError, environment
 from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.tables import read_fixture, write_table
+from qeffect.schedule.transport import Transport
 from tests.cli.test_cli import json_of, run
 
 OWN = '''
@@ -172,6 +175,43 @@ class TestOwnClasses:
         assert "ownership.wrong-key" == check(mine, "latest").clause
         with pytest.raises(ScheduleError, match="int: expected a Schedule"):
             check(3)
+        with pytest.raises(ScheduleError, match="Mine: expected a schedule object, found a class"):
+            check(ownschedules.Mine)
+
+
+class TestPython:
+    """Wrong arguments of the Python functions behind the commands."""
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"schedule": "zbv.csv"}, "str: expected a Schedule .*; read a file with .*read_table"),
+            ({"schedule": [["0F0"]]}, "list: expected a Schedule .*; read rows .*from_actions"),
+            ({"pairing": ["latest"]}, r"unknown pairing \['latest'\]; expected one of contract"),
+            ({"pairing": "latst"}, "did you mean latest?"),
+            ({"steps": "2"}, "steps must be an integer, not '2'"),
+            ({"steps": True}, "steps must be an integer, not True"),
+            ({"shared_pool": "no"}, "shared_pool must be True or False, not 'no'"),
+            ({"transport": "pair"}, "transport must be a Transport, not 'pair'; make one with"),
+        ],
+    )
+    def test_check(self, given: dict[str, Any], said: str) -> None:
+        """The argument is named, with what was expected; none of Python's own words."""
+        table = read_fixture("ScheduleZBVZeroBubble_pp2_vpp2_m4.compute.csv")
+        with pytest.raises(ScheduleError, match=said):
+            check(**{"schedule": table, **given})
+
+    @pytest.mark.parametrize("limit", ["2", 1.5, True])
+    def test_a_limit_of_sends(self, limit: Any) -> None:
+        """Only an int of at least 0 is a limit."""
+        with pytest.raises(ScheduleError, match="must be a non-negative integer, not"):
+            Transport(max_outstanding_sends=limit)
+
+    @pytest.mark.parametrize("paths", [[], "log.jsonl"])
+    def test_logs_of_all_ranks(self, paths: Any) -> None:
+        """A single path is refused, not read letter by letter."""
+        with pytest.raises(LogError, match="expected the paths of the logs of all ranks"):
+            replay_together(paths)
 
 
 class TestWords:

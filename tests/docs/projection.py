@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.statistics.projection import CLASSES, Links, Measured, projected
+from qeffect.gpu_runtime.lab.statistics.projection import CLASSES, Links, Measured, project
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
 
 PAGE = ROOT / "gpu_runtime" / "PROJECTION.md"
@@ -25,7 +25,7 @@ HEADER = (
 
 def row(report: Mapping[str, Any], cell: str, schedule: str, pp: int) -> tuple[str, ...]:
     """One line of the table, simulated now."""
-    p = projected(Measured.of(report, cell, schedule), schedule, pp)
+    p = project(Measured.of(report, cell, schedule), schedule, pp)
     return (
         cell.rsplit("-", 1)[0],
         schedule,
@@ -56,7 +56,7 @@ def over_replays(report: Mapping[str, Any]) -> str:
     """The simulated step of replays over the measured one, at two ranks."""
     found = []
     for schedule in CLASSES:
-        p = projected(Measured.of(report, CELLS[0], schedule), schedule, 2)
+        p = project(Measured.of(report, CELLS[0], schedule), schedule, 2)
         (took,) = (
             r["step_ms"]["median"]
             for r in report["derived"]["timed"]

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.commands.plots import swept
+from qeffect.gpu_runtime.lab.commands.plots import sweep_names
 from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
 from qeffect.gpu_runtime.training.config import TABLES
 from qeffect.gpu_runtime.training.config_file import read, translated
@@ -235,10 +235,11 @@ def _resources() -> str:
         for name in ("live", "per_microbatch")
     )
     return (
-        f"Resources by number of microbatches M ({'; '.join(swept(found))}). At M={last}, live "
-        f"slots need {live['slots']} slots and {live['graphs']} graphs; one slot per microbatch "
-        f"needs {each['slots']} and {each['graphs']}. A stage needs as many slots as it has live "
-        f"tapes at its peak; the whole rank has at most {live['peak_live_tapes']} live tapes. "
+        f"Resources by number of microbatches M ({'; '.join(sweep_names(found))}). At M={last}, "
+        f"live slots need {live['slots']} slots and {live['graphs']} graphs; one slot per "
+        f"microbatch needs {each['slots']} and {each['graphs']}. A stage needs as many slots as it "
+        f"has live tapes at its peak; the whole rank has at most {live['peak_live_tapes']} live "
+        "tapes. "
         "Capture is part of construction, drawn dashed."
     )
 

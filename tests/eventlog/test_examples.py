@@ -142,6 +142,23 @@ def test_every_clause_has_a_rejected_log_or_a_reason() -> None:
     assert set(CLAUSES) - UNREACHED == {path.stem for path in REJECTED} == set(index())
 
 
+def test_a_rejected_log_edits_the_part_that_its_clause_names() -> None:
+    """Where an edit changes a part of a key or a reference, the text says to look at that part."""
+    parts = {
+        "key": ("epoch", "stage", "microbatch", "block", "invocation"),
+        "ref": ("slot", "generation", "incarnation"),
+    }
+    rows = json.loads((LOGS / "rejected" / "index.json").read_text(encoding="utf-8"))
+    compared = []
+    for row in rows:
+        head, _, place = row["field"].rstrip("]").partition("[")
+        named, _, part = CLAUSES[row["clause"]].argument.partition(".")
+        if part and head == named and place:
+            assert part == parts[head][int(place)], row
+            compared.append(row["clause"])
+    assert {"ownership.stale-reference", "ownership.unknown-slot"} <= {*compared}
+
+
 class TestSchema:
     def test_every_transition_has_its_fields(self) -> None:
         """The schema's events have the fields that the recorder writes, in that order."""

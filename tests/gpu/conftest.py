@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
+from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 
 from .helpers import native_final

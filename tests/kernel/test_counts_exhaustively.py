@@ -21,7 +21,7 @@ import pytest
 
 from qeffect import Contract, DeviceCounts, Refused, StageConfig, TapeKey, TapeRef
 from qeffect.counts import COUNTED, MULTIPLIER, advance, fold, mark
-from qeffect.ledgers import counted as module
+from qeffect.ledgers import expected_counts as module
 from qeffect.ledgers.expected_counts import ExpectedCounts
 
 #: An action that ran: its kind, its stage, and its slot or, for a refresh, its stage again.

@@ -45,10 +45,12 @@ DEPENDENCIES = ("attrs", "torch", "z3", "numpy", "setuptools")
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, *, code: int = 0
+    command: Sequence[str | Path], folder: Path, *, code: int = 0, path: Sequence[Path] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in a folder with nothing of ours in its environment; expect its exit code."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_"))}
+    if path:
+        clean["PYTHONPATH"] = os.pathsep.join(map(str, path))
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
@@ -67,7 +69,7 @@ def build(source: Path, kind: str) -> Path:
     out = source.parent / f"{source.name}-{kind}"
     out.mkdir()
     # Without isolation: the build's one requirement is among the tests' own.
-    run([sys.executable, "-P", "-c", BUILD.format(kind), out], source)
+    run([sys.executable, "-P", "-c", BUILD.format(kind), out], source, path=dependencies())
     (made,) = out.iterdir()
     return made
 

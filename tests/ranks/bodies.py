@@ -26,7 +26,7 @@ from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer
-from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.membership import Limits, all_gather, join, leave
 from qeffect.gpu_runtime.ranks.pipeline import Passage
@@ -84,7 +84,7 @@ def connected_as_by_torch_2_11(jobs: list[Job], steps: int) -> list[dict[str, An
 
 def _at(worker: Worker, action: str) -> int:
     """The place of an action in this rank's program."""
-    return next(n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == action)
+    return next(n for n, e in enumerate(worker.pipeline.program) if action_name(e.atom) == action)
 
 
 def twice(action: str) -> Fault:
@@ -569,7 +569,7 @@ def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
     told.append([])
     before = bits(worker)
     if spoil is not None:
-        places = [n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == spoil]
+        places = [n for n, e in enumerate(worker.pipeline.program) if action_name(e.atom) == spoil]
         for place in places:
             del worker.pipeline.program[place]
     refusal, where = None, "rehearsal"

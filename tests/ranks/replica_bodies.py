@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import torch
 
-from qeffect.gpu_runtime.ranks.consent import StoppedError, name_of
+from qeffect.gpu_runtime.ranks.consent import StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.membership import all_gather, join
 from qeffect.gpu_runtime.ranks.pipeline import Pipeline
@@ -128,7 +128,7 @@ def disturbed(job: Job, victim: int, change: tuple[str, ...]) -> dict[str, Any]:
     if worker.member.rank == victim:
         how, *names = change
         entries = worker.pipeline.program
-        at = [next(n for n, e in enumerate(program) if name_of(e.atom) == x) for x in names]
+        at = [next(n for n, e in enumerate(program) if action_name(e.atom) == x) for x in names]
         if how in ("early", "behind"):
             entries.insert(at[1], entries.pop(at[0]))
         else:

@@ -183,7 +183,7 @@ class TestMerge:
             ([str(other)], "expected a report of kind 'tables', found 'scale'"),
             ([first, second], "gpu is 'another'"),
             ([first, str(later)], "commit is '111"),
-            ([first, first], "its trial of 2026-11-22T08:00:00Z is there twice"),
+            ([first, first], "its trial of 2026-11-22T08:00:00Z is given twice"),
             ([str(hollow)], "found none of environment"),
             ([str(torn)], "from which nothing follows (KeyError: 'error')"),
             ([str(tmp_path / "none.json")], "No such file"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qeffect.gpu_runtime.ranks.assembly import build_worker
-from qeffect.gpu_runtime.ranks.consent import name_of
+from qeffect.gpu_runtime.ranks.consent import action_name
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.trace import Tracer, chrome_trace
@@ -25,7 +25,7 @@ def traced(job: Job) -> dict[str, Any]:
             with tracer.tracing():
                 worker.step()
             words["trace"] = chrome_trace(member, tracer, worker.table)
-            words["row"] = [name_of(e.atom) for e in worker.pipeline.program]
+            words["row"] = [action_name(e.atom) for e in worker.pipeline.program]
         else:
             worker.step()
         worker.step()

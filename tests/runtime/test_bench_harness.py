@@ -46,7 +46,12 @@ from qeffect.gpu_runtime.lab.sides.columns import (
 )
 from qeffect.gpu_runtime.lab.sides.ours import Ours
 from qeffect.gpu_runtime.lab.sides.reference import NativeReference
-from qeffect.gpu_runtime.lab.statistics.traces import busy, matrix_copies, shares, summarize
+from qeffect.gpu_runtime.lab.statistics.traces import (
+    busy_times,
+    launch_shares,
+    matrix_copies,
+    summarize,
+)
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
 
@@ -408,7 +413,7 @@ class TestTracing:
         message = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_SendRecv", "dur": 4000.0}
         own = {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 3000.0}
         fill = {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 500.0}
-        found = busy([message, own, fill, {**own, "cat": "cpu_op"}], 2)
+        found = busy_times([message, own, fill, {**own, "cat": "cpu_op"}], 2)
         assert {"kernels": 1.5, "copies": 0.25, "messages": 2.0} == found
 
     @staticmethod
@@ -427,7 +432,7 @@ class TestTracing:
 
     def test_a_launch_is_split_into_what_runs_in_it(self) -> None:
         """Every microsecond is in one share; a message beside a kernel is counted once."""
-        found = shares(self.launches(4), 4)
+        found = launch_shares(self.launches(4), 4)
         assert {
             "busy": 0.04,
             "beside": 0.01,
@@ -442,14 +447,14 @@ class TestTracing:
         copies = [
             {**data, "ts": 100.0 * n + 2.0, "args": {"correlation": 10 + n}} for n in range(4)
         ]
-        found = shares([*self.launches(4), *copies], 4)
+        found = launch_shares([*self.launches(4), *copies], 4)
         assert (0.044, 0.036, 0.1) == (found["busy"], found["between"], found["step"])
 
     @pytest.mark.parametrize(("inside", "launches"), [(3, 4), (1, 1)])
     def test_too_few_launches_are_refused(self, inside: int, launches: int) -> None:
         """Of one alone it is not known when it began to wait."""
         with pytest.raises(RuntimeError, match="launches in the trace, found"):
-            shares(self.launches(inside), launches)
+            launch_shares(self.launches(inside), launches)
 
     def test_a_copy_whose_size_the_trace_lacks_is_reported(self) -> None:
         """It cannot be attributed, so zero is not claimed for it."""

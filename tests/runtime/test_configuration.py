@@ -76,3 +76,29 @@ def test_a_cpu_is_eager() -> None:
     """It has no graphs, whatever is asked for."""
     assert [mode_on("cpu", mode) for mode in MODES] == ["eager"] * 3
     assert [mode_on(torch.device("cuda", 1), mode) for mode in MODES] == [*MODES]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"captured": "yes"}, "captured must be a bool, got 'yes'; write mode= instead"),
+        ({"nested": 1}, "nested must be a bool, got 1; write mode= instead"),
+        ({"device_counts": None}, "device_counts must be a bool, got None; write counts= instead"),
+        ({"late_counts": "commit"}, "late_counts must be a bool, got 'commit'; write counts="),
+        ({"provisionning": "live"}, "RuntimeConfig has no field 'provisionning'; expected some"),
+        ({"provisionning": "live"}, "did you mean provisioning?"),
+        ({"one_launch": True}, "RuntimeConfig has no field 'one_launch'"),
+    ],
+)
+def test_a_wrong_name_or_flag_is_one_line(given: dict[str, object], said: str) -> None:
+    """The field is named, with what was expected."""
+    with pytest.raises(TypeError) as caught:
+        RuntimeConfig(**given)  # type: ignore[arg-type]
+
+    assert said in str(caught.value)
+
+
+def test_fields_are_given_by_name() -> None:
+    """A value without a name is refused by this class's own words."""
+    with pytest.raises(TypeError, match=r"takes its fields by name, as in .*; got 'replays' with"):
+        RuntimeConfig("replays")  # type: ignore[misc]

@@ -39,8 +39,8 @@ from qeffect.gpu_runtime.lab.comparisons.cases import (
     STEPWISE,
     TIMED,
     Case,
-    on_device,
-    small,
+    fit_to_device,
+    shrink,
 )
 from qeffect.gpu_runtime.lab.comparisons.recording import CATEGORIES, REQUIRED, Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.sides import fresh_stages, record
@@ -110,10 +110,10 @@ class TestCases:
 
     def test_the_matrix_is_not_made_smaller_on_a_cpu(self) -> None:
         """Its cases are small already and keep their 20 steps; larger ones shrink."""
-        assert all(small(case) == case for case in MATRIX)
-        assert {128} == {on_device(case).sequence for case in MATRIX}
-        assert all(on_device(case) == case for case in (*STEPWISE, *TIMED))
-        assert all(small(case).hidden == 128 for case in STEPWISE)
+        assert all(shrink(case) == case for case in MATRIX)
+        assert {128} == {fit_to_device(case).sequence for case in MATRIX}
+        assert all(fit_to_device(case) == case for case in (*STEPWISE, *TIMED))
+        assert all(shrink(case).hidden == 128 for case in STEPWISE)
         assert "matrix" not in DEFAULT_SETS
 
     @pytest.mark.parametrize("case", [STEPWISE[0], MATRIX[5], ORDERS[0]], ids=lambda c: c.name)
@@ -356,24 +356,24 @@ class TestFaults:
             refuse()
 
         wanted = {"clause": "order.token", "transition": "check_dgrad"}
-        assert wanted == faults.refused(runtime, **wanted, action=refuse)
+        assert wanted == faults.require_refusal(runtime, **wanted, action=refuse)
         with pytest.raises(AssertionError, match=r"accepted; expected order\.token"):
-            faults.refused(runtime, **wanted, action=lambda: None)
+            faults.require_refusal(runtime, **wanted, action=lambda: None)
         with pytest.raises(
             AssertionError, match=r"refused by order\.token in check_dgrad, expected"
         ):
-            faults.refused(runtime, "arena.mismatch", "check_dgrad", refuse)
+            faults.require_refusal(runtime, "arena.mismatch", "check_dgrad", refuse)
         with pytest.raises(AssertionError, match=r"expected order\.token in finalize"):
-            faults.refused(runtime, "order.token", "finalize", refuse)
+            faults.require_refusal(runtime, "order.token", "finalize", refuse)
         with pytest.raises(AssertionError, match="the refused call changed token"):
-            faults.refused(runtime, **wanted, action=change)
+            faults.require_refusal(runtime, **wanted, action=change)
 
     def test_an_undisturbed_runtime_has_no_reduction_to_interrupt(self) -> None:
         """Without one a row of the table could not be injected, and that is said."""
         run = guarded_run(Order.parse("0F0 0F1 0I0 0I1 0W0 0W1"))
         run.step()
         with pytest.raises(AssertionError, match="no reduction that can be interrupted"):
-            faults.disturb(run, 1)
+            faults.inject_faults(run, 1)
 
     def test_every_case_is_long_enough_for_every_fault(self) -> None:
         """Faults belong to steps 1 to 4; a shorter case would never meet the last."""
@@ -393,7 +393,7 @@ class TestPools:
     )
     def test_the_kernel_refuses_a_shared_pool(self, case: Case, action: str, position: int) -> None:
         """At the first action that is not in capture order; then nobody is asked."""
-        short = attrs.evolve(small(case), steps=2)
+        short = attrs.evolve(shrink(case), steps=2)
 
         found = run_trial(short.to_json(), "shared", "reference", "cpu")
 
@@ -403,7 +403,7 @@ class TestPools:
 
     def test_a_declared_order_in_a_shared_pool_is_refused_before_it_runs(self) -> None:
         """The runtime is not even made, and the message says what to give each slot."""
-        stages = fresh_stages(small(ORDERS[0]), "reference", device="cpu")
+        stages = fresh_stages(shrink(ORDERS[0]), "reference", device="cpu")
         config = RuntimeConfig(readers=True, pool="shared")
 
         with pytest.raises(
@@ -414,7 +414,7 @@ class TestPools:
     @pytest.mark.parametrize("case", ORDERS, ids=lambda c: c.name)
     def test_every_discipline_computes_the_same(self, case: Case) -> None:
         """Eager, where a pool's name moves no memory, guarded or not: native's bits."""
-        short = attrs.evolve(small(case), steps=2).to_json()
+        short = attrs.evolve(shrink(case), steps=2).to_json()
         native = run_trial(short, "native", "reference", "cpu")
 
         for discipline in DISCIPLINES:
@@ -426,7 +426,7 @@ class TestPools:
 
     def test_differences_and_failures_are_recorded(self) -> None:
         """One other digest is one mismatch with its label; a failed run has its error."""
-        case = attrs.evolve(small(ORDERS[0]), steps=1)
+        case = attrs.evolve(shrink(ORDERS[0]), steps=1)
         native = run_trial(case.to_json(), "native", "reference", "cpu")
         other = json.loads(json.dumps(native))
         held = other["recording"]["values"]["input gradients"]
@@ -472,7 +472,7 @@ class TestProbes:
         """Each statement by its line; one that is missing has none."""
         source = "\n".join(("", *(f"    {statement}" for statement in probes.PAIRING[:2])))
 
-        found = probes.pairing(source)
+        found = probes.find_pairing(source)
 
         assert [2, 3, None] == list(found["lines"].values())
         assert 64 == len(found["sha256"])
@@ -528,7 +528,7 @@ class TestProbes:
             "=========     at other+0x10\n"
         )
 
-        found = probes.sanitized(2 * said)
+        found = probes.sanitizer_findings(2 * said)
 
         assert {"invalid_writes": 2, "write_bytes": [16], "kernels": ["some_bprop_kernel"]} == found
 

@@ -282,7 +282,7 @@ class TestDerived:
             toys.spec("native"),
             attrs.evolve(
                 toys.spec("ours_accumulate", family="ours_captured"),
-                factory="qeffect.gpu_runtime.lab.sides.ours:captured",
+                factory="qeffect.gpu_runtime.lab.sides.ours:captured_column",
                 options={"destination": "accumulate", "provisioning": "live"},
             ),
         ]

@@ -142,7 +142,7 @@ def trained(column: Any, steps: int = 3) -> list[Tensor]:
 
 def test_native_is_the_gradient_of_the_whole_chain(graphs: Graphs) -> None:
     """Stage by stage in the table's order gives the gradients of one backward through both."""
-    column = native_columns.native(TINY, toys.SETTINGS, fused=False)
+    column = native_columns.native_column(TINY, toys.SETTINGS, fused=False)
     column.build()
     column.walk(column._forward)
     seen = [p.grad for one in column.layers for p in one.parameters()]
@@ -160,7 +160,7 @@ def test_native_is_the_gradient_of_the_whole_chain(graphs: Graphs) -> None:
 
 def test_only_a_stages_first_forward_refreshes_its_cache(graphs: Graphs) -> None:
     """Once a step for each stage, on the first microbatch."""
-    column = native_columns.native(TINY, toys.SETTINGS, fused=False)
+    column = native_columns.native_column(TINY, toys.SETTINGS, fused=False)
     trained(column, steps=2)
     for one in column.layers:
         assert [True, False, False, False] * 2 == one.firsts  # type: ignore[comparison-overlap]
@@ -168,8 +168,8 @@ def test_only_a_stages_first_forward_refreshes_its_cache(graphs: Graphs) -> None
 
 def test_both_native_rules_train_alike(graphs: Graphs) -> None:
     """Overwriting `main_grad` on the first microbatch is what dropping `.grad` is."""
-    plain = trained(native_columns.native(TINY, toys.SETTINGS, fused=False))
-    fused = trained(native_columns.native(TINY, toys.SETTINGS, fused=True))
+    plain = trained(native_columns.native_column(TINY, toys.SETTINGS, fused=False))
+    fused = trained(native_columns.native_column(TINY, toys.SETTINGS, fused=True))
     assert all(same_bits(a, b) for a, b in zip(plain, fused, strict=True))
     start = [p for seed in (0, 1) for p in Layer(TINY.config, False, seed).parameters()]
     assert not any(same_bits(a, b) for a, b in zip(plain, start, strict=True))
@@ -187,15 +187,15 @@ CHUNKINGS = [
 @pytest.mark.parametrize("how", CHUNKINGS, ids=lambda how: "-".join(map(str, how.values())))
 def test_graphed_columns_train_as_native_does(graphs: Graphs, how: Any, fused: bool) -> None:
     """Every chunking sums the same gradients; graphs that always accumulate start from zero."""
-    native = trained(native_columns.native(TINY, toys.SETTINGS, fused=False))
-    graphed = trained(native_columns.graphed(TINY, toys.SETTINGS, fused=fused, **how))
+    native = trained(native_columns.native_column(TINY, toys.SETTINGS, fused=False))
+    graphed = trained(native_columns.graphed_column(TINY, toys.SETTINGS, fused=fused, **how))
     assert all(same_bits(a, b) for a, b in zip(native, graphed, strict=True))
 
 
 @pytest.mark.parametrize("how", CHUNKINGS, ids=lambda how: "-".join(map(str, how.values())))
 def test_graphs_replay_in_the_order_of_their_capture(graphs: Graphs, how: Any) -> None:
     """The library captures by chunk and count in `_order`; each graph is replayed at that place."""
-    column = native_columns.graphed(TINY, toys.SETTINGS, fused=False, **how)
+    column = native_columns.graphed_column(TINY, toys.SETTINGS, fused=False, **how)
     trained(column, steps=2)
 
     per_chunk = 2 if how["chunking"] == "layers" else 1
@@ -211,12 +211,16 @@ def test_graphs_replay_in_the_order_of_their_capture(graphs: Graphs, how: Any) -
 
 def test_graphs_refresh_the_cache_on_each_chunks_first_microbatch(graphs: Graphs) -> None:
     """The flag goes to the library beside the graph, once a step and chunk."""
-    trained(native_columns.graphed(TINY, toys.SETTINGS, chunking="chunks", fused=False), steps=1)
+    trained(
+        native_columns.graphed_column(TINY, toys.SETTINGS, chunking="chunks", fused=False), steps=1
+    )
     assert {0, TINY.microbatches} == {n for n, first in graphs.replayed if first}
 
 
 def test_independent_stages_are_refused(graphs: Graphs) -> None:
     """Native columns chain their stages; a rank's row of a longer pipeline does not."""
-    column = native_columns.native(attrs.evolve(TINY, chained=False), toys.SETTINGS, fused=False)
+    column = native_columns.native_column(
+        attrs.evolve(TINY, chained=False), toys.SETTINGS, fused=False
+    )
     with pytest.raises(ValueError, match="do not feed each other"):
         column.build()

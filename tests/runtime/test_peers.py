@@ -22,7 +22,7 @@ from qeffect.gpu_runtime.lab.comparisons.gradients import distance_sums
 from qeffect.gpu_runtime.lab.reports.text import peer_lines
 from qeffect.gpu_runtime.lab.runner.ranks import RankExits, last_words, run_ranks
 from qeffect.gpu_runtime.lab.sides import megatron
-from qeffect.gpu_runtime.lab.statistics.peers import FAR, combined, owed, verdict
+from qeffect.gpu_runtime.lab.statistics.peers import FAR, combine_distances, has_owed_bits, verdict
 from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.report import UnusableError
 
@@ -39,7 +39,7 @@ class TestGradients:
         """(3, 4) and (3, 0): 4 of 5, and beside a tensor that is the same."""
         theirs = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
         own = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([4.0])}
-        found = combined([distance_sums(own, theirs), {}])
+        found = combine_distances([distance_sums(own, theirs), {}])
         assert (found["compared"], found["different"], found["not_finite"]) == (2, 1, 0)
         assert found["relative"] == pytest.approx(4 / 5)
         assert found["cosine"] == pytest.approx((9 + 16) / (5 * 41**0.5), abs=1e-6)
@@ -47,7 +47,7 @@ class TestGradients:
 
     def test_bits_are_compared_raw(self) -> None:
         """Zeros of two signs are no distance apart, and two values."""
-        found = combined(
+        found = combine_distances(
             [distance_sums({"a": torch.tensor([-0.0, 1.0])}, {"a": torch.tensor([0.0, 1.0])})]
         )
         assert (found["different"], found["relative"]) == (1, 0.0)
@@ -55,7 +55,7 @@ class TestGradients:
     def test_a_number_that_is_not_finite_has_no_distance(self) -> None:
         """However many others are right."""
         own = {"a": torch.tensor([float("nan"), 1.0]), "b": torch.tensor([float("inf")])}
-        found = combined([distance_sums(own, {"a": torch.ones(2), "b": torch.ones(1)})])
+        found = combine_distances([distance_sums(own, {"a": torch.ones(2), "b": torch.ones(1)})])
         assert (found["not_finite"], found["relative"], found["worst"]) == (2, None, None)
 
     def test_names_and_shapes_have_to_agree(self) -> None:
@@ -70,7 +70,7 @@ class TestGradients:
         """Of independent gradients: what is missing is a share of the norm."""
         g = torch.Generator().manual_seed(0)
         parts = torch.randn(microbatches, 4096, generator=g)
-        found = combined([distance_sums({"a": parts[1:].sum(0)}, {"a": parts.sum(0)})])
+        found = combine_distances([distance_sums({"a": parts[1:].sum(0)}, {"a": parts.sum(0)})])
         assert found["relative"] == pytest.approx(microbatches**-0.5, rel=0.1)
         assert found["relative"] > FAR
 
@@ -113,12 +113,12 @@ def test_ours_owes_bits_and_another_schedule_closeness() -> None:
     rows = samples.peers_report()["derived"]["rows"]
     own = [row for row in rows if not row["side"].startswith("megatron")]
     assert [row["verdict"] for row in own] == ["same bits", "same bits", "close", "same bits"]
-    assert all(map(owed, own))
+    assert all(map(has_owed_bits, own))
     for row in own:
         held = row["schedule"] == "zbv"
-        assert owed({**row, "verdict": "close"}) == held
-        assert not owed({**row, "verdict": "wrong"})
-        assert not owed({**row, "verdict": "failed"})
+        assert has_owed_bits({**row, "verdict": "close"}) == held
+        assert not has_owed_bits({**row, "verdict": "wrong"})
+        assert not has_owed_bits({**row, "verdict": "failed"})
 
 
 class TestDerived:

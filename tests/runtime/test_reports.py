@@ -23,12 +23,12 @@ from qeffect.gpu_runtime.lab.sides.cells import CELLS
 from qeffect.gpu_runtime.lab.sides.columns import SPECS
 from qeffect.gpu_runtime.lab.statistics.derive import (
     DERIVE,
-    behind,
-    beyond_floor,
     break_even,
     derive_cell,
+    excess_over_floor,
+    gap_behind,
     memory_bytes,
-    paired,
+    paired_ratio,
     rank_peak,
 )
 from qeffect.gpu_runtime.lab.statistics.goals import GOALS, judge_cells
@@ -221,7 +221,7 @@ class TestDerived:
         """A drift that both columns share cancels; medians of each alone would not show it."""
         slow = samples.column(ms=[10.0, 20.0, 40.0])
         fast = samples.column(ms=[5.0, 10.0, 20.0])
-        assert {"median": 2.0, "min": 2.0, "max": 2.0, "spread": 0.0} == paired(slow, fast)
+        assert {"median": 2.0, "min": 2.0, "max": 2.0, "spread": 0.0} == paired_ratio(slow, fast)
 
     def test_spread_is_the_range_over_the_median(self) -> None:
         """Not a standard deviation: five rounds are too few for one."""
@@ -408,17 +408,19 @@ class TestDerived:
         copies = [{"name": "Memcpy DtoD", "bytes": 8, "count": 2, "us": 640.0}]
         ours, native = samples.column(ms=[12.0]), samples.column(ms=[10.0])
         ours["trace"]["copies"] = copies
-        assert {"step_ms": 2.0, "copies_ms": 0.32, "unexplained_ms": 1.68} == behind(ours, native)
+        assert {"step_ms": 2.0, "copies_ms": 0.32, "unexplained_ms": 1.68} == gap_behind(
+            ours, native
+        )
 
     def test_a_step_over_its_floor_is_split(self) -> None:
         """4 ms over: 1.5 of further kernels, of which 0.32 are copies, and 2.5 of no kernel."""
         ours, floor = samples.column(ms=[12.0], kernel_ms=9.5), samples.column(kernel_ms=8.0)
         ours["trace"]["copies"] = [{"name": "Memcpy DtoD", "bytes": 8, "count": 2, "us": 640.0}]
-        split = beyond_floor(ours, floor)
+        split = excess_over_floor(ours, floor)
         assert (4.0, 1.5, 0.32, 2.5) == tuple(
             split[key] for key in ("step_ms", "kernels_ms", "copies_ms", "beyond_kernels_ms")
         )
-        assert {4.0, None} == {*beyond_floor({**ours, "trace": None}, floor).values()}
+        assert {4.0, None} == {*excess_over_floor({**ours, "trace": None}, floor).values()}
 
     def test_columns_without_a_floor_have_no_distance_from_it(self) -> None:
         """Those that no library column sums like; the floor's own column is at none in kernels."""

@@ -25,7 +25,7 @@ from qeffect.gpu_runtime.backends.te import (
     baselines as te_baselines,
 )
 from qeffect.gpu_runtime.backends.te import (
-    deferred,
+    deferred_gradients,
 )
 from qeffect.gpu_runtime.backends.te import (
     domain as te,
@@ -252,14 +252,14 @@ class TestStage:
     def test_a_product_built_otherwise_is_named(self) -> None:
         """A deferred product that is built differently is named, instead of written nowhere."""
         with pytest.raises(BackendError, match="use a tested version of the library"):
-            deferred.gemm_arguments(lambda: None)
+            deferred_gradients.gemm_arguments(lambda: None)
 
     def test_arguments_without_a_destination(self) -> None:
         """A deferred product whose arguments have no `out` is refused by that name."""
         wgrad_gemm_kwargs = {"accumulate": False, "out_dtype": BF16}
 
         with pytest.raises(BackendError, match=r"no argument \['out'\] in its \*wgrad_gemm_kwargs"):
-            deferred.gemm_arguments(lambda: wgrad_gemm_kwargs)
+            deferred_gradients.gemm_arguments(lambda: wgrad_gemm_kwargs)
 
     def test_native_bind_needs_the_right_stage(self) -> None:
         """Native accumulation into `.grad` wants a stage that does not fuse, and the reverse."""
@@ -527,7 +527,7 @@ class TestInternals:
         reached = {one.path for one in (*IMPORTED, *BASELINE)}
         reached |= {one.name for one in LAYER}
         reached |= {f"fp8_meta[...].{name}" for name in STATE}
-        reached |= {"get_metadata", "quantize_", "context", deferred.GEMM_ARGUMENTS}
+        reached |= {"get_metadata", "quantize_", "context", deferred_gradients.GEMM_ARGUMENTS}
         assert reached == listed
 
 

@@ -345,5 +345,7 @@ class TestCommand:
         assert 0 == main(["check", "--fixtures", "--quiet"])
         said = capsys.readouterr().out
 
-        assert "Of 15 that name their messages, under rendezvous semantics" in said
+        assert (
+            "Of 15 tables with messages, this many can deadlock under rendezvous semantics" in said
+        )
         assert "  2 if a send holds its queue, 2 if a send holds its rank, with one queue" in said

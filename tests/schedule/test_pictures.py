@@ -89,9 +89,9 @@ class TestGrid:
             "Step 23: 0W3    2W3",
             "Step 24:        1W3",
             "",
-            "  >  the refused entry stands in >..<",
-            "  +  what should have stood there, stood there first, or is needed",
-            "  !  what was taken instead, or waits as well",
+            "  >  the refused entry, marked >..<",
+            "  +  the expected entry, the first one of two, or one that is needed",
+            "  !  the entry taken instead, or another one that waits",
         ] == lines
 
     def test_cut_at_both_ends(self, mismatch: Finding) -> None:
@@ -251,7 +251,7 @@ class TestTimeline:
         reds = [r for r in shapes(svg, "rect") if r.get("stroke") == RED]
         assert 2 == len(reds)
         assert [r for r in shapes(svg, "rect") if r.get("fill-opacity")]
-        assert {"pale: never runs", "is waited for", "waits as well"} <= explanations(svg)
+        assert {"pale: never runs", "is waited for", "also waits"} <= explanations(svg)
 
     def test_long_schedules_are_cut(self) -> None:
         """A long schedule is cut around the refused entry, and says so."""

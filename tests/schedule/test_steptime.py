@@ -433,11 +433,14 @@ GOOD: dict[str, Any] = {
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"unit": "hours"}, 'durations: unit: expected one of s, ms, us, found "hours"; name the unit'),
     ({"unit": None}, "unit: expected one of s, ms, us, found null"),
-    ({"F": -0.1}, "durations: F: expected a number from 0 to 1,000,000,000, found -0.1; write how"),
+    (
+        {"F": -0.1},
+        "durations: F: expected a number from 0 to 1,000,000,000, found -0.1; give",
+    ),
     ({"W": True}, "W: expected a number .* found true"),
     ({"message": "0.04"}, 'message: expected a number .* found "0.04"'),
     ({"host": 10**10}, "host: expected a number .* found 10000000000"),
-    ({"B": 0.6}, 'B: expected one of unit, .* found "B"; give I and W, which B is'),
+    ({"B": 0.6}, 'B: expected one of unit, .* found "B"; give I and W instead'),
     ({"sends": 1}, 'sends: expected one of .* found "sends"; leave it out'),
     ({"stages": []}, r"stages: expected an object, found \[\]"),
     ({"stages": {"01": {}}}, 'stages: expected names that are numbers, as in "0", found "01"'),

@@ -282,14 +282,14 @@ class TestOutstanding:
 
         assert ("outstanding-sends", 0, 8, "0SEND_F2") == _place(finding)
         assert ["0SEND_F0", "0SEND_F1"] == [place.action for place in finding.related]
-        assert "outstanding already: 0SEND_F0, 0SEND_F1" == finding.found
+        assert "already outstanding: 0SEND_F0, 0SEND_F1" == finding.found
 
     def test_none_at_all(self) -> None:
         """A limit of zero refuses every send."""
         finding = check_ranks(read_table(LATEST / TABLE), Transport(max_outstanding_sends=0))[0]
 
         assert ("outstanding-sends", "0SEND_F0") == (_place(finding)[0], finding.action)
-        assert "outstanding already: none" == finding.found
+        assert "already outstanding: none" == finding.found
 
     def test_needs_waits(self) -> None:
         """A limit on a table that does not say when sends end is no question it can answer."""

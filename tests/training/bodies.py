@@ -34,7 +34,7 @@ from qeffect.gpu_runtime.lab.sides.restart import (
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
-from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import Limits, join
 from qeffect.gpu_runtime.ranks.pipeline import Passage
@@ -253,7 +253,7 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
         """One rank saves behind an action, in the step of all."""
         program = list(worker.pipeline.program)
         if run.rank == rank:
-            place = next(n for n, e in enumerate(program) if name_of(e.atom) == action)
+            place = next(n for n, e in enumerate(program) if action_name(e.atom) == action)
             entry = program[place]
 
             def act(passage: Passage) -> None:
@@ -465,7 +465,7 @@ def stopped_under_way(job: Job, folder: str) -> dict[str, Any]:
     path = run.save()
     program = list(worker.pipeline.program)
     if run.rank == 1:
-        place = next(n for n, e in enumerate(program) if name_of(e.atom) == "1W1")
+        place = next(n for n, e in enumerate(program) if action_name(e.atom) == "1W1")
         entry = program[place]
 
         def act(passage: Passage) -> None:

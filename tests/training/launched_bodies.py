@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
+from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
 from qeffect.gpu_runtime.lab.sides import restart as restarts
 from qeffect.gpu_runtime.lab.sides.restart import Trial
 from qeffect.gpu_runtime.ranks import processes

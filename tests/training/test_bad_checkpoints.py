@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.checkpoint.facts import narrowed
-from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders, name_of
+from qeffect.gpu_runtime.training.checkpoint.files import checkpoint_folders, checkpoint_name
 from tests.ranks.ranks import launch
 from tests.training import bodies
 
@@ -29,7 +29,7 @@ JOB = Job(schedule="zbv", pp=2, microbatches=4)
 TEXTS = {
     "a file is cut": ("__1_0.distcp has ... bytes, ... were written", False),
     "a bit of a file is flipped": ("__1_0.distcp is damaged: its SHA-256 is", True),
-    "a file is missing": ("__0_0.distcp is missing; move that folder away to go on from", False),
+    "a file is missing": ("__0_0.distcp is missing; move that folder away to continue from", False),
     "a bit of DCP's index is flipped": (".metadata is damaged: its SHA-256 is", True),
     "DCP's index is missing": (".metadata is missing", False),
     "a bit of the facts is flipped": ("facts.json is damaged: its SHA-256 is", True),
@@ -70,7 +70,7 @@ TEXTS = {
         "model.layers.2.qkv.weight is torch.float32 [96, 32], here torch.bfloat16", True,
     ),
     "a tensor too few": ("has no model.layers.2.qkv.weight", True),
-    "a tensor too many": ("has model.layers.9.x, which this run has nowhere", True),
+    "a tensor too many": ("has model.layers.9.x, which this run lacks", True),
 }  # fmt: skip
 
 
@@ -127,8 +127,10 @@ def test_where_none_is_whole_it_does_not_begin_anew(tmp_path: Path, others: int)
     assert checkpoints.latest() is None
     assert list(checkpoints.folder.iterdir()) == []
     for n in range(others + 1):
-        (checkpoints.folder / name_of(n)).mkdir()
-    with pytest.raises(BackendError, match=f"{name_of(others)}/manifest.json: No such file") as bad:
+        (checkpoints.folder / checkpoint_name(n)).mkdir()
+    with pytest.raises(
+        BackendError, match=f"{checkpoint_name(others)}/manifest.json: No such file"
+    ) as bad:
         checkpoints.latest()
     assert "move that folder away" in str(bad.value)
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -54,6 +55,16 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
     [
         ("[model]", "[modle]", "there is no table [modle]; there are model, parallel"),
         ("[model]", "model = 3\n[x]", "there is no table [x]"),
+        ("[model]", "[modle]", "did you mean model?"),
+        ("layers = 2", "layres = 2", "did you mean layers?"),
+        ("[model]", "steps = 5\n[model]", "run.toml: steps: expected fields below the name of a"),
+        ("[model]", "steps = 5\n[model]", "found steps before the first one; move it below [run]"),
+        ("[model]", "model = 5\n[modle]", "there is no table [modle]"),
+        ("[model]", "[[model]]", "model: expected a table, found [{"),
+        ("layers = 2", "layers = true", "at least 1, found true"),
+        ("layers = 2", "layers = 2020-01-02", "at least 1, found 2020-01-02"),
+        ("layers = 2", "layers = 12:30:00", "at least 1, found 12:30:00"),
+        ("steps = 3", "steps = 3 4", "found a mistake: expected newline or end of document"),
         ("layers = 2", "layer = 2", "[model] layer: there is no such field; there are vocab"),
         ("layers = 2", "layers = 0", "[model] layers: expected a whole number of at least 1, fo"),
         ("layers = 2", "layers = true", "[model] layers: expected a whole number of at least 1"),
@@ -112,6 +123,41 @@ def test_a_file_that_cannot_be_used(
     assert said in line
     assert line.count("run.toml") == 1 or "torchrun" in line
     assert "qeffect runtime corpus, or name another as [data] train" not in line
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.mkdir(), "cannot be read: Is a directory; name a file in it"),
+        (lambda path: None, "cannot be read: No such file or directory; check its name"),
+        (lambda path: path.write_bytes(b"\xff"), "found a byte that is not UTF-8, at byte 0"),
+    ],
+)
+def test_what_is_no_text(
+    make: Callable[[Path], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is named, what was found, and what to do."""
+    path = tmp_path / "run.toml"
+    make(path)
+
+    assert 2 == main(["runtime", "train", str(path)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: " in line
+    assert said in line
+
+
+@pytest.mark.parametrize("below", ["", "/inside"])
+def test_a_corpus_is_not_read_for_a_place_that_is_a_file(
+    below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The place is refused before anything is read or encoded."""
+    (tmp_path / "file").write_text("kept")
+
+    assert 2 == main(["runtime", "corpus", "--out", f"{tmp_path}/file{below}"])
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"expected a folder, found the file {tmp_path}/file; name a folder" in line
+    assert "kept" == (tmp_path / "file").read_text()
 
 
 EXAMPLES = Path(config.__file__).parent / "examples"
@@ -222,7 +268,7 @@ def test_without_a_launcher_its_port_is_no_matter(monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     """Named, as every path is."""
-    with pytest.raises(UnusableError, match=r"none\.toml: No such file"):
+    with pytest.raises(UnusableError, match=r"none\.toml: cannot be read: No such file"):
         read(tmp_path / "none.toml")
 
 

@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.training.checkpoint.files import (
     FACTS,
     MANIFEST,
     Writer,
-    name_of,
+    checkpoint_name,
     partial_of,
 )
 from tests.ranks.ranks import launch
@@ -43,7 +43,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files and their folder are synced before the rename, the folder of all checkpoints after."""
-    final = tmp_path / name_of(1)
+    final = tmp_path / checkpoint_name(1)
     synced: list[tuple[str, bool]] = []
     sync = os.fsync
 
@@ -180,7 +180,7 @@ def test_what_is_not_ours_stays_and_a_removal_that_fails_is_no_failed_save(tmp_p
     for words in said.values():
         assert words["error"] is None
     (told,) = said[0]["untidy"]
-    assert "step-00000001 is older than the 1 that stay and cannot be removed: Not a" in told
+    assert "step-00000001 is older than the 1 kept checkpoints and cannot be removed: Not a" in told
     assert said[0]["names"] == sorted([
         "step-7", "step-\u00b2", ".partial-mine", ".removed-step-1", "step-00000000",
         "step-00000008", "step-00000001", "step-00000002", ".removed-step-00000001",

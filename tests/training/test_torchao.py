@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qeffect.gpu_runtime.backends import dynamic
+from qeffect.gpu_runtime.backends import dynamic_head
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, matrices
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
@@ -31,7 +31,7 @@ def test_without_the_library_one_line_says_what_to_install(
     """Before any rank waits for another; a head of the layers' library needs none of it."""
     text(tmp_path)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    dynamic.library.cache_clear()
+    dynamic_head.library.cache_clear()
     config = tmp_path / "run.toml"
     config.write_text(CONFIG.replace("[model]", '[model]\nhead = "torchao"'))
     with pytest.raises(UnusableError, match=r"\[model\] head: TorchAO cannot be imported") as told:
@@ -39,10 +39,10 @@ def test_without_the_library_one_line_says_what_to_install(
     assert "install 'qeffect[torchao]'" in str(told.value)
     assert len(str(told.value).splitlines()) == 1
     with pytest.raises(BackendError, match="TorchAO cannot be imported"):
-        dynamic.DynamicHead(TINY, 64, CPU, 0)
+        dynamic_head.DynamicHead(TINY, 64, CPU, 0)
     config.write_text(CONFIG)
     assert not job_of(read(config)).dynamic
-    dynamic.library.cache_clear()
+    dynamic_head.library.cache_clear()
 
 
 @pytest.mark.filterwarnings("default")
@@ -58,13 +58,13 @@ def test_split_has_the_bits_of_the_librarys_full_backward(rows: int) -> None:
     from torchao.float8.float8_linear import Float8Linear
 
     config = LayerConfig(32, 64, 2, rows)
-    head = dynamic.DynamicHead(config, 64, CPU, seed=3)
+    head = dynamic_head.DynamicHead(config, 64, CPU, seed=3)
     plain = torch.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
     whole = Float8Linear.from_float(plain, Float8LinearConfig(emulate=True))
     with torch.no_grad():
         plain.weight.copy_(head.weight)
     g = torch.Generator().manual_seed(rows)
-    store: dynamic.Store = deque()
+    store: dynamic_head.Store = deque()
     alone = []
     for _ in range(2):
         x = torch.randn(rows, 1, 32, generator=g).bfloat16()

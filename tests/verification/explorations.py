@@ -9,54 +9,93 @@ from functools import cache
 import pytest
 
 from qeffect.engine.concrete_memory import Memory
-from qeffect.engine.stage import Transitions
-from qeffect.verification.batch.engine import Engine
-from qeffect.verification.batch.explore import BatchExploration
-from qeffect.verification.batch.explore import explore as explore_batch
-from qeffect.verification.batch.findings import packed_state
-from qeffect.verification.explorer import Scope, standard_scopes
-from qeffect.verification.explorer.plain import Exploration, explore
-from qeffect.verification.explorer.properties import Checker, claimed
+from qeffect.verification.explorer import standard_scopes
+from qeffect.verification.explorer.exploration import Exploration, explore
+from qeffect.verification.explorer.packing import Packing
+from qeffect.verification.explorer.plain import PlainExplorer, State
 from qeffect.verification.explorer.scopes import configuration, sizes
-from qeffect.verification.explorer.walker import Walker
+from qeffect.verification.explorer.space import Space
 from qeffect.verification.induction import INVARIANTS
-from tests.profiles import by_profile
 
 NAMES = tuple(standard_scopes())
 
-#: Exploring this scope takes half as long as all others; without it everything still happens once.
-#: The profile dev leaves it out.
-LONG = "stages-two"
-MARKED = [pytest.param(name, marks=pytest.mark.ci) if name == LONG else name for name in NAMES]
-EXPLORED = by_profile(dev=tuple(name for name in NAMES if name != LONG), ci=NAMES)
+#: Scopes that the plain explorer walks in a second or two, in some ten seconds, and in minutes.
+SMALL = (
+    "pool-2-2-2",
+    "stage-epochs",
+    "domains-readers",
+    "stage-messages",
+    "domains-messages",
+    "stage-buckets",
+    "callers-update",
+    "stages-tied",
+    "stages-shared-streams",
+    "domains-buckets",
+)
+MEDIUM = (
+    "pool-3-3-2",
+    "stage-reuse",
+    "stage-readers",
+    "callers-messages",
+    "stage-reports",
+    "callers-reports",
+    "callers-copies",
+)
+SIZED = [
+    name
+    if name in SMALL
+    else pytest.param(name, marks=pytest.mark.ci if name in MEDIUM else pytest.mark.slow)
+    for name in NAMES
+]
 
 
-def walk(scope: Scope, composed: Transitions | None = None) -> Exploration:
-    """Explore with the plain reading, every claimed invariant checked."""
-    walker = Walker(scope, composed)
-    return explore(walker, check=Checker(walker, claimed(walker, INVARIANTS)))
+def walk(space: Space) -> Exploration:
+    """Explore with every claimed invariant checked."""
+    return explore(space, space.claimed(INVARIANTS))
+
+
+def walk_plainly(space: Space) -> PlainExplorer:
+    """Explore one state at a time with every claimed invariant checked."""
+    return PlainExplorer(space, space.claimed(INVARIANTS)).explore()
 
 
 @cache
-def plain(name: str) -> Exploration:
+def space(name: str) -> Space:
+    """Return the space of a standard scope."""
+    return Space(standard_scopes()[name])
+
+
+@cache
+def explored(name: str) -> Exploration:
+    """Return the exploration of a standard scope."""
+    return walk(space(name))
+
+
+@cache
+def plain(name: str) -> PlainExplorer:
     """Return the plain exploration of a standard scope."""
-    return walk(standard_scopes()[name])
+    return walk_plainly(space(name))
 
 
-@cache
-def batched(name: str) -> BatchExploration:
-    """Return the batch exploration of a standard scope."""
-    walker = plain(name).walker
-    predicates = claimed(walker, INVARIANTS)
-    engine = Engine(walker.scope, walker.transitions, walker.moves, walker.kept, predicates)
-    return explore_batch(engine, packed_state(engine.packing, walker, walker.initial))
+def columns_of(space: Space, state: State) -> dict[str, list[int]]:
+    """Return the kept columns of a plain state."""
+    found, start = {}, 0
+    for name, initial in space.initial().items():
+        if name in space.kept:
+            found[name] = list(state[start : start + len(initial)])
+            start += len(initial)
+    return found
 
 
-def real_memory(walker: Walker) -> Memory:
+def packed(packing: Packing, space: Space, state: State) -> tuple[int, ...]:
+    """Return a plain state, packed."""
+    return packing.pack(columns_of(space, state))
+
+
+def real_memory(space: Space) -> Memory:
     """Return the kernel's own memory for a scope, which forgets nothing and is never rewritten."""
-    return Memory(
-        walker.transitions.columns, dict(sizes(walker.scope)), dict(configuration(walker.scope))
-    )
+    scope = space.scope
+    return Memory(space.transitions.columns, dict(sizes(scope)), dict(configuration(scope)))
 
 
 def restored(memory: Memory, snapshot: dict[str, tuple[int, ...]]) -> None:

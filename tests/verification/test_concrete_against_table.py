@@ -11,6 +11,7 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import z3
 from hypothesis import HealthCheck, given, settings
@@ -21,11 +22,14 @@ from qeffect.engine.stage import OPTIONAL, STATE, TRANSITIONS
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG, Column
 from qeffect.relations.constants import GRAD_BIT, OUT_BIT
-from qeffect.verification.batch.program import Bundle, Evaluation, Program
 from qeffect.verification.explorer import Scope
-from qeffect.verification.explorer.plain import explore
+from qeffect.verification.explorer.drafts import Chunk
+from qeffect.verification.explorer.exploration import Exploration, explore
+from qeffect.verification.explorer.program import Bundle, Evaluation, Program
 from qeffect.verification.explorer.scopes import configuration, sizes
-from qeffect.verification.explorer.walker import Key, Ref, Walker
+from qeffect.verification.explorer.space import Space
+from qeffect.verification.explorer.steps import Key, Ref, step_of
+from qeffect.verification.explorer.tally import State, Tally
 from qeffect.verification.symbolic import ARGUMENTS, Encoding, Path, flat_arguments, path_table
 from qeffect.verification.symbolic.encoding import STAGE_OF
 
@@ -60,21 +64,26 @@ Numbers = dict[str, list[int]]
 
 
 @cache
-def _explored(name: str) -> tuple[Walker, tuple[bytes, ...], dict[str, list[tuple[bytes, int]]]]:
-    """A scope's walker, its states, and by transition some states and moves it is accepted by."""
-    walker = Walker(SCOPES[name])
-    found = explore(walker)
-    accepted: dict[str, list[tuple[bytes, int]]] = {}
-    for index, state in found.first_accepted.items():
-        accepted.setdefault(walker.moves[index].label, []).append((state, index))
-    return walker, tuple(found.parents), accepted
+def _explored(name: str) -> tuple[Exploration, list[State], dict[str, list[tuple[State, int]]]]:
+    """A scope explored, its states, and by transition some states and moves it is accepted by."""
+    found = explore(Space(SCOPES[name]))
+    accepted: dict[str, list[tuple[State, int]]] = {}
+    for level in found.levels:
+        for arrival in found.engine.expand(level, Tally(), check=False):
+            row = 0 if arrival.rows is None else int(arrival.rows[0])
+            move = found.engine.moves[arrival.move]
+            pairs = accepted.setdefault(move.label, [])
+            if arrival.move not in (index for _, index in pairs):
+                pairs.append((tuple(level[:, row].tolist()), arrival.move))
+    states = [tuple(state) for state in found.seen.words.T.tolist()]
+    return found, states, accepted
 
 
 @cache
 def _table(name: str, finite: bool) -> dict[str, tuple[Path, ...]]:
-    walker, *_ = _explored(name)
+    found, *_ = _explored(name)
     encoding = _finite(name) if finite else Encoding.integers()
-    return path_table(walker.transitions, encoding)
+    return path_table(found.engine.space.transitions, encoding)
 
 
 @cache
@@ -96,26 +105,29 @@ def _values(sort: str, n: dict[str, int], *, sentinel: bool) -> st.SearchStrateg
     return st.integers(0, 3) if sort == "opaque" else st.integers(-1, 3)
 
 
-def _offered(name: str, state: bytes, index: int) -> tuple[str, Numbers, dict[str, int]]:
+def _offered(name: str, state: State, index: int) -> tuple[str, Numbers, dict[str, int]]:
     """Return a move in a state as a transition, a memory and flat arguments."""
-    walker, *_ = _explored(name)
-    walker.memory.thaw(state)
-    transition = walker.moves[index].label
-    columns: Numbers = {k: list(v) for k, v in configuration(walker.scope).items()}
-    for column in STATE:
-        columns[column] = [int(v) for v in getattr(walker.memory, column)]
-    return transition, columns, _flat(transition, walker.step(index).arguments)
+    found, *_ = _explored(name)
+    space, chunk = found.engine.space, Chunk(found.engine.packing, np.array([state], np.int64).T)
+    columns: Numbers = {k: list(v) for k, v in configuration(space.scope).items()}
+    for column, values in space.initial().items():
+        columns[column] = [
+            int(np.asarray(chunk.entry(column, i)).flat[0]) for i in range(len(values))
+        ]
+    move = space.moves[index]
+    step = step_of(move, columns[STAGE_OF], lambda column, i: columns[column][i])
+    return move.label, columns, _flat(move.label, step.arguments)
 
 
 def _example(data: st.DataObject, name: str) -> tuple[str, Numbers, dict[str, int]]:
     """Draw a transition, a memory and flat arguments."""
-    walker, states, accepted = _explored(name)
-    n = sizes(walker.scope)
+    found, states, accepted = _explored(name)
+    n = sizes(SCOPES[name])
     transition = data.draw(st.sampled_from(sorted(accepted)))
     if data.draw(st.sampled_from([True, True, False])):
         state, index = data.draw(st.sampled_from(accepted[transition]))
     else:
-        moves = [i for i, move in enumerate(walker.moves) if move.label == transition]
+        moves = [i for i, move in enumerate(found.engine.moves) if move.label == transition]
         state, index = data.draw(st.sampled_from(states)), data.draw(st.sampled_from(moves))
     _, columns, arguments = _offered(name, state, index)
     for _ in range(data.draw(st.sampled_from([0, 0, 0, 0, 1, 2]))):
@@ -150,8 +162,8 @@ def _run(
     name: str, transition: str, columns: Numbers, arguments: dict[str, int]
 ) -> tuple[str | None, int | None, Memory]:
     """Run a transition for real; return its clause, what it returned, and the memory after."""
-    walker, *_ = _explored(name)
-    memory = real_memory(walker)
+    space = _explored(name)[0].engine.space
+    memory = real_memory(space)
     for column in COLUMNS:
         getattr(memory, column)[:] = columns[column]
     given: list[Any] = []
@@ -165,7 +177,7 @@ def _run(
         else:
             given.append(arguments[parameter])
     try:
-        return None, walker.transitions.functions[transition](memory, *given), memory
+        return None, space.transitions.functions[transition](memory, *given), memory
     except Refused as refused:
         return refused.clause, None, memory
 

@@ -14,6 +14,7 @@ from qeffect.spec import document
 from qeffect.spec.clauses import CLAUSES, SCHEDULE_CLAUSES
 from qeffect.spec.guards import GUARDS
 from qeffect.verification import kept
+from qeffect.verification.mutants import sites_with
 from tests.docs.blocks import ROOT
 
 DATA = document.kept()
@@ -57,7 +58,9 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
     named = {place.rpartition(": ")[2] for place in row["raised_by"]}
     named |= {name for guard in guards for name in guard.get("promises", ())}
     assert [] == [name for name in named if f"`{name}`" not in line]
-    assert ("for no promise" in line) is not bool(guards)
+    assert ("no promise depends on this clause" in line) is not bool(guards)
+    killed = f"- *Mutants killed by* `qeffect prove --only {clause}`, and by `pytest -m slow "
+    assert (killed in text) is bool(guards) is bool(sites_with(clause))
     names = (*row["tests"], *row["failures"], *row["faults"])
     assert [] == [name for name in names if f"`{name}`" not in shown]
     assert [] == [path for path in row["logs"] if f"({path})" not in shown]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from qeffect.engine.concrete_memory import Memory
@@ -16,26 +17,26 @@ from qeffect.relations.columns import CONFIG
 from qeffect.stage_config import StageConfig
 from qeffect.verification.explorer import Scope, pool_scope, standard_scopes
 from qeffect.verification.explorer.cone import dependence, visible_columns
-from qeffect.verification.explorer.findings import Occurrence
-from qeffect.verification.explorer.plain import explore
-from qeffect.verification.explorer.runs import plain_findings
+from qeffect.verification.explorer.engine import Engine
+from qeffect.verification.explorer.exploration import explore
+from qeffect.verification.explorer.plain import PlainExplorer, State
 from qeffect.verification.explorer.scopes import configuration
-from qeffect.verification.explorer.walker import Step, Walker
-from qeffect.verification.explorer.witnesses import Guide
+from qeffect.verification.explorer.space import Space
+from qeffect.verification.explorer.steps import Step
+from qeffect.verification.explorer.tally import Tally
+from qeffect.verification.explorer.witnesses import Schedules, occurrences
 
-from .explorations import MARKED, plain, real_memory, restored
+from .explorations import NAMES, explored, packed, real_memory, restored, space
 
 
-def _normal_form(walker: Walker, memory: object) -> bytes:
-    for name in walker.memory.layout:
+def _normal_form(walker: PlainExplorer, memory: object) -> State:
+    for name in STATE:
         column = getattr(walker.memory, name)
-        for index, value in enumerate(getattr(memory, name)):
-            column[index] = -1 if value is None else value
-    walker.normalise()
-    return walker.memory.freeze()
+        column[:] = [-1 if value is None else value for value in getattr(memory, name)]
+    return walker.state()
 
 
-def _refusal(walker: Walker, step: Step, memory: Memory) -> str | None:
+def _refusal(walker: PlainExplorer, step: Step, memory: Memory) -> str | None:
     try:
         walker.run(step, memory)
     except Refused as refused:
@@ -43,11 +44,14 @@ def _refusal(walker: Walker, step: Step, memory: Memory) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
-    """Along random schedules every move ends alike, and in the same normal form, for both."""
-    walker = plain(name).walker
-    memory = real_memory(walker)
+    """
+    Along random schedules every move ends alike, and in the same normal form, for both; and
+    the explorer counts the same refusals and leads to the same states.
+    """
+    engine, walker = Engine(space(name)), PlainExplorer(space(name))
+    memory = real_memory(space(name))
     start = memory.snapshot()
     choose = random.Random(name)
     for _ in range(2):
@@ -56,33 +60,45 @@ def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
         for _ in range(20):
             assert state == _normal_form(walker, memory)
             before = memory.snapshot()
-            accepted: list[tuple[int, bytes]] = []
-            for index, clause, after in walker.edges(state):
+            accepted: dict[int, State] = {}
+            refused = []
+            for index, clause, after in list(walker.edges(state)):
                 step = walker.step(index, memory)
                 assert clause == _refusal(walker, step, memory), step
                 if clause is None:
                     assert after == _normal_form(walker, memory), step
-                    accepted.append((index, after))
+                    accepted[index] = after
+                else:
+                    refused.append((index, clause))
                 restored(memory, before)
+            words = np.array([packed(engine.packing, space(name), state)], np.int64).T
+            tally = Tally()
+            arrived = {arrival.move: arrival.words for arrival in engine.expand(words, tally)}
+            assert refused == sorted(tally.refused)
+            assert {index: words[:, 0].tolist() for index, words in arrived.items()} == {
+                index: list(packed(engine.packing, space(name), after))
+                for index, after in accepted.items()
+            }
             if not accepted:
                 break  # every generation of the pool is used up
-            index, state = choose.choice(accepted)
+            index = choose.choice(list(accepted))
+            state = accepted[index]
             walker.run(walker.step(index, memory), memory)
 
 
 def test_a_drop_vacates_as_of_the_last_replay_whatever_that_did() -> None:
     """A refresh writes no tape, and yet who refills a slot dropped after it waits for it."""
-    walker = plain("stage-reuse").walker
+    walker = PlainExplorer(space("stage-reuse"))
+    moves = walker.space.moves
 
-    def after(state: bytes, label: str) -> bytes:
+    def after(state: State, label: str) -> State:
         return next(
             to
             for index, clause, to in walker.edges(state)
-            if clause is None and walker.moves[index].label == label
+            if clause is None and moves[index].label == label
         )
 
-    def refusals(state: bytes) -> set[str | None]:
-        moves = walker.moves
+    def refusals(state: State) -> set[str | None]:
         return {
             clause
             for index, clause, _ in walker.edges(state)
@@ -97,22 +113,21 @@ def test_a_drop_vacates_as_of_the_last_replay_whatever_that_did() -> None:
     assert {None} == refusals(after(after(reserved, "wait"), "drop"))
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", NAMES)
 def test_witnesses_replay_on_real_memory(name: str) -> None:
     """A schedule found among normal forms runs on the kernel's own memory, to the same end."""
-    found = plain(name)
-    walker = found.walker
-    guide = Guide(walker)
-    memory = real_memory(walker)
+    found = explored(name)
+    walker = PlainExplorer(space(name))
+    named = occurrences(found)
+    schedules = Schedules(found, tuple(named.values()))
+    memory = real_memory(space(name))
     start = memory.snapshot()
-    for what, seen in plain_findings(found, (1.0, 1.0)).witnesses.items():
-        assert isinstance(seen, Occurrence)
-        assert seen.move is not None
+    for what, seen in named.items():
         restored(memory, start)
-        steps, _ = guide.schedule(seen.chain)
-        for step in steps:
-            walker.run(walker.step(step.index, memory), memory)
-        last = walker.step(seen.move, memory)
+        *moves, index = schedules.moves(seen)[0]
+        for move in moves:
+            walker.run(walker.step(move, memory), memory)
+        last = walker.step(index, memory)
         if seen.clause is None:
             walker.run(last, memory)
             assert what in last.move.steps
@@ -127,16 +142,15 @@ def test_witnesses_replay_on_real_memory(name: str) -> None:
 def test_columns_left_out_decide_nothing() -> None:
     """The pool explored with the columns that it leaves out is the same pool, with them."""
     scope = pool_scope(2, 2, 2)
-    left_out = tuple(sorted(STATE.keys() - Walker(scope).kept))
-    wide, narrow = Walker(scope, also=("wgrads", "spoiled", "final")), Walker(scope)
-    projected = set()
-    for state in explore(wide).parents:
-        wide.memory.thaw(state)
-        projected.add(_normal_form(narrow, wide.memory))
+    left_out = STATE.keys() - Space(scope).kept
+    wide, narrow = Space(scope, also=("wgrads", "spoiled", "final")), Space(scope)
+    all_states = explore(wide).seen.words
+    columns = Engine(wide).packing.unpack(all_states)
+    projected = Engine(narrow).packing.repack(columns, all_states.shape[1])
 
-    assert {"wgrads", "spoiled", "final"} <= set(left_out)
-    assert len(explore(wide).parents) > len(projected)
-    assert explore(narrow).parents.keys() == projected
+    assert {"wgrads", "spoiled", "final"} <= left_out
+    assert all_states.shape[1] > len(set(projected[0].tolist()))
+    assert set(projected[0].tolist()) == set(explore(narrow).seen.words[0].tolist())
 
 
 def test_a_stage_leaves_out_nothing() -> None:

@@ -1,9 +1,10 @@
 """
-The explorer: every reachable state of small contracts, by running the composed functions.
+The explorer: every reachable state of small contracts.
 
-``run(scope)`` walks a scope breadth first, in the plain reading or (``batch=True``) in the batch
-reading of ``qeffect.verification.batch``, with or without symmetry reduction, and reports exact
-counts, the first violation with its schedule, and a witness for everything that happened.
+``run(scope)`` walks a scope breadth first, with or without symmetry reduction, and reports exact
+counts, the first violation with its schedule, and a witness for everything that happened. It runs
+every move over many states at a time, in NumPy, from the paths of the composed functions. ``plain``
+runs the functions themselves, one state at a time, to check it on small scopes.
 """
 
 from .report import ExploreReport

@@ -1,146 +1,261 @@
 """
-The plain reading: breadth first over every reachable state, running the composed functions.
+The plain explorer: one state at a time, over lists. It exists only to check the explorer.
+
+It runs the composed functions themselves, keeps states as tuples in a dictionary, and states the
+normal form once more. `qeffect.verification.explorer.exploration` must find the same states, moves,
+refusals and violations; tests compare both wherever this one ends soon.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 from attrs import define, field
 
+from qeffect.engine.concrete_memory import Memory
+from qeffect.engine.stage import STATE
 from qeffect.refusals import Refused
+from qeffect.relations.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
+from qeffect.spec.predicates import Predicate
 
-from .walker import Ready, Walker, broken_promise
+from ..judging import failing
+from .moves import Move
+from .quotient import VACATES
+from .scopes import configuration, members_in, sizes
+from .space import Space
+from .steps import Step, step_of
 
-__all__ = ["Exploration", "explore"]
+__all__ = ["PlainExplorer", "normal_form"]
 
-_REPORT: Final = 1 << 10  # states between two chances to show progress
-
-Progress = Callable[[str], None]
-
-#: What holds of every state; returns the name of an invariant that does not, or None.
-Check = Callable[[object], str | None]
+#: The kept columns in normal form, one after another in the order of STATE.
+State = tuple[int, ...]
 
 
-@define
-class Exploration:
+@define(eq=False)
+class PlainExplorer:
     """
-    Everything a plain exploration saw.
+    A space walked one state at a time.
 
     Args:
-        walker: The memory and moves that it ran.
-        parents: Every state in normal form, with the state that first led to it.
+        space: What is explored.
+        predicates: What is checked of every state.
+
+    Attributes:
+        memory: The columns, as lists; lists that no state remembers hold anything.
+        initial: The initial state.
+        parents: Every state found, with the state and move that first led to it.
         accepted: Number of acceptances of each move.
         refused: Number of refusals by (move, clause).
-        first_accepted: First state in which each move was accepted.
-        first_refused: First state in which each (move, clause) was refused.
-        depth: Levels below the initial state.
-        violation: The violation, the state, the move if a move broke it, and the clause if a
-            refusal broke it; or None.
+        depth: Length of the longest shortest schedule to a state.
+        violation: What was violated first and the schedule to it, or None.
     """
 
-    walker: Walker
-    parents: dict[bytes, bytes]
-    accepted: list[int]
-    refused: Counter[tuple[int, str]] = field(factory=Counter)
-    first_accepted: dict[int, bytes] = field(factory=dict)
-    first_refused: dict[tuple[int, str], bytes] = field(factory=dict)
-    depth: int = 0
-    violation: tuple[str, bytes, int | None, str | None] | None = None
+    space: Space
+    predicates: tuple[Predicate, ...] = ()
+    memory: Any = field(init=False)
+    initial: State = field(init=False)
+    parents: dict[State, tuple[State, int] | None] = field(init=False, factory=dict)
+    accepted: Counter[int] = field(init=False, factory=Counter)
+    refused: Counter[tuple[int, str]] = field(init=False, factory=Counter)
+    depth: int = field(init=False, default=0)
+    violation: tuple[str, list[str]] | None = field(init=False, default=None)
+    _kept: list[list[int]] = field(init=False)
+    _where: list[list[tuple[list[int], int, int, bool]]] = field(init=False)
 
-    def chain(self, state: bytes) -> list[bytes]:
-        """Return the states on a shortest path to a state, the initial state first."""
-        found = [state]
-        while self.parents[found[-1]] != found[-1]:
-            found.append(self.parents[found[-1]])
-        return found[::-1]
+    def __attrs_post_init__(self) -> None:
+        columns = configuration(self.space.scope) | self.space.initial()
+        self.memory = SimpleNamespace(**columns, every=Memory.every, fill=Memory.fill)
+        self._kept = [columns[name] for name in STATE if name in self.space.kept]
+        self.initial = self.state()
+        self._where = [
+            [(columns[w.column], w.index, w.value, w.equal) for w in move.where]
+            for move in self.space.moves
+        ]
 
+    def state(self) -> State:
+        """Return the memory's state, which is brought into normal form."""
+        normal_form(self.space, self.memory)
+        return self._as_it_is()
 
-def explore(
-    walker: Walker,
-    *,
-    check: Check | None = None,
-    canonical: Callable[[], None] | None = None,
-    progress: Progress | None = None,
-) -> Exploration:
-    """
-    Walk every reachable state, breadth first, and stop at the first violation.
+    def _as_it_is(self) -> State:
+        return tuple([entry for column in self._kept for entry in column])
 
-    Args:
-        walker: The scope's memory and moves.
-        check: Returns the invariant that a state breaks; called once per distinct state.
-        canonical: Brings the memory's state to the representative of its orbit, in place.
-        progress: Called with a progress line.
-    """
-    memory = walker.memory
-    buffer, frozen = memory.buffer, memory.buffer.tobytes
-    found = Exploration(walker, {}, [0] * len(walker.moves))
-    parents, accepted, refused = found.parents, found.accepted, found.refused
-    owed = [move.right and "ticket" in move.arguments for move in walker.moves]
-    start = walker.initial
-    if canonical is not None:
-        memory.thaw(start)
-        canonical()
-        start = memory.freeze()
-    parents[start] = start
-    frontier = [start]
-    tried = 0
-    memory.thaw(start)
-    broken = check(memory) if check else None
-    if broken:
-        found.violation = (broken, start, None, None)
-        return found
-    while frontier:
-        following: list[bytes] = []
-        for state in frontier:
-            buffer[:] = state
-            for group in walker.ready():
-                for ready in group:
-                    waiting: Ready | None = ready
-                    while waiting is not None:
-                        index, first, arguments, last, place, evidence, rules, waiting = waiting
-                        try:
-                            ticket = first(memory, *arguments)
-                            if last is not None:
-                                last(memory, place, ticket, *evidence)
-                        except Refused as refusal:
-                            what = index, refusal.clause
-                            if what in refused:
-                                refused[what] += 1
-                            else:
-                                refused[what] = 1
-                                found.first_refused[what] = state
-                            if frozen() != state or owed[index]:
-                                broken = broken_promise(walker, index, refusal.clause, state)
-                                if broken:
-                                    found.violation = (broken, state, index, refusal.clause)
-                                    return found
-                            break
-                        if not accepted[index]:
-                            found.first_accepted[index] = state
-                        accepted[index] += 1
-                        for rule in rules:
-                            rule()
-                        if canonical is not None:
-                            canonical()
-                        after = frozen()
-                        if after not in parents:
-                            parents[after] = state
-                            following.append(after)
-                            if check is not None:
-                                broken = check(memory)
-                                if broken:
-                                    found.violation = (broken, state, index, None)
-                                    return found
-                        buffer[:] = state
-            tried += 1
-            if progress is not None and tried % _REPORT == 0:
-                progress(
-                    f"Exploring. states={len(parents):,} transitions={sum(accepted):,} "
-                    f"depth={found.depth}"
+    def restore(self, state: State) -> None:
+        """Put the memory back to a state."""
+        start = 0
+        for column in self._kept:
+            column[:] = state[start : start + len(column)]
+            start += len(column)
+
+    def step(self, index: int, memory: Any = None) -> Step:
+        """Return a move as it is presented in a memory's state; the explorer's own by default."""
+        st = self.memory if memory is None else memory
+        stages = self.memory.stage_of
+        return step_of(self.space.moves[index], stages, lambda name, i: getattr(st, name)[i])
+
+    def run(self, step: Step, memory: Any = None) -> None:
+        """
+        Carry out a step.
+
+        Raises:
+            Refused: It is refused; of two transitions, the first may have been carried out.
+        """
+        st = self.memory if memory is None else memory
+        functions = self.space.transitions.functions
+        ticket = functions[step.move.steps[0]](st, *step.arguments)
+        if len(step.move.steps) > 1:
+            functions[step.move.steps[1]](st, step.place, ticket, *step.evidence)
+
+    def edges(self, state: State) -> Iterator[tuple[int, str | None, State]]:
+        """Yield (move, None, the next state) or (move, clause, the memory as it is then)."""
+        taken = False  # whether the last move was: its twin begins with the same check
+        self.restore(state)
+        for index, move in enumerate(self.space.moves):
+            tried = (
+                taken
+                if move.twin
+                else all(
+                    (column[place] == value) is equal
+                    for column, place, value, equal in self._where[index]
                 )
-        found.depth += bool(following)
-        frontier = following
-    return found
+            )
+            taken = False
+            if tried:
+                try:
+                    self.run(self.step(index))
+                except Refused as refused:
+                    after = self._as_it_is()
+                    yield index, refused.clause, after
+                else:
+                    taken, after = True, self.state()
+                    yield index, None, after
+                if taken or after != state:
+                    self.restore(state)
+
+    def explore(self) -> PlainExplorer:
+        """Walk every reachable state, breadth first, and stop at the first violation."""
+        frontier = [self.initial]
+        self.parents[self.initial] = None
+        if self._breaks(self.initial):
+            return self
+        while frontier:
+            following: list[State] = []
+            for state in frontier:
+                for index, clause, after in self.edges(state):
+                    if clause is not None:
+                        self.refused[index, clause] += 1
+                        told = self._broken_promise(index, clause, state, after)
+                        if told:
+                            self.violation = told, [*self.schedule(state), self._text(state, index)]
+                            return self
+                        continue
+                    self.accepted[index] += 1
+                    if after not in self.parents:
+                        self.parents[after] = state, index
+                        following.append(after)
+                        if self._breaks(after):
+                            return self
+            self.depth += bool(following)
+            frontier = following
+        return self
+
+    def schedule(self, state: State) -> list[str]:
+        """Return the moves of a shortest way to a state."""
+        came = self.parents[state]
+        return [] if came is None else [*self.schedule(came[0]), self._text(*came)]
+
+    def _text(self, state: State, index: int) -> str:
+        self.restore(state)
+        return str(self.step(index))
+
+    def _breaks(self, state: State) -> bool:
+        self.restore(state)
+        for name, _ in failing(self.predicates, members_in(self.space.scope), self.memory):
+            self.violation = name, self.schedule(state)
+            return True
+        return False
+
+    def _broken_promise(self, index: int, clause: str, before: State, after: State) -> str:
+        """How a refusal breaks a promise, if it does."""
+        move = self.space.moves[index]
+        if len(move.steps) > 1:
+            broken = after != before and move.right
+            return f"{move.steps[1]} refused ({clause}) what its check had accepted" * broken
+        if after != before:
+            return f"{move.label} refused ({clause}) and yet changed the state"
+        owed = move.right and "ticket" in move.arguments and _owed(self.memory, move)
+        return f"{move.label} refused ({clause}) a ticket in flight" * owed
+
+
+def _owed(st: Any, move: Move) -> bool:
+    """Whether the ticket in flight where the move redeems is one of the move's own action."""
+    action = move.label.partition("_")[2]
+    if action == "refresh":
+        return st.refreshing[move.arguments["stage"]] not in st.held
+    mask = st.consumers[move.arguments["slot"]]
+    if mask == RESERVED:
+        return action == "forward"
+    return action == ("dgrad" if mask & DGRAD_BIT else "wgrad" if mask & WGRAD_BIT else "")
+
+
+def normal_form(space: Space, st: Any) -> None:
+    """Bring a memory into normal form, in place; `quotient` says why each rule loses nothing."""
+    scope, n = space.scope, sizes(space.scope)
+    for name, values in space.initial().items():
+        if name not in space.kept:
+            getattr(st, name)[:] = values
+    for slot, mask in enumerate(st.consumers):
+        cell = st.cell_at[slot]
+        if mask == 0 == st.moving[slot]:  # free: its last tenant is never asked for
+            if scope.fresh_keys and cell != -1 and st.slot_of[cell] == -1:
+                st.forwarded[cell] = NEVER
+            st.cell_at[slot], st.epoch_at[slot] = -1, NEVER
+        if mask in (0, RESERVED):  # nothing is produced yet
+            st.produced[slot] = 0
+        if mask & VACATES and not st.receives[st.slot_stage[slot]]:
+            st.vacated[slot] = 0
+        waits = st.joined[st.ended_on[slot]] < st.ended_at[slot]
+        st.ended_at[slot], st.ended_on[slot] = int(waits), st.ended_on[slot] if waits else 0
+    tickets = [st.held, st.busy, st.refreshing, st.filling, st.writing]
+    flying = sorted({ticket for column in tickets for ticket in column} - {0})
+    for column in tickets:
+        column[:] = [1 + flying.index(ticket) if ticket else 0 for ticket in column]
+    st.serial[0] = len(flying)
+    for link in range(n["link"]):
+        ahead = st.submitted[link] - st.joined[link]
+        st.submitted[link], st.joined[link] = (ahead > 0) - (ahead < 0), 0
+    for domain in range(n["domain"]):
+        _number_replays(space, st, domain)
+    if st.named[0] != st.weight_epoch[0]:
+        st.named[0], st.consumer[0] = NEVER, 0
+    if not any(st.unawaited):
+        st.updater[0] = 0
+    st.cursor[:] = [place if st.tenants[p] else 0 for p, place in enumerate(st.cursor)]
+    st.incarnation[0] = 0
+    for cell, mark in enumerate(st.forwarded):
+        slot = st.slot_of[cell]
+        if scope.fresh_keys and mark != NEVER:  # every next key of a cell is fresh
+            if slot == -1:
+                st.forwarded[cell] = NEVER
+            elif st.epoch_at[slot] != 0:
+                st.forwarded[cell] = 0 if mark == st.epoch_at[slot] else NEVER
+                st.epoch_at[slot] = 0
+
+
+def _number_replays(space: Space, st: Any, domain: int) -> None:
+    """Number the replays of a domain that some link has yet to wait for from 1, in their order."""
+    stages = [s for s, at in enumerate(st.domain_of) if at == domain]
+    slots = [s for s, stage in enumerate(st.slot_stage) if stage in stages]
+    links = [link for link, at in enumerate(st.domain_at) if at == domain]
+    entries = [(column, slot) for column in (st.produced, st.vacated) for slot in slots]
+    entries += [(st.landed, stage) for stage in stages]
+    drops = "vacated" in space.kept and "drop" in space.scope.transitions
+    last = [(st.replays, domain)]
+    awaited = min(st.waited[link] for link in links)
+    marks = {column[i] for column, i in (*entries, *(last if drops else ()))}
+    marks = {mark for mark in marks if mark > awaited}
+    for column, i in (*entries, *((st.waited, link) for link in links), *last):
+        column[i] = sum(mark <= column[i] for mark in marks)

@@ -2,283 +2,235 @@
 The normal form of a state: states that no guard can ever distinguish have one form.
 
 Serials and counters of stream work only grow, and a freed slot keeps its last tenant. Without a
-normal form nearly every path would end in a state of its own. Each rule replaces
-values by others with the same futures; a test runs states and their normal forms side by side.
+normal form nearly every path would end in a state of its own. Each rule replaces values by others
+with the same futures; a test runs states and their normal forms side by side. `plain.normal_form`
+states the same rules once more, one state at a time, to check them.
+
+Only entries that a move changed are read: the states before the move were in normal form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-from attrs import frozen
+import numpy as np
 
+from qeffect.engine.stage import STATE
 from qeffect.relations.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
 
-from .flat import TICKETS, FlatMemory
+from .drafts import Draft
+from .packing import TICKETS, ranges
+from .program import Value, select
 from .scopes import Scope, configuration, sizes
 
-__all__ = ["VACATES", "Rule", "normal_form"]
-
+__all__ = ["VACATES", "Quotient"]
 
 #: A tape with one of these still to come has a replay, or a drop, before its slot is free.
-VACATES = RESERVED | DGRAD_BIT | WGRAD_BIT
+VACATES: Final = RESERVED | DGRAD_BIT | WGRAD_BIT
+#: Sets of more numbers than this take wider integers; sets of more than ``_MOST`` have none.
+_FEW, _MOST = 12, 60
 
 
-@frozen
-class Rule:
+def _count(marks: Value) -> Value:
+    if isinstance(marks, int):
+        return marks.bit_count()
+    return np.bitwise_count(marks).astype(np.int8)
+
+
+class Quotient:
     """
-    One rule of the normal form.
-
-    Args:
-        after: Columns whose change can require the rule.
-        apply: Applies the rule, in place.
-    """
-
-    after: frozenset[str]
-    apply: Callable[[], None]
-
-
-def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
-    """
-    Return the rules that bring a memory's state into normal form, in their order.
+    Brings drafts into normal form.
 
     Args:
         scope: What is explored.
-        memory: The memory; rules about columns that it does not keep are left out.
+        kept: Columns that make a state.
+
+    Raises:
+        ValueError: The scope has more stream work or tickets at a time than a set of bits holds.
     """
-    n = sizes(scope)
-    found: list[tuple[tuple[str, ...], str, Callable[[], Callable[[], None]]]] = [
-        (
-            ("consumers", "produced", "moving", "vacated"),
-            "consumers",
-            lambda: _free_slots(scope, memory),
-        ),
-        ((*TICKETS, "serial"), "serial", lambda: _tickets(memory)),
-        (
-            ("ended_at", "ended_on", "submitted", "joined"),
-            "ended_at",
-            lambda: _ends(memory, n["slot"]),
-        ),
-        (("submitted", "joined"), "submitted", lambda: _joins(memory, n["link"])),
-        (
-            ("consumers", "produced", "landed", "vacated", "waited", "replays"),
-            "replays",
-            lambda: _ranks(scope, memory),
-        ),
-        (
-            ("named", "consumer", "weight_epoch"),
-            "named",
-            lambda: _consumer(memory),
-        ),
-        (("updater", "unawaited"), "updater", lambda: _updater(memory)),
-        (("cursor", "tenants"), "cursor", lambda: _empty_pools(memory, n["pool"])),
-        (("incarnation",), "incarnation", lambda: _incarnation(memory)),
-    ]
-    if scope.fresh_keys:
-        found.append((("epoch_at",), "slot_of", lambda: _fresh_keys(memory, n["cell"])))
-    return tuple(
-        Rule(frozenset(after), make()) for after, needs, make in found if needs in memory.layout
-    )
 
+    def __init__(self, scope: Scope, kept: frozenset[str]) -> None:
+        self.scope = scope
+        self.kept = kept
+        self.n = sizes(scope)
+        config: dict[str, Any] = configuration(scope)
+        self.tickets = [
+            (name, index)
+            for name in TICKETS
+            if name in kept
+            for index in range(self.n[STATE[name].index])
+        ]
+        at = config["domain_of"]
+        drops = "vacated" in kept and "drop" in scope.transitions
+        self.marked = {
+            d: [
+                (column, s)
+                for column in ("produced", "vacated")
+                if column in kept
+                for s, g in enumerate(config["slot_stage"])
+                if at[g] == d
+            ]
+            + [("landed", g) for g, dd in enumerate(at) if dd == d and "landed" in kept]
+            + ([("replays", d)] if drops else [])
+            for d in range(self.n["domain"])
+        }
+        self.receives = [config["receives"][stage] for stage in config["slot_stage"]]
+        self.waits = {
+            d: [("waited", k) for k, dd in enumerate(config["domain_at"]) if dd == d]
+            for d in range(self.n["domain"])
+        }
 
-def _free_slots(scope: Scope, st: Any) -> Callable[[], None]:
-    """
-    A free slot's last tenant is never asked for, nor is its output before its forward ran, nor who
-    left a slot that receives nothing while its tape has a replay to come.
-    """
-    members = range(sizes(scope)["slot"])
-    consumers, cell_at, epoch_at = st.consumers, st.cell_at, st.epoch_at
-    produced = st.produced if "produced" in st.layout else None
-    moving = st.moving
-    vacated = st.vacated if "vacated" in st.layout else None
-    config = configuration(scope)
-    receives = [config["receives"][stage] for stage in config["slot_stage"]]
-    forwarded, slot_of = st.forwarded if scope.fresh_keys else None, st.slot_of
+        bounds = ranges(scope)
+        counted = [c for c in ("replays", "serial") if c in kept]
+        most = max((bounds[column][1] for column in counted), default=0)
+        if most > _MOST:
+            raise ValueError(f"scope {scope.name}: numbers {most} events at a time, over {_MOST}")
+        self._set: type[np.signedinteger[Any]] = np.int16 if most <= _FEW else np.int64
 
-    def rule() -> None:
-        for slot in members:
-            mask = consumers[slot]
-            if mask == 0 and moving[slot] == 0:
-                cell = cell_at[slot]
-                if cell != -1:
-                    cell_at[slot] = -1
-                    epoch_at[slot] = NEVER
-                    if forwarded is not None and slot_of[cell] == -1:
-                        forwarded[cell] = NEVER  # the cell's next key is fresh
-            if produced is not None and mask in (0, RESERVED):
-                produced[slot] = 0
-            if vacated is not None and mask & VACATES and not receives[slot]:
-                vacated[slot] = 0
+    def _bit(self, value: Value) -> Value:
+        """The set of one number, as bits."""
+        if isinstance(value, int):
+            return 1 << value
+        return np.left_shift(self._set(1), value, dtype=self._set)
 
-    return rule
+    def _upto(self, value: Value) -> Value:
+        """The set of all numbers from 0 to this one, as bits."""
+        if isinstance(value, int):
+            return (2 << value) - 1
+        return np.left_shift(self._set(2), value, dtype=self._set) - self._set(1)
 
+    def _rank(self, marks: Value, value: Value) -> Value:
+        """Return the number of marks up to the value."""
+        return _count(marks & self._upto(value))
 
-def _tickets(st: Any) -> Callable[[], None]:
-    """Tickets are compared for equality only: number those in flight from 1, in their order."""
-    serial = st.serial
-    columns = [getattr(st, name) for name in TICKETS if name in st.layout]
-    whole = st.buffer[: sum(map(len, columns))].tobytes
-    none = bytes(len(whole()))
+    def normalise(self, draft: Draft) -> None:
+        """Bring a draft into normal form, in place."""
+        changed = draft.changed
+        touched = {column for column, _ in changed}
+        if touched & {"consumers", "produced", "moving", "vacated"}:
+            self._free_slots(draft)
+            touched = {column for column, _ in changed}
+        if "serial" in touched or touched & set(TICKETS):
+            self._tickets(draft)
+        if touched & {"ended_at", "ended_on", "joined", "submitted"} and "ended_at" in self.kept:
+            self._ends(draft)
+        if touched & {"submitted", "joined"}:
+            self._joins(draft)
+        if touched & {"produced", "landed", "vacated", "waited", "replays"}:
+            self._ranks(draft)
+        if touched & {"named", "consumer", "weight_epoch"} and "named" in self.kept:
+            self._consumer(draft)
+        if touched & {"updater", "unawaited"} and "updater" in self.kept:
+            self._updater(draft)
+        if touched & {"cursor", "tenants"} and "cursor" in self.kept:
+            self._empty_pools(draft)
+        if "incarnation" in touched:
+            changed["incarnation", 0] = 0
+        if self.scope.fresh_keys and touched & {"slot_of", "forwarded"}:
+            self._fresh_keys(draft)
 
-    def rule() -> None:
-        if whole() == none:
-            serial[0] = 0
-            return
-        flying = 0
-        for column in columns:
-            for ticket in column:
-                flying |= 1 << ticket
-        flying &= ~1
-        if flying:
-            for column in columns:
-                for index, ticket in enumerate(column):
-                    if ticket:
-                        column[index] = (flying & ((2 << ticket) - 1)).bit_count()
-        serial[0] = flying.bit_count()
+    def _free_slots(self, draft: Draft) -> None:
+        changed = draft.changed
+        for slot in range(self.n["slot"]):
+            mask = draft.entry("consumers", slot)
+            free = mask == 0
+            if ("consumers", slot) in changed or ("moving", slot) in changed:
+                empty = free & (draft.entry("moving", slot) == 0)
+                changed["cell_at", slot] = select(empty, -1, draft.entry("cell_at", slot))
+                changed["epoch_at", slot] = select(empty, NEVER, draft.entry("epoch_at", slot))
+            if (
+                "vacated" in self.kept
+                and not self.receives[slot]
+                and (("consumers", slot) in changed or ("vacated", slot) in changed)
+            ):
+                anew = (mask & VACATES) != 0
+                changed["vacated", slot] = select(anew, 0, draft.entry("vacated", slot))
+            if "produced" in self.kept and (
+                ("consumers", slot) in changed or ("produced", slot) in changed
+            ):
+                idle = free | (mask == RESERVED)
+                changed["produced", slot] = select(idle, 0, draft.entry("produced", slot))
 
-    return rule
+    def _tickets(self, draft: Draft) -> None:
+        tickets = {key: draft.entry(*key) for key in self.tickets}
+        flying: Value = 0
+        for ticket in tickets.values():
+            flying = flying | self._bit(ticket)
+        flying = flying & ~1
+        for key, ticket in tickets.items():
+            if not (isinstance(ticket, int) and ticket == 0):
+                draft.changed[key] = select(ticket == 0, 0, self._rank(flying, ticket))
+        draft.changed["serial", 0] = _count(flying)
 
+    def _ends(self, draft: Draft) -> None:
+        for slot in range(self.n["slot"]):
+            at, on = draft.entry("ended_at", slot), draft.entry("ended_on", slot)
+            waits: Value = False
+            for link in range(self.n["link"]):
+                waits = waits | ((on == link) & (draft.entry("joined", link) < at))
+            draft.changed["ended_at", slot] = select(waits, 1, 0)
+            draft.changed["ended_on", slot] = select(waits, on, 0)
 
-def _ends(st: Any, slots: int) -> Callable[[], None]:
-    """The graph stream has waited for a slot's latest end, or has not; then it is of a link."""
-    members = range(slots)
-    joined, ended_on, ended_at = st.joined, st.ended_on, st.ended_at
+    def _joins(self, draft: Draft) -> None:
+        for link in range(self.n["link"]):
+            if ("submitted", link) in draft.changed or ("joined", link) in draft.changed:
+                ahead = draft.entry("submitted", link) - draft.entry("joined", link)
+                sign = select(ahead > 0, 1, select(ahead < 0, -1, 0))
+                draft.changed["submitted", link] = sign
+                draft.changed["joined", link] = 0
 
-    def rule() -> None:
-        for slot in members:
-            waits = joined[ended_on[slot]] < ended_at[slot]
-            ended_at[slot] = 1 if waits else 0
-            if not waits:
-                ended_on[slot] = 0
+    def _ranks(self, draft: Draft) -> None:
+        for domain, marked in self.marked.items():
+            waits = self.waits[domain]
+            keys = {*marked, *waits, ("replays", domain)}
+            if not any(key in draft.changed for key in keys):
+                continue
+            marks: Value = 0
+            for key in marked:
+                marks = marks | self._bit(draft.entry(*key))
+            awaited = draft.entry(*waits[0])
+            for key in waits[1:]:
+                other = draft.entry(*key)
+                awaited = select(other < awaited, other, awaited)
+            marks = marks & ~self._upto(awaited)
+            for key in keys:
+                draft.changed[key] = self._rank(marks, draft.entry(*key))
 
-    return rule
+    def _consumer(self, draft: Draft) -> None:
+        named = draft.entry("named", 0)
+        past = named != draft.entry("weight_epoch", 0)
+        draft.changed["named", 0] = select(past, NEVER, named)
+        draft.changed["consumer", 0] = select(past, 0, draft.entry("consumer", 0))
 
+    def _updater(self, draft: Draft) -> None:
+        waits: Value = False
+        for domain in range(self.n["domain"]):
+            waits = waits | (draft.entry("unawaited", domain) != 0)
+        draft.changed["updater", 0] = select(waits, draft.entry("updater", 0), 0)
 
-def _joins(st: Any, links: int) -> Callable[[], None]:
-    """The graph stream has waited for all of a caller's work, or it has not."""
-    members = range(links)
-    submitted, joined = st.submitted, st.joined
+    def _empty_pools(self, draft: Draft) -> None:
+        for pool in range(self.n["pool"]):
+            if ("cursor", pool) in draft.changed or ("tenants", pool) in draft.changed:
+                empty = draft.entry("tenants", pool) == 0
+                draft.changed["cursor", pool] = select(empty, 0, draft.entry("cursor", pool))
 
-    def rule() -> None:
-        for link in members:
-            ahead = submitted[link] - joined[link]
-            if ahead or joined[link]:
-                submitted[link] = (ahead > 0) - (ahead < 0)
-                joined[link] = 0
+    def _fresh_keys(self, draft: Draft) -> None:
+        changed = draft.changed
+        for cell in range(self.n["cell"]):
+            if ("slot_of", cell) in changed or ("forwarded", cell) in changed:
+                gone = draft.entry("slot_of", cell) == -1
+                changed["forwarded", cell] = select(gone, NEVER, draft.entry("forwarded", cell))
+        for slot in range(self.n["slot"]):
+            epoch = draft.entry("epoch_at", slot)
+            if ("epoch_at", slot) in changed and np.any(epoch > 0):
+                for cell in range(self.n["cell"]):
+                    self._renamed(draft, slot, cell, epoch)
 
-    return rule
-
-
-def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
-    """
-    Stream work is compared only as "waited for": per domain, number the replays that some link has
-    yet to wait for and that wrote a live tape or a stage's gradients, or vacated a slot, from 1, in
-    their order, and count waits by how many of those they cover. What every link has waited for
-    holds nobody back again and is written 0. The last replay is numbered whatever it did, where a
-    drop may yet say that it vacated a slot.
-    """
-    config = configuration(scope)
-    at = config["domain_of"]
-    domains = [
-        (
-            domain,
-            [s for s, stage in enumerate(config["slot_stage"]) if at[stage] == domain],
-            [s for s, d in enumerate(at) if d == domain],
-            [link for link, d in enumerate(config["domain_at"]) if d == domain],
-        )
-        for domain in range(sizes(scope)["domain"])
-    ]
-    waited, replays, produced = st.waited, st.replays, st.produced
-    # A value that no guard of the scope's transitions reads is not numbered and not part of a
-    # state.
-    landed = st.landed if "landed" in st.layout else [0] * len(st.landed)
-    vacated = st.vacated if "vacated" in st.layout else [0] * len(produced)
-    drops = "vacated" in st.layout and "drop" in scope.transitions
-
-    def rule() -> None:
-        for domain, slots, stages, links in domains:
-            marks = 0
-            for slot in slots:
-                marks |= 1 << produced[slot] | 1 << vacated[slot]
-            for stage in stages:
-                marks |= 1 << landed[stage]
-            if drops:
-                marks |= 1 << replays[domain]
-            awaited = min([waited[link] for link in links])
-            marks &= -2 << awaited
-            for slot in slots:
-                produced[slot] = (marks & ((2 << produced[slot]) - 1)).bit_count()
-                vacated[slot] = (marks & ((2 << vacated[slot]) - 1)).bit_count()
-            for stage in stages:
-                landed[stage] = (marks & ((2 << landed[stage]) - 1)).bit_count()
-            for link in links:
-                waited[link] = (marks & ((2 << waited[link]) - 1)).bit_count()
-            replays[domain] = (marks & ((2 << replays[domain]) - 1)).bit_count()
-
-    return rule
-
-
-def _consumer(st: Any) -> Callable[[], None]:
-    """Who reads the gradients is asked of the epoch in which it was named alone."""
-    named, consumer, weight_epoch = st.named, st.consumer, st.weight_epoch
-
-    def rule() -> None:
-        if named[0] != weight_epoch[0]:
-            named[0] = NEVER
-            consumer[0] = 0
-
-    return rule
-
-
-def _updater(st: Any) -> Callable[[], None]:
-    """Whose stream an update ran on is asked while some graph stream has yet to wait for it."""
-    updater, unawaited = st.updater, st.unawaited
-
-    def rule() -> None:
-        if not any(unawaited):
-            updater[0] = 0
-
-    return rule
-
-
-def _empty_pools(st: Any, pools: int) -> Callable[[], None]:
-    """A pool that keeps nobody's memory may be replayed from the start."""
-    cursor, tenants = st.cursor, st.tenants
-    members = range(pools)
-
-    def rule() -> None:
-        for pool in members:
-            if tenants[pool] == 0:
-                cursor[pool] = 0
-
-    return rule
-
-
-def _incarnation(st: Any) -> Callable[[], None]:
-    """An incarnation is only ever equal to itself: call the current one 0."""
-    incarnation = st.incarnation
-
-    def rule() -> None:
-        incarnation[0] = 0
-
-    return rule
-
-
-def _fresh_keys(st: Any, cells: int) -> Callable[[], None]:
-    """Every next key of a cell is fresh, so only whether its live tape was forwarded counts."""
-    members = range(cells)
-    slot_of, forwarded, epoch_at = st.slot_of, st.forwarded, st.epoch_at
-
-    def rule() -> None:
-        for cell in members:
-            mark = forwarded[cell]
-            if mark != NEVER:
-                slot = slot_of[cell]
-                if slot == -1:
-                    forwarded[cell] = NEVER
-                elif epoch_at[slot] != 0:
-                    forwarded[cell] = 0 if mark == epoch_at[slot] else NEVER
-                    epoch_at[slot] = 0
-
-    return rule
+    def _renamed(self, draft: Draft, slot: int, cell: int, epoch: Value) -> None:
+        """Call the epoch of a slot's cell 0; only a broken kernel takes a key that is not fresh."""
+        mark = draft.entry("forwarded", cell)
+        here = (draft.entry("slot_of", cell) == slot) & (mark != NEVER) & (epoch != 0)
+        again = select(mark == epoch, 0, NEVER)
+        draft.changed["forwarded", cell] = select(here, again, mark)
+        current = draft.entry("epoch_at", slot)
+        draft.changed["epoch_at", slot] = select(here, 0, current)

@@ -20,7 +20,6 @@ class ExploreReport:
 
     Args:
         scope: Name of the scope.
-        reading: ``plain`` or ``batch``.
         symmetry: Whether one state stands for its orbit.
         states: Distinct states, in normal form.
         transitions: Accepted moves, each counted in each state.
@@ -30,8 +29,8 @@ class ExploreReport:
         depth: Length of the longest shortest schedule to a state.
         invariants: Number of invariants checked in every state.
         violation: The violation and a schedule that leads to it, or None.
-        witnesses: A shortest schedule by name: for accepted transitions, for their paths, and for
-            refusals (``transition: clause``).
+        witnesses: A shortest schedule by name: for accepted transitions and for refusals
+            (``transition: clause``).
         seconds: Wall time of the exploration, without the search for witnesses.
         cpu_seconds: Processor time of it, which other work on the machine does not lengthen as
             much.
@@ -39,7 +38,6 @@ class ExploreReport:
     """
 
     scope: str
-    reading: str
     symmetry: bool
     states: int
     transitions: int

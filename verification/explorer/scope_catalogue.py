@@ -404,7 +404,7 @@ def standard_scopes() -> Mapping[str, Scope]:
 
 def large_scopes() -> Mapping[str, Scope]:
     """
-    Return scopes for the batch reading and for measuring rates, by name.
+    Return scopes with many states, also for measuring rates, by name.
 
     The pool of 4 slots, 4 keys and 3 generations has 540,184 states, as many as the same model
     has in TLC and SPIN; ``-right`` presents only right arguments, as those do. The last pool and

@@ -108,9 +108,12 @@ class Scope:
             if unknown:
                 raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
         if any(not 0 <= stage < stages for bucket in self.buckets for stage in bucket):
-            raise ValueError(f"scope {self.name}: a bucket is of stages from 0 to {stages - 1}")
+            raise ValueError(f"scope {self.name}: the stages of a bucket must be 0 to {stages - 1}")
         if self.tied and (not self.accumulate or self.domain_of[:2] not in ((0, 0), (1, 1))):
-            raise ValueError(f"scope {self.name}: two stages of a domain share, and accumulate")
+            raise ValueError(
+                f"scope {self.name}: destinations can be shared by two stages of one "
+                "domain, and accumulate"
+            )
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
         if self.feeds and len(set(self.cells)) > 1:
@@ -120,11 +123,11 @@ class Scope:
                 f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
             )
         if (self.reports or self.tape_scales) and self.tickets:
-            raise ValueError(f"scope {self.name}: evidence is explored with its check in one step")
+            raise ValueError(f"scope {self.name}: evidence needs its check in the same step")
         if self.tape_scales not in ("", "carried", "live"):
-            raise ValueError(f"scope {self.name}: tape_scales is carried or live")
+            raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
-            raise ValueError(f"scope {self.name}: fresh keys need the epoch to be out of play")
+            raise ValueError(f"scope {self.name}: fresh keys need a scope without epochs")
 
     @property
     def transitions(self) -> tuple[str, ...]:

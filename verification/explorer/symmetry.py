@@ -9,16 +9,23 @@ cell and buffers, then the free slots, then the idle cells.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from qeffect.engine.stage import STATE
 
-from .flat import FlatMemory
+from .packing import Packing, Words
 from .scopes import Scope, configuration
 
-__all__ = ["Family", "canonical_form", "families"]
+__all__ = ["Family", "canonical_words", "families"]
+
+Columns = dict[tuple[str, int], Any]
+Table = NDArray[Any]
+
+_WIDEST: Final = 1 << 62  # ranks stay below this number
 
 
 @frozen
@@ -65,71 +72,87 @@ def families(scope: Scope, kept: Iterable[str]) -> tuple[Family, ...]:
     )
 
 
-def canonical_form(scope: Scope, memory: FlatMemory) -> Callable[[], None]:
-    """
-    Return what brings a memory's state, in normal form, to its orbit's representative, in place.
+def canonical_words(packing: Packing) -> Callable[[Words], Words]:
+    """Return what maps states in normal form to their orbits' representatives."""
+    found = families(packing.scope, packing.layout)
 
-    A state in which slots and cells do not name each other stays unchanged: it breaks an invariant,
-    and only sound states of one orbit are known to behave alike.
-    """
-    found = [_sorter(family, memory) for family in families(scope, memory.layout)]
-
-    def canonical() -> None:
-        for sort in found:
-            sort()
+    def canonical(words: Words) -> Words:
+        columns = packing.unpack(words)
+        for family in found:
+            _sort(packing, family, columns, words.shape[1])
+        return packing.repack(columns, words.shape[1])
 
     return canonical
 
 
-def _sorter(family: Family, st: Any) -> Callable[[], None]:
-    by_slot = [getattr(st, name) for name in family.slot_columns]
-    by_cell = [getattr(st, name) for name in family.cell_columns]
-    cell_at, slot_of = st.cell_at, st.slot_of
-    slots, cells = family.slots, family.cells
+def _sort(packing: Packing, family: Family, columns: Columns, count: int) -> None:
+    slots, cells, kind = family.slots, family.cells, packing.entries
 
-    def sort() -> None:
-        held = [cell_at[slot] for slot in slots]
-        live = [cell for cell in held if cell != -1]
-        if len(set(live)) != len(live) or any(
-            cell not in cells or slot_of[cell] != slot
-            for slot, cell in zip(slots, held, strict=True)
-            if cell != -1
-        ):
-            return
-        slot_rows = {slot: tuple([column[slot] for column in by_slot]) for slot in slots}
-        cell_rows = {cell: tuple([column[cell] for column in by_cell]) for cell in cells}
-        order = list(zip(slots, held, strict=True))
-        if family.swaps_slots:
-            order.sort(key=lambda pair: _rank(pair, slot_rows, cell_rows, family.swaps_cells))
-        places = list(cells)
-        if family.swaps_cells:
-            live = [cell for _, cell in order if cell != -1]
-            idle = sorted((c for c in cells if c not in live), key=cell_rows.__getitem__)
-            places = live + idle
-        new_cell = {old: new for new, old in zip(cells, places, strict=True)}
-        for cell in cells:
-            slot_of[cell] = -1
-        for new, (old, cell) in zip(slots, order, strict=True):
-            for column, value in zip(by_slot, slot_rows[old], strict=True):
-                column[new] = value
-            cell_at[new] = -1 if cell == -1 else new_cell[cell]
-            if cell != -1:
-                slot_of[new_cell[cell]] = new
-        for new, old in zip(cells, places, strict=True):
-            for column, value in zip(by_cell, cell_rows[old], strict=True):
-                column[new] = value
+    def table(name: str, members: Iterable[int]) -> Table:
+        rows = [np.broadcast_to(np.asarray(columns[name, i], kind), count) for i in members]
+        return np.stack(rows)
 
-    return sort
+    def rank(names: Iterable[str], members: tuple[int, ...]) -> Table:
+        """One number for each member's row, in the order of the rows."""
+        total, most = np.zeros((len(members), count), np.int64), 1
+        for name in names:
+            where = packing.fields[name, members[0]]
+            span = where.size + where.gap
+            if most * span >= _WIDEST:
+                total, most = _dense(total)
+            total = total * span + (table(name, members).astype(np.int64) - where.low)
+            most *= span
+        return total
+
+    held, kept_in = table("cell_at", slots), table("slot_of", cells)
+    live, tenant = held != -1, kept_in != -1
+    cell_index = np.where(live, held - cells[0], 0).astype(np.intp)
+    slot_index = np.where(tenant, kept_in - slots[0], 0).astype(np.intp)
+    sound = _sound(live, cell_index, slot_index, tenant)
+    slot_rank, cell_rank = rank(family.slot_columns, slots), rank(family.cell_columns, cells)
+
+    order = np.broadcast_to(np.arange(len(slots))[:, np.newaxis], live.shape)
+    if family.swaps_slots:
+        held_rank = np.take_along_axis(cell_rank, cell_index, 0)
+        tie = held_rank if family.swaps_cells else cell_index
+        span = int(tie.max(initial=0)) + 1
+        last = int(slot_rank.max(initial=0)) + 1
+        if last * span * 2 >= _WIDEST:
+            (slot_rank, last), (tie, span) = _dense(slot_rank), _dense(tie)
+        key = np.where(live, slot_rank * span + tie, last * span + slot_rank)
+        order = np.argsort(key, axis=0, kind="stable")
+    position = np.argsort(order, axis=0)
+    places = np.broadcast_to(np.arange(len(cells))[:, np.newaxis], tenant.shape)
+    if family.swaps_cells:
+        seat = np.take_along_axis(position, slot_index, 0)
+        places = np.argsort(np.where(tenant, seat, len(slots) + cell_rank), axis=0, kind="stable")
+    renamed = np.argsort(places, axis=0)
+
+    def put(name: str, members: tuple[int, ...], values: Table) -> None:
+        for i, row in zip(members, values, strict=True):
+            old = columns[name, i]
+            columns[name, i] = np.where(sound, row, old).astype(kind)
+
+    new_held = np.take_along_axis(renamed, np.take_along_axis(cell_index, order, 0), 0) + cells[0]
+    new_home = np.take_along_axis(position, np.take_along_axis(slot_index, places, 0), 0) + slots[0]
+    for name in family.slot_columns:
+        put(name, slots, np.take_along_axis(table(name, slots), order, 0))
+    for name in family.cell_columns:
+        put(name, cells, np.take_along_axis(table(name, cells), places, 0))
+    put("cell_at", slots, np.where(np.take_along_axis(live, order, 0), new_held, -1))
+    put("slot_of", cells, np.where(np.take_along_axis(tenant, places, 0), new_home, -1))
 
 
-def _rank(
-    pair: tuple[int, int],
-    slot_rows: dict[int, tuple[int, ...]],
-    cell_rows: dict[int, tuple[int, ...]],
-    swaps_cells: bool,
-) -> tuple[Any, ...]:
-    """What slots are sorted by: tapes first, then rows; the cell itself where it has a name."""
-    slot, cell = pair
-    if cell == -1:
-        return (1, slot_rows[slot])
-    return (0, slot_rows[slot], cell_rows[cell] if swaps_cells else cell)
+def _dense(ranks: Table) -> tuple[Table, int]:
+    """Return ranks in the same order without gaps, and how many there are."""
+    found, dense = np.unique(ranks, return_inverse=True)
+    return dense.reshape(ranks.shape), len(found)
+
+
+def _sound(live: Table, cell_index: Table, slot_index: Table, tenant: Table) -> Table:
+    """Return the states in which slots and cells name each other; others stay unchanged."""
+    home = np.take_along_axis(slot_index, np.minimum(cell_index, len(slot_index) - 1), 0)
+    named = np.take_along_axis(tenant, np.minimum(cell_index, len(tenant) - 1), 0)
+    mutual = (home == np.arange(len(live))[:, np.newaxis]) & named & (cell_index < len(tenant))
+    result: Table = (~live | (mutual & (cell_index >= 0))).all(axis=0)
+    return result

@@ -7,134 +7,162 @@ claim about it. So what must *sometimes* happen is checked like what must always
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
+import numpy as np
+import z3
 from attrs import define, field
 
 from qeffect.engine.stage import transitions
 
 from ..coverage import GUARDS, TRANSITION_NAMES, refusal_name
-from .findings import Occurrence
+from ..symbolic import Encoding, path_table
+from .drafts import Chunk
+from .exploration import Exploration
 from .report import ExploreReport
-from .walker import Step, Walker
+from .scopes import configuration
+from .steps import Step, step_of
+from .tally import Sighting, State, Tally
 
-__all__ = ["Guide", "unwitnessed"]
+__all__ = ["Schedules", "occurrences", "untaken", "unwitnessed"]
+
+
+def occurrences(found: Exploration) -> dict[str, Sighting]:
+    """Return the first sighting of each transition accepted and each refusal, by name."""
+    named: dict[str, Sighting] = {}
+    for (transition, _), sighting in found.tally.first_path.items():
+        named.setdefault(transition, sighting)
+    for (index, clause), sighting in found.tally.first_refused.items():
+        named.setdefault(refusal_name(found.engine.moves[index].steps, clause), sighting)
+    return named
 
 
 @define
-class Guide:
+class Schedules:
     """
-    Finds the moves that lead from state to state, and remembers them.
+    Shortest schedules to what an exploration sighted.
+
+    They are found by replaying the predecessors of the states from the initial state, all
+    schedules a level at a time. Under symmetry a predecessor is the representative of an orbit, so
+    that a replay goes through other states of the same orbits.
 
     Args:
-        walker: The scope's memory and moves.
-        canonical: Brings the memory's state to its orbit's representative; None without symmetry.
+        found: The exploration.
+        sightings: What schedules are wanted to.
     """
 
-    walker: Walker
-    canonical: Callable[[], None] | None = None
-    _known: dict[bytes, tuple[tuple[Step, ...], bytes]] = field(factory=dict)
+    found: Exploration
+    sightings: tuple[Sighting, ...]
+    _reached: dict[State, tuple[tuple[int, ...], tuple[State, ...]]] = field(
+        init=False, factory=dict
+    )
 
-    def schedule(self, chain: Sequence[bytes]) -> tuple[tuple[Step, ...], bytes]:
-        """
-        Return moves along a chain of representatives, and the state that they lead to.
+    def __attrs_post_init__(self) -> None:
+        start = self.found.engine.initial()
+        level = [_states(self.found.representatives(start))[0]]
+        self._reached[level[0]] = (), (_states(start)[0],)
+        following: dict[State, set[State]] = {}
+        for after, before in self.found.predecessors(self.sightings).items():
+            following.setdefault(before, set()).add(after)
+        while level := [state for state in level if state in following]:
+            self._advance(level, following)
+            level = [after for state in level for after in following[state]]
 
-        Args:
-            chain: The initial state's representative, then representatives one move apart.
+    def _advance(self, level: list[State], following: Mapping[State, set[State]]) -> None:
+        """Take the moves that lead from some representatives to those that follow them."""
+        engine = self.found.engine
+        now = [self._reached[state][1][-1] for state in level]
+        words = np.ascontiguousarray(np.array(now, np.int64).T)
+        missing = sum(len(following[state]) for state in level)
+        for moves in (engine.space.right, None):
+            for arrival in engine.expand(words, Tally(), check=False, moves=moves):
+                rows = range(len(level)) if arrival.rows is None else arrival.rows
+                orbits = _states(self.found.representatives(arrival.words))
+                for row, orbit, after in zip(rows, orbits, _states(arrival.words), strict=True):
+                    if orbit in following[level[row]] and orbit not in self._reached:
+                        taken, through = self._reached[level[row]]
+                        self._reached[orbit] = (*taken, arrival.move), (*through, after)
+                        missing -= 1
+            if not missing:
+                return
+        raise AssertionError(f"scope {engine.scope.name}: {missing} states have no such move")
 
-        Raises:
-            ValueError: No move leads from one to the next.
-        """
-        last = chain[-1]
-        known = self._known.get(last)
-        if known is not None:
-            return known
-        if len(chain) == 1:
-            found: tuple[tuple[Step, ...], bytes] = ((), self.walker.initial)
-        else:
-            steps, state = self.schedule(chain[:-1])
-            step, after = self.edge(state, lambda _, clause, after: self.same(clause, after, last))
-            found = ((*steps, step), after)
-        self._known[last] = found
-        return found
-
-    def texts(self, seen: Occurrence) -> list[str]:
-        """Return the schedule of an occurrence, step by step."""
-        steps, state = self.schedule(seen.chain)
+    def moves(self, seen: Sighting) -> tuple[tuple[int, ...], tuple[State, ...]]:
+        """Return the positions of a schedule's moves, and the packed state before each."""
+        taken, through = self._reached[seen.state]
         if seen.move is None:
-            return [str(step) for step in steps]
-        if self.canonical is None:
-            self.walker.memory.thaw(state)
-            return [str(step) for step in (*steps, self.walker.step(seen.move))]
-        move = self.walker.moves[seen.move]
-        step, _ = self.edge(
-            state,
-            lambda index, clause, _: (
-                clause == seen.clause and self.walker.moves[index].label == move.label
-            ),
+            return taken, through[:-1]
+        return (*taken, self._last(seen, through[-1])), through
+
+    def _last(self, seen: Sighting, state: State) -> int:
+        """Return the move that does in a state what another one did in its representative."""
+        assert seen.move is not None
+        if state == seen.state:
+            return seen.move
+        engine, tally = self.found.engine, Tally()
+        label = engine.moves[seen.move].label
+        alike = [index for index, move in enumerate(engine.moves) if move.label == label]
+        for _ in engine.expand(np.array([state], np.int64).T, tally, check=False, moves=alike):
+            pass
+        for index in alike:
+            if tally.accepted[index] if seen.clause is None else tally.refused[index, seen.clause]:
+                return index
+        raise AssertionError(f"scope {engine.scope.name}: no such move")
+
+    def steps(self, seen: Sighting) -> list[Step]:
+        """Return a shortest schedule to what was sighted, that move included."""
+        return [self._step(index, state) for index, state in zip(*self.moves(seen), strict=True)]
+
+    def _step(self, index: int, state: State) -> Step:
+        engine = self.found.engine
+        chunk = Chunk(engine.packing, np.array([state], np.int64).T)
+        stage_of = configuration(engine.scope)["stage_of"]
+        return step_of(
+            engine.moves[index],
+            stage_of,
+            lambda column, i: int(np.asarray(chunk.entry(column, i)).flat[0]),
         )
-        return [str(step) for step in (*steps, step)]
 
-    def same(self, clause: str | None, after: bytes, representative: bytes) -> bool:
-        """Whether an accepted move led to a state of the representative's orbit."""
-        return clause is None and self.representative(after) == representative
 
-    def representative(self, state: bytes) -> bytes:
-        """Return the representative of a state's orbit."""
-        if self.canonical is None:
-            return state
-        self.walker.memory.thaw(state)
-        self.canonical()
-        return self.walker.memory.freeze()
-
-    def edge(
-        self, state: bytes, wanted: Callable[[int, str | None, bytes], bool]
-    ) -> tuple[Step, bytes]:
-        """
-        Return the first wanted move from a state, and the state it leads to.
-
-        Raises:
-            ValueError: No move leads from one state to the next.
-        """
-        for index, clause, after in self.walker.edges(state):
-            if wanted(index, clause, after):
-                self.walker.memory.thaw(state)
-                return self.walker.step(index), after
-        raise ValueError(f"scope {self.walker.scope.name}: no such move")
+def _states(words: np.ndarray) -> list[State]:
+    """Return packed states one by one."""
+    return [tuple(state) for state in words.T.tolist()]
 
 
 def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
     """
-    Return the names that some report must witness and none does: transitions, their accepting paths
-    where a batch reading reports paths, and refusals, as ``transition: clause``.
+    Return the names that some report must witness and none does: transitions, and refusals as
+    ``transition: clause``.
 
     The names come from the specification, not from the functions that ran.
-
-    A path that no state and arguments can take, such as one on which a reader is two readers,
-    needs no witness.
     """
     seen: set[str] = set()
     for report in reports:
         seen |= report.witnesses.keys()
     wanted = [*TRANSITION_NAMES, *(refusal_name((name,), clause) for name, clause in GUARDS)]
-    missing = [name for name in wanted if name not in seen]
-    if any("#" in name for name in seen):
-        missing += [name for name in _accepting_paths() if name not in seen]
-    return missing
+    return [name for name in wanted if name not in seen]
 
 
-def _accepting_paths() -> Mapping[str, None]:
-    """Return the names of the accepting paths that something can take."""
-    import z3
+def untaken(explorations: Iterable[Exploration]) -> list[str]:
+    """
+    Return the accepting paths of the full composition that no exploration of it takes, as
+    ``transition#path``.
 
-    from ..symbolic import Encoding, path_table
-
-    found: dict[str, None] = {}
+    A path that no state and arguments can take, such as one on which a reader is two readers, is
+    left out.
+    """
+    taken = {
+        path
+        for found in explorations
+        if not found.engine.scope.omit  # paths are numbered within one composition
+        for path in found.tally.first_path
+    }
+    missing = []
     for paths in path_table(transitions(), Encoding.integers()).values():
         for path in paths:
-            if path.clause is None:
+            if path.clause is None and (path.transition, path.index) not in taken:
                 solver = z3.Solver()
                 solver.add(*path.tests)
                 if solver.check() != z3.unsat:
-                    found[f"{path.transition}#{path.index}"] = None
-    return found
+                    missing.append(f"{path.transition}#{path.index}")
+    return missing

@@ -46,7 +46,7 @@ class Actions(Transcript):
         self._redeem(name, ticket, filled=fills)
 
     def invalidate(self, stage: int = 0) -> None:
-        """Give a stage's weight cache up."""
+        """Invalidate a stage's weight cache."""
         self.step(f"s{stage}", lambda: self.contract.invalidate(stage), "invalidate")
 
     def forward(

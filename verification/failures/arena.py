@@ -13,7 +13,7 @@ ROWS = Rows("arena")
 #: What tells a product that replaces a gradient from one that is added to it.
 IF_OVERWRITTEN = "whether dW overwrites"
 #: How a ring of gradient buffers becomes something that the contract counts.
-AS_SLOTS = "its gradient buffers as the slots of its tapes"
+AS_SLOTS = "its gradient buffers as its tapes' slots"
 
 
 @ROWS.enacted(
@@ -69,7 +69,7 @@ def wgrad_into_a_fresh_tensor(h: History) -> None:
     cause="Capture replaced the gradients, so that graphs write one buffer and the optimizer reads "
     "another.",
     consequence="silent wrong numbers",
-    fix="leave them",
+    fix="leave .grad unchanged",
     clause="arena.mismatch",
     at="bind 0I0",
     reports="the addresses that dI binds for dW",
@@ -131,7 +131,7 @@ ROWS.untold(
     fix="zero it",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="What stands in a placeholder is a number: it is added when it was zeroed too.",
+    why="The fix adds the placeholder too, after zeroing it: a number differs, and no action.",
 )
 ROWS.untold(
     "megatron-lm-6565",
@@ -143,7 +143,7 @@ ROWS.untold(
     fix="zero it",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="What stands in a placeholder is a number: it is added when it was zeroed too.",
+    why="The fix adds the placeholder too, after zeroing it: a number differs, and no action.",
 )
 
 
@@ -158,7 +158,7 @@ ROWS.untold(
     fix="zero it after use",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0",
-    reports=f"{IF_OVERWRITTEN}, or what it is added to was zeroed after its last use",
+    reports=f"{IF_OVERWRITTEN}, or that the buffer was zeroed after its last use",
 )
 def added_to_received_parameters(h: History) -> None:
     h.process(microbatches=1)
@@ -184,7 +184,7 @@ def added_to_received_parameters(h: History) -> None:
     fix="stage, gather and zero in one defined order",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0 e1",
-    reports=f"{IF_OVERWRITTEN}, or what it is added to was zeroed after its last use",
+    reports=f"{IF_OVERWRITTEN}, or that the buffer was zeroed after its last use",
 )
 def added_to_staged_parameters(h: History) -> None:
     h.process(microbatches=1)
@@ -203,13 +203,13 @@ def added_to_staged_parameters(h: History) -> None:
     what="a reduce-scatter of weight gradients that overlaps the next graph",
     cause="The next graph overwrote the slot of the ring of gradients that was still being "
     "reduced.",
-    guessed="that a buffer is taken and given back with the slot of its tape; so it is refused at "
-    "the forward of the next tape and not where the gradient is written",
+    guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
+    "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
     fix="a ring with an event for each slot",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
-    reports=f"{AS_SLOTS}, and the reduction of one as a read of it",
+    reports=f"{AS_SLOTS}, and each reduction as a read of its buffer",
 )
 def ring_slot_overwritten_under_its_reduction(h: History) -> None:
     # The reduction is the reader of what a slot of the ring holds.
@@ -235,8 +235,8 @@ def ring_slot_overwritten_under_its_reduction(h: History) -> None:
     what="double buffers of sharded data parallelism",
     cause="More units were in flight than there are buffers, and wgrad was written into one that "
     "was being reduced.",
-    guessed="that a buffer is taken and given back with the slot of its tape; so it is refused at "
-    "the forward of the next tape and not where the gradient is written",
+    guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
+    "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
     fix="hold to the limit where main_grad is fetched",
     clause="ownership.pool-exhausted",
@@ -288,16 +288,16 @@ def a_counter_with_two_origins(h: History) -> None:
     "deepspeedai/DeepSpeed#6993",
     "deepspeedai/DeepSpeed#7371",
     state="fixed 2026-01",
-    what="the index of two buffers in turn is reset",
+    what="the index of two alternating buffers is reset",
     cause="Clearing a bucket reset the index of the two buffers that take turns, so that the "
     "bucket in flight was filled again.",
-    guessed="that a buffer is taken and given back with the slot of its tape; so it is refused at "
-    "the forward of the next tape and not where the gradient is written",
+    guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
+    "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
-    fix="leave the index",
+    fix="keep the index",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
-    reports=f"{AS_SLOTS}, and the reduction of one as a read of it",
+    reports=f"{AS_SLOTS}, and each reduction as a read of its buffer",
 )
 def the_bucket_in_flight_is_filled(h: History) -> None:
     # The reduction is the reader of what one of the two buffers holds.
@@ -319,15 +319,15 @@ def the_bucket_in_flight_is_filled(h: History) -> None:
     "deepspeedai/DeepSpeed#7965",
     state="fixed 2026-04",
     what="storage of a bucket is recycled under its reduction",
-    cause="The allocator was not told that the reduction's stream still uses the storage, and gave "
-    "it to a later tensor of the stream that it came from, which waited for nothing.",
-    guessed="which tensor got the storage: shown is the next microbatch's buffer, taken and given "
-    "back with the slot of its tape; so it is refused at that tape's forward",
+    cause="The allocator did not know that the reduction's stream still used the storage. It gave "
+    "the storage to a later tensor of the original stream, which did not wait for the reduction.",
+    guessed="which tensor got the storage: re-enacted with the next microbatch's buffer, acquired "
+    "and released with its tape's slot; so the refusal comes at that tape's forward",
     consequence="NaN in the third step",
-    fix="tell it (record_stream), so that the storage is given out behind the reduction",
+    fix="call record_stream, so that the storage is reused only after the reduction",
     clause="completion.transfer-to-graph",
     at="check_forward 0F1",
-    reports=f"{AS_SLOTS}, and the reduction of one as a read of it, on the stream that reduces",
+    reports=f"{AS_SLOTS}, and each reduction as a read of its buffer, on the stream that reduces",
 )
 def storage_recycled_under_its_reduction(h: History) -> None:
     # The host drops the storage as soon as the reduction is enqueued; only its stream knows the

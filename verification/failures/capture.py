@@ -35,7 +35,7 @@ ROWS.untold(
     cause="Each dW was captured directly after its dI while the schedule delays it, and all graphs "
     "of a process share one memory pool.",
     consequence="silent wrong numbers",
-    fix="the order that is captured names dW apart (`_order` with halves)",
+    fix="the captured order lists dW separately (`_order` with half entries)",
     clause="capture.out-of-order",
     at="check_wgrad 0W0",
 )
@@ -110,9 +110,9 @@ ROWS.untold(
     consequence="a gradient norm that jumps, then NaN",
     fix="none published",
     kind="cause",
-    why="An event log of such a run would tell; none was published. What the library's graphs give "
-    "in this shape, used rightly and not, `qeffect runtime probes --only interleaved` shows on a "
-    "GPU; which of these it was is not known.",
+    why="An event log of such a run would show the broken clause; none was published. On a GPU, "
+    "`qeffect runtime report probes --only interleaved` shows what the library's graphs compute in "
+    "this shape, used correctly and incorrectly; which misuse this was is unknown.",
 )
 ROWS.untold(
     "megatron-bridge-2096",
@@ -120,11 +120,11 @@ ROWS.untold(
     "NVIDIA-NeMo/Megatron-Bridge#2209",
     state="worked round 2026-02",
     what="interleaved stages in MXFP8 under Transformer Engine's graphs: NaN",
-    cause="Closed as an error of the recipe, which then did without interleaving.",
+    cause="Closed as a recipe error; the recipe no longer interleaves.",
     consequence="NaN gradient norm",
     fix="interleaving switched off",
     kind="cause",
-    why="Nobody named the step that was wrong.",
+    why="The thread does not name the wrong step.",
 )
 
 
@@ -136,7 +136,7 @@ ROWS.untold(
     what="compiled graphs under gradient accumulation",
     cause="The gradient lives in memory of the previous generation of a graph tree, which the next "
     "run takes back.",
-    consequence="a crash: torch refuses by itself",
+    consequence="a crash: torch itself refuses",
     fix="a clearer message",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
@@ -159,7 +159,7 @@ def gradients_of_the_previous_generation(h: History) -> None:
     state="closed 2025",
     what="outputs of a graph tree overwritten by a later run",
     cause="Microbatches of a pipeline run one graph tree while tapes of earlier ones live.",
-    consequence="a crash: torch refuses by itself",
+    consequence="a crash: torch itself refuses",
     fix="copy, or mark the step",
     clause="ownership.slot-busy",
     at="check_forward 0F1",

@@ -112,7 +112,7 @@ def wgrad_on_the_stream_of_its_creation(h: History) -> None:
     consequence="false dependencies, lost overlap",
     fix="a pool of distinct streams",
     kind="harmless",
-    why="One stream for two runners orders more than is asked for, and numbers stay right.",
+    why="One stream for two runners adds order and removes none, so the numbers stay right.",
 )
 def two_runners_on_one_stream(h: History) -> None:
     h.process(
@@ -211,15 +211,15 @@ def the_reductions_stream_waited_before_the_last_wgrad(h: History) -> None:
     "deepspeedai/DeepSpeed#5606",
     state="fixed 2024-06",
     what="overlapped communication of ZeRO-1 and ZeRO-2",
-    cause="The reduction waits for the default stream, and the default stream for no reduction: "
-    "where communication takes longer, the bucket is filled again while it is sent.",
-    guessed="that a bucket is taken and given back with the slot of its tape; so it is refused at "
-    "the forward of the next tape and not where the gradient is written",
+    cause="The reduction waits for the default stream, but the default stream does not wait for "
+    "the reduction. If communication takes longer, the bucket is refilled while it is sent.",
+    guessed="that a bucket is acquired and released with its tape's slot; so the refusal comes at "
+    "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
     fix="wait both ways",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
-    reports="its buckets as the slots of its tapes, and the reduction of one as a read of it",
+    reports="its buckets as its tapes' slots, and each reduction as a read of its bucket",
 )
 def the_bucket_is_filled_before_its_reduction_ended(h: History) -> None:
     # The reduction is the reader of what the one bucket holds.

@@ -15,8 +15,8 @@ ROWS = Rows("epoch")
     "pytorch/torchtitan#1732",
     state="fixed 2025-09",
     what="gradient accumulation over several runs of a pipeline schedule",
-    cause="Each run of the schedule ends by scaling all gradients, also those that earlier runs of "
-    "the same optimizer step had accumulated and scaled.",
+    cause="Each run of the schedule ends by scaling all gradients, including those that earlier "
+    "runs of the same optimizer step had accumulated and scaled.",
     consequence="silent wrong numbers: a moving average instead of a sum",
     fix="scale the loss",
     clause="epoch.already-final",
@@ -46,7 +46,7 @@ ROWS.untold(
     fix="divide on the last stage alone",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="A factor in the gradient that is sent; every message and action is in its place.",
+    why="Only a factor in the sent gradient is wrong; every message and action is in its place.",
 )
 ROWS.untold(
     "torchtitan-4194",
@@ -58,5 +58,5 @@ ROWS.untold(
     fix="give the count to the loss function",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="A factor in the loss; every action is in its place.",
+    why="Only a factor in the loss is wrong; every action is in its place.",
 )

@@ -24,13 +24,13 @@ WHOLE_CAUSE = "the whole cause"
 
 #: Why a failure is not caught, by kind.
 KINDS = {
-    "values": "a number in a message, a loss or a placeholder is wrong; no action is",
+    "values": "a number in a message, a loss or a placeholder is wrong, and every action is right",
     "state": "saved or restored numbers are the caller's, which the contract never sees",
     "memory": "memory is lost below the contract: in the allocator, or while a graph is captured",
     "autograd": "it happens inside one call of autograd",
-    "transport": "it lies in communicators or in the driver, below any order of calls",
-    "harmless": "it costs time and no numbers; the contract refuses no more order than it asks for",
-    "evidence": "the runtime would have to report what the contract has no place for",
+    "transport": "the fault is in communicators or in the driver, below the order of calls",
+    "harmless": "it costs time and changes no numbers; the contract never refuses additional order",
+    "evidence": "the contract has no field for the report that would show it",
     "cause": "the cause was never published",
 }
 

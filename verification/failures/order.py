@@ -1,5 +1,5 @@
 """
-Failures of order: a scaling update skipped, doubled, or read at another time than it was made for.
+Failures of order: a scaling update skipped, doubled, or read at the wrong time.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ def gradients_of_other_parameters(h: History) -> None:
     "transformer-engine-3456",
     "NVIDIA/TransformerEngine#3456",
     state="open 2026-09",
-    what="when the updates of delayed scaling run after backward",
-    cause="The update is tied to the backward of the first module, so that it is skipped or early "
-    "with branches that are not used, with checkpointing and with delayed wgrad. Shown is a "
-    "skipped one.",
+    what="delayed scaling updates that run in one module's backward",
+    cause="The update runs in the first module's backward. Unused branches, checkpointing and "
+    "delayed wgrad skip the update or make it early. The re-enactment skips it.",
     consequence="silent wrong numbers",
     fix="a scope that updates once for each backward or schedule",
     clause="order.scaling-updates",
@@ -95,7 +94,7 @@ def gradients_of_other_parameters(h: History) -> None:
     state="open 2026-09",
     what="recomputation leaves the FP8 autocast",
     cause="Recomputation runs inside autograd's backward and so outside the autocast of the "
-    "forward: the region runs in BF16 without a word.",
+    "forward: the region silently runs in BF16.",
     guessed="that the backward through the region then makes no scaling update either",
     consequence="silent wrong numbers, or a crash",
     fix="enter the autocast that was recorded",
@@ -149,7 +148,7 @@ def the_history_of_an_idle_module_is_rolled(h: History) -> None:
     fix="the tape keeps a copy",
     clause="order.scales-moved",
     at="check_dgrad 0I0",
-    reports="in its configuration, that its tapes read live scales",
+    reports="a configuration that declares live scales for its tapes",
 )
 def a_later_forward_moves_the_scales(h: History) -> None:
     h.process(tape_scales="live" if h.faulty else "carried")
@@ -166,7 +165,7 @@ def a_later_forward_moves_the_scales(h: History) -> None:
     "NVIDIA/TransformerEngine#1723",
     state="fixed 2025-04",
     what="FP8 recomputation keeps references to scales",
-    cause="What recomputation stashes is the live tensors, so that it runs with newer scales.",
+    cause="Recomputation stashes the live tensors instead of copies, so it runs with newer scales.",
     consequence="silent wrong numbers",
     fix="stash copies",
     clause="order.wrong-scales",

@@ -1,5 +1,5 @@
 """
-Failures of ownership: a buffer that was given away too early, work that was taken up by another.
+Failures of ownership: a buffer given away too early, or work taken by the wrong action.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def nothing_queued_for_a_split_backward(h: History) -> None:
     what="the flag that splits a backward, in ZB-V",
     cause="The flag was switched for the whole process, so that a backward which the schedule does "
     "not split ran as a split one.",
-    guessed="that nobody took up what this backward deferred",
+    guessed="that no dW ran for the work that this backward deferred",
     consequence="a wrong or missing dW",
-    fix="the flag is of one backward",
+    fix="one flag for each backward",
     clause="arena.incomplete",
     at="finalize s0",
 )
@@ -229,11 +229,11 @@ ROWS.untold(
     "pytorch/pytorch#185331",
     "pytorch/pytorch#185355",
     state="open 2026-05",
-    what="hooks on a stage's input fire once more each step",
+    what="hooks on a stage's input fire one more time with each step",
     cause="The persistent receive buffer is itself the leaf, so that hooks which a user registers "
     "on it accumulate from step to step.",
     consequence="hooks run twice, four times, six times",
     fix="a copy, or buffers that are made for each receive",
     kind="autograd",
-    why="A hook on a tensor is no action, and the buffer has the right contents.",
+    why="A hook on a tensor is not an action of the contract, and the buffer's contents are right.",
 )

@@ -70,7 +70,7 @@ def never_reduced_under_graphs(h: History) -> None:
     cause="The hooks of the fused weights were not run, so that these alone were not reduced.",
     guessed="that the fused weights are a bucket of their own",
     consequence="silent wrong numbers",
-    fix="run them",
+    fix="run the hooks",
     clause="reduction.missing",
     at="commit_epoch e0",
 )
@@ -177,7 +177,7 @@ def every_microbatch_ends_the_step(h: History) -> None:
     what="a pipeline with gradients that are updated at once",
     cause="The update of the high-precision gradient was called twice for one backward.",
     consequence="silent wrong numbers",
-    fix="skip the second",
+    fix="skip the second call",
     clause="ownership.duplicate-wgrad",
     at="check_wgrad 0W0",
 )

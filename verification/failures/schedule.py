@@ -1,5 +1,5 @@
 """
-Failures of schedules: a table that cannot run, or that its runtime runs otherwise.
+Failures of schedules: a table that cannot run, or that its runtime runs in another order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ROWS = Rows("schedule")
     "pytorch/pytorch#178815",
     state="open; an option of torch 2.13",
     what="receives at the front of a row block compute, and deferring them all deadlocks",
-    cause="With every receive moved to its use, both ranks wait for the end of their send before "
-    "either has posted the receive of the other's.",
+    cause="With every receive moved to its use, both ranks wait for their send to end before "
+    "either rank has posted the matching receive.",
     consequence="a hang",
     fix="ranks take turns: one of the two receives first",
     clause="schedule.deadlock",
@@ -37,10 +37,10 @@ ROWS.untold(
     "sail-sg/zero-bubble@54197a6a",
     state="fixed 2024-09",
     what="a runtime stuck in communication",
-    cause="Fused and single messages use different communicators, of which one was not set up on "
-    "every rank.",
+    cause="Fused and single messages use different communicators, and one communicator was not set "
+    "up on every rank.",
     consequence="a hang",
-    fix="set up the global communicator before",
+    fix="set up the global communicator first",
     kind="transport",
     why="Every message is posted in its place; the hang is inside a communicator.",
 )
@@ -51,9 +51,9 @@ ROWS.untold(
     "pytorch/pytorch#194121",
     "pytorch/pytorch#193903",
     state="in torch 2.15",
-    what="the places at which a schedule awaits its sends, for capture",
-    cause="Without awaits every sent activation lives to the end of the step; an await in a bad "
-    "place waits for a receive that comes later.",
+    what="where a captured schedule awaits its sends",
+    cause="Without awaits every sent activation lives to the end of the step; a misplaced await "
+    "waits for a receive that comes later.",
     consequence="a hang at replay, or memory",
     fix="a pass over the table that places them",
     clause="schedule.deadlock",
@@ -73,9 +73,9 @@ def a_send_awaited_too_early(h: History) -> None:
     "pytorch/torchtitan#774",
     state="reported 2025-01",
     what="ZB-V on four ranks ends in a missing key",
-    cause="The stages of a V-shaped schedule were mapped to ranks as those of a looped one.",
+    cause="The stages of a V-shaped schedule were mapped to ranks as in a looped schedule.",
     consequence="a crash",
-    fix="the mapping of a V",
+    fix="map the stages as a V",
     clause="schedule.stage-on-wrong-rank",
     at="check rank 0 step 1 3F0",
 )
@@ -93,7 +93,7 @@ ROWS.untold(
     what="capture of sharded parameters that are always resharded",
     cause="An event that was recorded outside the capture is consumed inside it.",
     consequence="a crash (stream capture isolation)",
-    fix="gather the parameters before",
+    fix="gather the parameters before the capture",
     kind="transport",
-    why="CUDA refuses it by itself, while the graph is captured and before anything is replayed.",
+    why="CUDA itself refuses the capture, before anything is replayed.",
 )

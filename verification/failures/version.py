@@ -1,5 +1,5 @@
 """
-Failures of version: a quantized weight cache that is not of the weights it is used for.
+Failures of version: a quantized weight cache that was made from other weights.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def no_microbatch_is_the_first(h: History) -> None:
     cause="A cached workspace was used again by a call that needs another layout of it.",
     guessed="that the other layout came with a change of use between two steps",
     consequence="a crash, or the wrong layout",
-    fix="give the cache up where its uses have changed",
+    fix="drop the cache when its uses change",
     kind="evidence",
-    why="A cache is of some weights, and nothing says in which layout it holds them.",
+    why="The contract knows which weights a cache holds, but not in which layout.",
 )
 def a_workspace_of_another_layout(h: History) -> None:
     h.process(microbatches=1)
@@ -95,7 +95,7 @@ def nothing_staged_for_the_first_graph_step(h: History) -> None:
     fix="publish them before the replay",
     clause="completion.caller-to-graph",
     at="check_forward 0F0",
-    reports="the stream that gathered the parameters, as the one that fills a forward's inputs",
+    reports="the stream that gathered the parameters, as the stream that fills a forward's inputs",
 )
 def parameters_not_there_before_the_replay(h: History) -> None:
     h.process(microbatches=1, callers=("main", "gather"))
@@ -117,7 +117,7 @@ def parameters_not_there_before_the_replay(h: History) -> None:
     fix="the inverse scale is written with the data and moves with nothing else",
     clause="version.stale-cache",
     at="check_forward 0F1",
-    reports="that the scales of cached weights were moved, as a loss of the cache",
+    reports="a move of the scales of cached weights, as a loss of the cache",
 )
 def scales_of_cached_weights_move(h: History) -> None:
     h.process()
@@ -163,7 +163,7 @@ def the_placeholder_is_never_written(h: History) -> None:
     what="a grouped layer drops the tensor that skips the weight update during capture",
     cause="The tensor was replaced by a constant, so that whether weights are quantized was "
     "decided at capture and replayed for every microbatch.",
-    guessed="which way it was decided: shown is a graph that never quantizes",
+    guessed="which decision was captured: the re-enacted graph never quantizes",
     consequence="silent wrong numbers: stale weights, or weights quantized again",
     fix="pass the tensor on",
     clause="version.fill-missing",

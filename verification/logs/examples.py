@@ -123,6 +123,12 @@ def two_writes_at_once() -> list[str]:
     return d.log.close()
 
 
+#: The parts of a key and of a reference, in the order of a log's line.
+_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "key": ("epoch", "stage", "microbatch", "block", "invocation"),
+    "ref": ("slot", "generation", "incarnation"),
+}
+
 #: Valid logs that exist for the sake of one edit.
 _SINGLE_EDIT_LOGS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "given-up": given_up,
@@ -164,15 +170,17 @@ def rejected() -> dict[str, Rejected]:
     Return one rejected log per clause that a single field can break.
 
     Every edit of the scenarios' logs is tried. Edits that are refused at their own line are
-    preferred, then shorter logs, then earlier edits. Clauses that no edit breaks have a log of
-    their own.
+    preferred, then edits of the part that the clause names (such as ``ref.generation``), then
+    shorter logs, then earlier edits. Clauses that no edit breaks have a log of their own.
     """
-    best: dict[str, tuple[tuple[bool, int], Rejected]] = {}
+    best: dict[str, tuple[tuple[bool, bool, int], Rejected]] = {}
     for log, lines in valid().items():
         for edit, outcome in outcomes(log):
             if isinstance(outcome, LogError) or outcome.clause is None or outcome.line is None:
                 continue
-            rank = (outcome.line != edit.line, len(lines))
+            named = _part(CLAUSES[outcome.clause].argument)
+            elsewhere = named is not None and edit.path != named
+            rank = (outcome.line != edit.line, elsewhere, len(lines))
             if outcome.clause not in best or rank < best[outcome.clause][0]:
                 example = Rejected(outcome.clause, log, edit, outcome.line, [])
                 best[outcome.clause] = rank, example
@@ -185,6 +193,17 @@ def rejected() -> dict[str, Rejected]:
     lines = damaged.edit.apply(valid()[damaged.log], sealed=False)
     chosen["log.chain"] = Rejected("log.chain", damaged.log, damaged.edit, damaged.edit.line, lines)
     return {clause: chosen[clause] for clause in CLAUSES if clause in chosen}
+
+
+def _part(argument: str) -> tuple[str | int, ...] | None:
+    """
+    Return the place in a line of a key's or a reference's part that a clause names.
+
+    >>> _part("ref.generation"), _part("key")
+    (('ref', 1), None)
+    """
+    field, _, part = argument.partition(".")
+    return (field, _PARTS[field].index(part)) if part and field in _PARTS else None
 
 
 @cache

@@ -55,7 +55,12 @@ def by_hand(process: Process) -> Iterator[Schedule]:
         if config.copies_input and config.sends_output and config.microbatches > 1:
             yield _made(process, partial(_copied, stage=config.stage))
         if config.feeds is not None and config.receives_gradient:
-            for plan in (_message_after_message, _messages_of_lost_tapes, _source_lost):
+            for plan in (
+                _message_after_message,
+                _message_before_wgrad,
+                _messages_of_lost_tapes,
+                _source_lost,
+            ):
                 yield _made(process, partial(plan, stage=config.stage))
         elif config.feeds is not None:
             yield _made(process, partial(_target_reused, stage=config.stage))
@@ -234,6 +239,24 @@ def _message_after_message(shadow: Shadow, stage: int) -> Plan:
     yield from _taken(shadow, second)
     yield from _taken(shadow, two)
     yield Call("finish_receive", early)
+
+
+def _message_before_wgrad(shadow: Shadow, stage: int) -> Plan:
+    """A gradient was read before it arrives at the source; the target's dW is still to come."""
+    target = shadow.configs[stage].feeds
+    assert target is not None
+    first, one = _keys(shadow, stage)[0], _keys(shadow, target)[0]
+    link = _links(shadow, target)[0]
+    ref = yield from _taken(shadow, first)
+    taken = yield from _taken(shadow, one)
+    yield from _received(shadow, one, taken, gradient=True)
+    yield Call("bind", {"key": one, "destination": None})
+    ticket = yield Call("check_dgrad", {"key": one, "ref": taken, "token": None, "link": link})
+    yield committed(shadow, ticket)
+    read = {"key": one, "ref": taken, "gradient": True, "link": link}
+    yield Call("read", read)
+    yield Call("finish_read", read)
+    yield from _received(shadow, first, ref, gradient=True)
 
 
 def _messages_of_lost_tapes(shadow: Shadow, stage: int) -> Plan:

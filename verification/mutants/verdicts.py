@@ -272,7 +272,7 @@ def prepare(tell: Callable[[str], None]) -> None:
         tell: Called with a progress line per composition.
     """
     for omit in ((), *((relation,) for relation in ELSEWHERE)):
-        tell(f"mutants: trying all in reachable states, {composition_name(omit)}")
+        tell(f"Mutants. Trying all in reachable states, {composition_name(omit)}")
         corpus(omit)
     for composition, _ in (_finite(()), _unbounded(())):
         assert composition.paths

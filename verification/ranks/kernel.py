@@ -9,18 +9,24 @@ protocol says.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from qeffect.engine.stage import Transitions
 
 from ..explorer import standard_scopes
-from ..explorer.plain import explore
+from ..explorer.drafts import Chunk
+from ..explorer.engine import Engine
+from ..explorer.exploration import chunks, explore
+from ..explorer.packing import Words
 from ..explorer.scopes import Scope
-from ..explorer.walker import Walker
+from ..explorer.space import Space
+from ..explorer.tally import Tally
 
 __all__ = ["KERNEL_SCOPES", "Matched", "RankView", "match", "seen"]
 
@@ -106,24 +112,95 @@ def match(
         composed: Transitions to run; the scope's own by default. A test gives wrong ones.
     """
     scope = standard_scopes()[name] if scope is None else scope
-    walker = Walker(scope, composed, also=(*_LIVE, *_WHOLE, "spoiled", "weight_epoch"))
-    states = explore(walker).parents
-    counts: Counter[str] = Counter()
-    for state in states:
-        walker.memory.thaw(state)
-        before = seen(walker.memory)
-        for index, clause, after_state in walker.edges(state):
-            move = walker.moves[index]
-            counts["moves"] += 1
-            walker.memory.thaw(after_state)
-            after = seen(walker.memory)
-            wrong = _wrong(move.steps, move.right, clause, before, after)
-            walker.memory.thaw(state)
-            if wrong:
-                told = f"{move.label} ({clause or 'accepted'}), {before} to {after}: {wrong}"
-                return Matched(scope.name, len(states), counts["moves"], counts["commits"], told)
-            counts["commits"] += clause is None and move.steps == ("commit_epoch",)
-    return Matched(scope.name, len(states), counts["moves"], counts["commits"])
+    found = explore(Space(scope, composed, also=_viewed()))
+    tally, commits = found.tally, _commits(found.engine)
+    told = "" if tally.broken is None else tally.broken[0]
+    parts = (words for level in found.levels for words in chunks(level))
+    return Matched(
+        scope.name,
+        len(found.seen),
+        tally.accepted.total() + tally.refused.total(),
+        sum(tally.accepted[index] for index in commits),
+        told or next(filter(None, (_difference(found.engine, words) for words in parts)), ""),
+    )
+
+
+def _commits(engine: Engine) -> list[int]:
+    """Return the positions of the moves that commit an epoch."""
+    return [i for i, move in enumerate(engine.moves) if move.steps == ("commit_epoch",)]
+
+
+def _difference(engine: Engine, words: Words) -> str:
+    """Return the first move from some states that the protocol does not allow, or nothing."""
+    chunk = Chunk(engine.packing, words)
+    views = _Views(chunk)
+    for index in _commits(engine):  # no refusal changes a state: only a commit's own may be wrong
+        refused = np.broadcast_to(engine.candidates(chunk, index)[0], chunk.size).copy()
+        for arrival in engine.expand(words, Tally(), check=False, moves=[index]):
+            refused[slice(None) if arrival.rows is None else arrival.rows] = False
+        rows = np.flatnonzero(refused)
+        told = _told(engine, index, "refused", views.pairs(rows, views, rows))
+        if told:
+            return told
+    for arrival in engine.expand(words, Tally(), check=False):
+        rows = np.arange(chunk.size) if arrival.rows is None else arrival.rows
+        after = _Views(Chunk(engine.packing, arrival.words))
+        told = _told(engine, arrival.move, None, views.pairs(rows, after))
+        if told:
+            return told
+    return ""
+
+
+def _told(
+    engine: Engine, index: int, clause: str | None, pairs: Iterable[tuple[RankView, RankView]]
+) -> str:
+    move = engine.moves[index]
+    for before, after in pairs:
+        wrong = _wrong(move.steps, move.right, clause, before, after)
+        if wrong:
+            return f"{move.label} ({clause or 'accepted'}), {before} to {after}: {wrong}"
+    return ""
+
+
+def _viewed() -> tuple[str, ...]:
+    """The columns that the protocol's view of a contract is read off."""
+    return (*_LIVE, *_WHOLE, "spoiled", "weight_epoch")
+
+
+class _Views:
+    """
+    What the protocol knows in each of many states.
+
+    Args:
+        chunk: The states.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        keys = [(name, index) for name in _viewed() for index in range(chunk.width(name))]
+        rows = np.stack([np.broadcast_to(chunk.entry(*key), chunk.size) for key in keys])
+        different, which = np.unique(rows, axis=1, return_inverse=True)
+        self.which: NDArray[np.intp] = which.reshape(-1)
+        self.views = []
+        for values in different.T.tolist():
+            columns: dict[str, list[int]] = {name: [] for name in _viewed()}
+            for (name, _), value in zip(keys, values, strict=True):
+                columns[name].append(value)
+            self.views.append(seen(SimpleNamespace(**columns)))
+
+    def pairs(
+        self, rows: NDArray[np.intp], after: _Views, which: NDArray[np.intp] | None = None
+    ) -> Iterator[tuple[RankView, RankView]]:
+        """
+        Yield the different views before and after a move.
+
+        Args:
+            rows: States that it was made in.
+            after: Views of the states that it led to.
+            which: Rows of those; all by default.
+        """
+        then = after.which if which is None else after.which[which]
+        for one, other in np.unique(np.stack([self.which[rows], then]), axis=1).T.tolist():
+            yield self.views[one], after.views[other]
 
 
 def _wrong(

@@ -27,11 +27,11 @@ __all__ = ["BY_COUNT", "WRITES", "Caught", "ProtocolMutant", "caught", "mutants"
 WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("start", "epoch"): "a rank starts with the weights that it happens to have",
     ("start", "name"): "the name of an attempt is the agent's count, which did not rise",
-    ("begin_step", "sent_before"): "a rank counts its messages on without beginning a step's anew",
+    ("begin_step", "sent_before"): "a rank keeps its count of messages when a new step begins",
     ("consent", "phase"): "a rank consents and goes on with its step",
     ("refuse", "leaving"): "a rank whose contract refused stays",
     ("publish", "kept"): "a checkpoint gets its name without its parts",
-    ("say", "halted"): "the first cause does not stand: a later one replaces it",
+    ("say", "halted"): "a later cause replaces the first one",
     ("close", "open"): "a rank ends and wakes nobody",
     ("close", "told"): "a rank ends without reading the cause",
 }

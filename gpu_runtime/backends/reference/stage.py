@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..dynamic import DynamicHead
+from ..dynamic_head import DynamicHead
 from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
 from ..layers import LayerConfig
 from ..protocol import (

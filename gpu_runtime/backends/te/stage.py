@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dynamic import DynamicHead
+from ..dynamic_head import DynamicHead
 from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
 from ..layers import LayerConfig
 from ..protocol import (
@@ -34,7 +34,7 @@ from ..protocol import (
     WgradUnit,
     module_probe,
 )
-from . import deferred
+from . import deferred_gradients
 from .domain import (
     TransformerEngineDomain,
     library,
@@ -269,7 +269,7 @@ class TransformerEngineStage:
             BackendError: A unit has no destination, or the stage needs destinations but got None.
         """
         if destinations is not None:
-            deferred.check_bound(self.units, destinations)
+            deferred_gradients.check_bound(self.units, destinations)
         elif self.fuse:
             raise BackendError(
                 "copied gradients need a stage made with fuse_wgrad_accumulation=False: fused, "
@@ -302,7 +302,7 @@ class TransformerEngineStage:
         tape.work = [
             work
             for store, units in zip(tape.stores, self._queued, strict=False)
-            for work in deferred.take(store, units)
+            for work in deferred_gradients.take(store, units)
         ]
         if self.dynamic is not None:
             for head, operands in tape.stores[-1]:
@@ -333,7 +333,7 @@ class TransformerEngineStage:
 
     def _run_deferred(self, work: DeferredWork, destination: Tensor | None, adds: bool) -> Tensor:
         if self.dynamic is None or work.unit is not self.dynamic.unit:
-            return deferred.run(work, destination, accumulate=adds)
+            return deferred_gradients.run(work, destination, accumulate=adds)
         value: Tensor = work.compute(*work.operands)
         if destination is None:
             return value

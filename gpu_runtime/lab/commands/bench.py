@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from qeffect.cli.command import Outcome, Progress
+from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.report import UnusableError
 
 from ..reports.report import Report, add_report_options, environment
@@ -70,7 +70,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank",
         type=int,
         choices=(0, 1),
-        default=1,
         help="rank of ZB-V over two ranks in the sweep (default 1)",
     )
     parser.add_argument(
@@ -113,6 +112,7 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: Nothing can be measured here.
     """
+    _refuse_unused(args)
     settings = settings_of(args)
     work = _sweep(args) if args.table == "sweep" else _step(args)
     if settings.device == "cuda":
@@ -134,6 +134,15 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     errors = failures(finished)
     data = {"derived": finished["derived"], "failures": errors}
     return Outcome("refused" if errors else "accepted", data, report.lines())
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Refuse options of the other table."""
+    if args.table == "sweep":
+        refuse_unused(args, ["--no-profile"], "sweep profiles nothing")
+    else:
+        refuse_unused(args, ["--microbatches"], "only sweep varies them", wants="sweep")
+        refuse_unused(args, ["--rank"], "only sweep runs one rank's row", wants="sweep")
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -192,7 +201,8 @@ def _sweep(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpe
     counts = SWEEP_MICROBATCHES if args.microbatches is None else args.microbatches
     if min(counts) < 1:
         raise UnusableError(f"--microbatches must be at least 1, not {min(counts)}")
-    return [(sweep_cell(base, m, rank=args.rank), specs) for m in counts]
+    rank = 1 if args.rank is None else args.rank
+    return [(sweep_cell(base, m, rank=rank), specs) for m in counts]
 
 
 def _timed(progress: Progress) -> Callable[[str], None]:

@@ -16,9 +16,9 @@ import torch
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
-from ...backends.deterministic import DETERMINISTIC
+from ...backends.determinism import DETERMINISTIC
 from ...backends.protocol import BackendError
-from ..comparisons.cases import DEFAULT_SETS, SETS, Case, on_device, small
+from ..comparisons.cases import DEFAULT_SETS, SETS, Case, fit_to_device, shrink
 from ..comparisons.faults import INJECTED
 from ..comparisons.recording import (
     CATEGORIES,
@@ -71,7 +71,7 @@ def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The request cannot be run here.
     """
-    cases = _chosen(args)
+    cases = _cases_of(args)
     if args.device == "cuda":
         require_device("--device cpu compares the reference backend")
     sides = _sides(args)
@@ -105,7 +105,7 @@ def _sides(args: argparse.Namespace) -> list[str]:
     return sides
 
 
-def _chosen(args: argparse.Namespace) -> list[Case]:
+def _cases_of(args: argparse.Namespace) -> list[Case]:
     cases = [case for name in args.sets for case in SETS[name]]
     if args.cases:
         known = {case.name: case for case in cases}
@@ -113,9 +113,9 @@ def _chosen(args: argparse.Namespace) -> list[Case]:
             raise UnusableError(f"unknown case {missing[0]!r}; choose from {', '.join(known)}")
         cases = [known[name] for name in args.cases]
     if args.device == "cuda":
-        cases = [on_device(case) for case in cases]
+        cases = [fit_to_device(case) for case in cases]
     else:
-        cases = [small(case) for case in cases if case.scaling == "delayed"]
+        cases = [shrink(case) for case in cases if case.scaling == "delayed"]
         if not cases:
             raise UnusableError(
                 "the reference backend has delayed scaling only; choose other cases"
@@ -151,7 +151,7 @@ def compare_cases(
                 continue
             if text is not None:
                 recordings[side] = Recording.from_json(json.loads(text))
-        runs = _compared(case, recordings)
+        runs = _compare_recordings(case, recordings)
         for run in runs:
             report.raw["runs"].append(run)
             say(_line(run))
@@ -168,7 +168,7 @@ def compare_cases(
         process.end()
 
 
-def _compared(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
+def _compare_recordings(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
     """Compare the sides of one case with its reference: native, or split eager without one."""
     reference = "native" if "native" in recordings else "eager"
     if reference not in recordings:

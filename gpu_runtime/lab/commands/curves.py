@@ -42,7 +42,7 @@ from ..reports.report import (
 from ..runner.training_run import RunControl, RunName, train_run
 from ..sides.training import limits_of
 
-__all__ = ["add_curves_arguments", "merged", "run_curves"]
+__all__ = ["add_curves_arguments", "merge_reports", "run_curves"]
 
 #: Fields of the environment that parts of one report must share.
 _ALIKE = (*ALIKE, "cpu", "cores")
@@ -100,11 +100,13 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     refuse_unused(args, others, "--merge runs nothing")
     if args.config is not None:
         raise UnusableError(f"{args.config} given, but --merge runs nothing; leave it out")
-    report = merged(args.merge)
+    report = merge_reports(args.merge)
     report.path = args.out
     report.save()
     what = f"{len(args.merge)} reports in one"
-    return _outcome(report, what + ", NOT complete: one of them is not" * (not report.complete))
+    return _outcome(
+        report, what + ", NOT complete: one of the reports is incomplete" * (not report.complete)
+    )
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -210,7 +212,7 @@ def _outcome(report: Report, what: str) -> Outcome:
     return Outcome("accepted" if same else "refused", derived, [what, *report.lines()])
 
 
-def merged(paths: Sequence[Path]) -> Report:
+def merge_reports(paths: Sequence[Path]) -> Report:
     """
     One report of the runs of several, complete where all of them are.
 

@@ -20,7 +20,7 @@ from qeffect.text import counted
 
 from ...backends.protocol import BackendError
 from ...doctor import examine
-from ..comparisons.cases import STEPWISE, Case, small
+from ..comparisons.cases import STEPWISE, Case, shrink
 from ..reports.report import Report
 from .compare import compare_cases
 
@@ -136,4 +136,4 @@ def _pipeline(ranks: int, steps: int) -> Outcome:
 
 def _case(on_gpu: bool, steps: int) -> Case:
     case = next(c for c in STEPWISE if c.name == "zbv-accumulate-h4")
-    return attrs.evolve(case if on_gpu else small(case), steps=steps)
+    return attrs.evolve(case if on_gpu else shrink(case), steps=steps)

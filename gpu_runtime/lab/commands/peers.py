@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect import cli
 from qeffect.cli.command import Outcome, Progress
 
 from ...ranks.membership import Member, all_gather, join
@@ -35,9 +37,9 @@ from ..runner.starts import RankStarts, Start
 from ..runner.timing import time_side
 from ..sides import megatron
 from ..sides.language import LAYERS, PP, DrawnLanguage, PeerRow, PeerSettings
-from ..sides.pipelines import GuardedSide, NativeSide, build_side, isolated
+from ..sides.pipelines import GuardedSide, NativeSide, build_side, isolation
 from ..statistics.paper import LARGE, SMALL
-from ..statistics.peers import EAGER, combined, owed
+from ..statistics.peers import EAGER, combine_distances, has_owed_bits
 from .options import add_rank_options, require_rounds
 
 __all__ = ["add_peers_arguments", "measure_ours", "rows_of", "run_peers"]
@@ -62,7 +64,7 @@ def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: F
     state: dict[str, Tensor] = {}
     for row in rows:
         findings.note(f"Timing. {', '.join(row.name.values())}")
-        with isolated(member):
+        with isolation(member):
             if row.side == "native":
                 found = _measure_native(member, row, folder)
             elif row.side == "replays":
@@ -137,7 +139,7 @@ def _measure_launches(member: Member, row: PeerRow, state: Mapping[str, Tensor])
     for _ in range(row.settled):
         side.step()
     sums = distance_sums(side.state(), state)
-    against = [{"with": "replays", **combined(all_gather(member, sums))}]
+    against = [{"with": "replays", **combine_distances(all_gather(member, sums))}]
     plan = row.settings.rounds_of(graphs=True)
     found = time_side(member, side.step, plan, construction_s=made, facts={})
     side.drain()
@@ -258,7 +260,7 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
             report.save()
     derived = report.finish()["derived"]
     own = [row for row in derived["rows"] if row["side"] in ("native", "replays", "one launch")]
-    right = own and all(map(owed, own))
+    right = own and all(map(has_owed_bits, own))
     return Outcome("accepted" if right else "refused", {"derived": derived}, report.lines())
 
 
@@ -318,3 +320,7 @@ def rows_of(mode: str, cells: Sequence[str], settings: PeerSettings) -> list[Pee
     sides = ("replays", "one launch") if settings.device == "cuda" else ("replays",)
     names = [("native", "il"), *((side, name) for name in ("il", "zbv") for side in sides)]
     return [PeerRow(cell, side, name, settings) for cell in cells for side, name in names]
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.main(["runtime", "report", "peers", *sys.argv[1:]]))

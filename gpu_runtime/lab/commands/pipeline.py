@@ -174,8 +174,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             result = compare_pipelines(
                 member, job, args.steps, backend, captured=captured, limits=limits, event_log=log
             )
-            return _compared(member, what, result)
-        return _trained(args, member, job, backend, captured, limits, log, what)
+            return _compare_outcome(member, what, result)
+        return _train_outcome(args, member, job, backend, captured, limits, log, what)
     except StoppedError as stopped:
         return stopped_outcome(stopped.cause, what)
 
@@ -285,7 +285,7 @@ def _require_writable(file: Path | None, member: Member) -> None:
     agree_on(member, problem)
 
 
-def _compared(member: Member, what: str, result: PipelineComparison) -> Outcome:
+def _compare_outcome(member: Member, what: str, result: PipelineComparison) -> Outcome:
     own = {
         "totals": result.totals(),
         "slots": result.slots,
@@ -307,7 +307,7 @@ def _compared(member: Member, what: str, result: PipelineComparison) -> Outcome:
     return Outcome("accepted" if same else "refused", data, lines)
 
 
-def _trained(
+def _train_outcome(
     args: argparse.Namespace,
     member: Member,
     job: Job,
@@ -330,7 +330,7 @@ def _trained(
     )
     notes: list[str] = []
     norms = []
-    whole = _whole(worker, notes) if args.one_launch else None
+    whole = _launch_runner(worker, notes) if args.one_launch else None
     runner = whole or worker
     tracer = None if args.trace is None else Tracer(worker)
     seconds, losses = [], []
@@ -389,7 +389,7 @@ def _trained(
     return Outcome("accepted", data, lines)
 
 
-def _whole(worker: Worker, notes: list[str]) -> OneLaunch | None:
+def _launch_runner(worker: Worker, notes: list[str]) -> OneLaunch | None:
     """Steps as one launch; or none, and why, where some rank's step cannot be one."""
     said = all_gather(worker.member, obstacles(worker))
     why = next((found for found in said if found), None)

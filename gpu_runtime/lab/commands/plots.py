@@ -286,12 +286,12 @@ def resources(found: Sequence[Report]) -> Any:
         _mark("", "capture alone, of construction", ls="--", lw=1),
         _mark("", "tapes of the rank that are live at once", ls=":", lw=1.2),
     ]
-    figure.suptitle("; ".join(swept(found)), fontsize=9)
+    figure.suptitle("; ".join(sweep_names(found)), fontsize=9)
     _legend_below(figure, handles, 4, top=0.97)
     return figure
 
 
-def swept(found: Iterable[Report]) -> list[str]:
+def sweep_names(found: Iterable[Report]) -> list[str]:
     """The shapes over which microbatches were swept, in words."""
     cells = (record["cell"] for report in found for record in report["raw"]["cells"])
     return list(

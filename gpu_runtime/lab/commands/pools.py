@@ -17,9 +17,9 @@ import attrs
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
-from ...backends.deterministic import DETERMINISTIC
+from ...backends.determinism import DETERMINISTIC
 from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, run_trial
-from ..comparisons.cases import Case, small
+from ..comparisons.cases import Case, shrink
 from ..comparisons.recording import Recording, compare
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
@@ -63,7 +63,7 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     on_cpu = args.device == "cpu"
     if not on_cpu:
         require_device("--device cpu runs the trials over the reference backend")
-    cases = [small(case) for case in ORDERS] if on_cpu else list(ORDERS)
+    cases = [shrink(case) for case in ORDERS] if on_cpu else list(ORDERS)
     if args.steps is not None:
         cases = [case.with_steps(args.steps) for case in cases]
     configuration = {"orders": [case.to_json() for case in cases]}

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
 
 from ...runtime import Runtime, RuntimeConfig, mode_on
 from ..comparisons import interleaved
@@ -37,7 +38,7 @@ from ..comparisons.sides import fresh_stages, record
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 
-__all__ = ["add_probes_arguments", "pairing", "run_probes", "sanitized"]
+__all__ = ["add_probes_arguments", "find_pairing", "run_probes", "sanitizer_findings"]
 
 PROBES = ("attention", "addresses", "interleaved")
 TIMEOUT_S = 180.0
@@ -84,12 +85,17 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     if args.device == "cuda":
         require_device("--device cpu runs the probes over the reference backend")
+    elif args.only == ["interleaved"]:
+        raise UnusableError(
+            "--only interleaved needs --device cuda: it probes the library's graphs; add another "
+            "probe, or run it on a GPU"
+        )
     report = Report(
         "probes",
         args.out,
         environment(args.commit, args.out),
         {"device": args.device, "only": args.only},
-        {"attention": [], "pairing": pairing(), "addresses": None, "interleaved": []},
+        {"attention": [], "pairing": find_pairing(), "addresses": None, "interleaved": []},
     )
     report.save()
     for sequence, fused in ATTENTION if "attention" in args.only else ():
@@ -100,7 +106,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.device == "cuda" and tool is not None and "attention" in args.only:
         report.raw["attention"].append(_attention(64, True, args.device, tool))
     if "addresses" in args.only:
-        report.raw["addresses"] = _asked(["addresses", args.device])
+        report.raw["addresses"] = _ask_process(["addresses", args.device])
     if args.device == "cuda" and "interleaved" in args.only:
         progress("Probing. Interleaved stages under the library's graphs")
         report.save()
@@ -109,7 +115,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     return Outcome("accepted", {"derived": finished["derived"]}, report.lines())
 
 
-def pairing(source: str | None = None) -> dict[str, Any]:
+def find_pairing(source: str | None = None) -> dict[str, Any]:
     """
     Read how the installed library binds a dW in its graphs, without importing it.
 
@@ -136,7 +142,7 @@ def pairing(source: str | None = None) -> dict[str, Any]:
     return found
 
 
-def sanitized(text: str) -> dict[str, Any]:
+def sanitizer_findings(text: str) -> dict[str, Any]:
     """What compute-sanitizer said: how many invalid writes, in which kernels."""
     found = re.findall(r"Invalid __global__ write of size (\d+) bytes?\s*\n=+\s+at (\S+)", text)
     kernels = sorted({re.split(r"[+(]", kernel)[0] for _, kernel in found})
@@ -156,7 +162,7 @@ def _sanitizer() -> str | None:
 def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dict[str, Any]:
     """A few steps at one sequence length, in a process that may crash."""
     words = ["attention", device, str(sequence), "eager" if tool else "captured"]
-    answer = _asked(words, fused=fused, tool=tool)
+    answer = _ask_process(words, fused=fused, tool=tool)
     return {
         "sequence": sequence,
         "fused_attention": fused,
@@ -165,7 +171,9 @@ def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dic
     }
 
 
-def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None) -> dict[str, Any]:
+def _ask_process(
+    words: Sequence[str], *, fused: bool = True, tool: str | None = None
+) -> dict[str, Any]:
     """Ask a fresh process; a crash is an answer too."""
     command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.probes", *words]
     if tool is not None:
@@ -187,14 +195,16 @@ def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None)
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         answer["error"] = said[:300]
     if tool is not None:
-        answer.update(sanitized(done.stdout + done.stderr))
+        answer.update(sanitizer_findings(done.stdout + done.stderr))
     return answer
 
 
 def _sides() -> list[dict[str, Any]]:
     """Every side at once, each in a process of its own, compared with the first."""
     with ThreadPoolExecutor(len(interleaved.GRAPH_USES)) as pool:
-        answers = list(pool.map(lambda side: _asked(["side", side.name]), interleaved.GRAPH_USES))
+        answers = list(
+            pool.map(lambda side: _ask_process(["side", side.name]), interleaved.GRAPH_USES)
+        )
     reference = answers[0].get("digests", {})
     return [
         {
@@ -246,10 +256,10 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
             lines = str(error).strip().splitlines() or [""]
             return {"error": f"{type(error).__name__}: {lines[0]}"[:300]}
         return {"error": None}
-    return {"error": None, **_looked(backend, device)}
+    return {"error": None, **_time_addresses(backend, device)}
 
 
-def _looked(backend: str, device: str) -> dict[str, Any]:
+def _time_addresses(backend: str, device: str) -> dict[str, Any]:
     """Host time of comparing every address that a stage's graphs bake in, in microseconds."""
     case = _case(128)
     stages = fresh_stages(case, backend, device=device)

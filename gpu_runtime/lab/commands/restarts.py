@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -23,9 +24,10 @@ from typing import Any
 
 import torch
 
-from qeffect.cli.command import Outcome, Progress
+from qeffect import cli
+from qeffect.cli.command import Outcome, Progress, refuse_unused
 
-from ...backends.deterministic import DETERMINISTIC
+from ...backends.determinism import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...ranks.job import Job
 from ...ranks.membership import join
@@ -71,7 +73,9 @@ def _trial(
     args: argparse.Namespace, schedule: str, pp: int, vpp: int | None, mode: Mode, layers: int
 ) -> Trial:
     hidden, ffn, heads, sequence = (
-        (64, 128, 2, 32) if args.device == "cpu" else (args.hidden, 4 * args.hidden, 8, 512)
+        (64, 128, 2, 32)
+        if args.device == "cpu"
+        else (args.hidden or 1024, 4 * (args.hidden or 1024), 8, 512)
     )
     job = Job(
         schedule=schedule,
@@ -101,7 +105,7 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--asynchronous", action="store_true", help="save while the next steps run")
     parser.add_argument(
-        "--hidden", type=int, default=1024, metavar="N", help="layer width on cuda (default 1024)"
+        "--hidden", type=int, metavar="N", help="layer width on cuda (default 1024)"
     )
     parser.add_argument(
         "--history", type=int, default=16, metavar="N", help="length of amax histories (default 16)"
@@ -163,7 +167,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
         "one_launch": args.one_launch,
         "masters": args.masters,
         "asynchronous": args.asynchronous,
-        "hidden": args.hidden if args.device == "cuda" else 64,
+        "hidden": 64 if args.device == "cpu" else args.hidden or 1024,
         "history": args.history,
         "schedules": args.schedules,
         "dp": args.dp,
@@ -243,8 +247,9 @@ def _most(args: argparse.Namespace) -> int:
     Raises:
         UnusableError: The machine has fewer than two ranks' devices, or a count is below 1.
     """
-    for option, number in (("--dp", args.dp), ("--at-once", args.at_once)):
-        if number < 1:
+    given = (("--dp", args.dp), ("--at-once", args.at_once), ("--hidden", args.hidden))
+    for option, number in given:
+        if number is not None and number < 1:
             raise UnusableError(f"{option} must be at least 1, found {number}")
     if args.one_launch and (args.device == "cpu" or args.eager):
         raise UnusableError(
@@ -252,6 +257,8 @@ def _most(args: argparse.Namespace) -> int:
             "leave it out"
         )
     if args.device == "cpu":
+        refuse_unused(args, ["--eager"], "a CPU has no CUDA graphs")
+        refuse_unused(args, ["--hidden"], "a CPU runs hidden 64 only", wants="--device cuda")
         return LAYERS
     found: int = torch.cuda.device_count() // args.dp
     if found < 2:
@@ -338,3 +345,7 @@ def _row(
         "losses": [sum(sum(rank["losses"][step]) for rank in ranks) for step in steps],
         "bytes": dict(weighed),
     }
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.main(["runtime", "report", "restarts", *sys.argv[1:]]))

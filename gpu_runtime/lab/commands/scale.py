@@ -44,7 +44,7 @@ from ..sides.pipelines import (
     build_guarded,
     build_native,
     build_side,
-    isolated,
+    isolation,
 )
 from .options import add_rank_options, rank_starts, require_rounds
 
@@ -225,7 +225,7 @@ def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings)
     final: dict[str, str] = {}
     for row in rows:
         findings.note(f"Timing. {', '.join(row.name.values())}")
-        with isolated(member):
+        with isolation(member):
             if row.side == "native":
                 found = _time_native(member, args, row)
             elif row.side == "guarded":
@@ -239,7 +239,7 @@ def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings)
 def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
     config, steps = COMPARED[name]
     job = _job(args.pp, schedule, config, 2 * args.pp)
-    with isolated(member):
+    with isolation(member):
         captured = args.device == "cuda"
         found = compare_pipelines(member, job, steps, backend_on(args.device), captured=captured)
     ranks = all_gather(member, (found.totals(), found.slots))

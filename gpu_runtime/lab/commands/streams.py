@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qeffect.cli.command import Outcome, Progress
+from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.report import UnusableError
 
 from ...step.memory.numerical_state import same_bits
@@ -151,18 +151,16 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
 
 def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise RuntimeError("the process has a device context already; it is not a fresh one")
+        raise RuntimeError("the process has a device context already; expected a fresh process")
     return check_handoff(**arguments)
 
 
 def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `streams`."""
     parser.add_argument(
-        "--processes", type=int, default=3, metavar="N", help="processes per handoff (default 3)"
+        "--processes", type=int, metavar="N", help="processes per handoff (default 3)"
     )
-    parser.add_argument(
-        "--checks", type=int, default=200, metavar="N", help="checks per process (default 200)"
-    )
+    parser.add_argument("--checks", type=int, metavar="N", help="checks per process (default 200)")
     parser.add_argument(
         "--width",
         type=int,
@@ -188,10 +186,13 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: Nothing can be run here, or a process did not answer.
     """
-    if min(args.processes, args.checks, args.width, args.depth) < 1:
+    if args.quick:
+        refuse_unused(args, ["--processes", "--checks"], "--quick sets it")
+    processes, checks = (1, 20) if args.quick else (args.processes or 3, args.checks or 200)
+    given = (args.processes, args.checks, args.width, args.depth)
+    if any(number is not None and number < 1 for number in given):
         raise UnusableError("--processes, --checks, --width and --depth must be at least 1")
     require_device("stale reads happen only between a device's streams", library=False)
-    processes, checks = (1, 20) if args.quick else (args.processes, args.checks)
     configuration = {"quick": args.quick, "width": args.width, "depth": args.depth}
     report = Report(
         "streams", args.out, environment(args.commit, args.out), configuration, {"runs": []}

@@ -33,7 +33,7 @@ from ..reports.report import ALIKE, Report, environment, read_part, require_alik
 from ..runner.profiles import SIDE_ERRORS, add_profiles, error_line
 from ..runner.rank_process import Findings
 from ..runner.timing import RoundPlan, time_side
-from ..sides.pipelines import backend_on, build_side, isolated
+from ..sides.pipelines import backend_on, build_side, isolation
 from ..sides.side import RankSide
 from ..sides.table_rows import BEFORE, CELLS, PARTS, REFERENCES, TableRow, table_rows
 from ..statistics.paper import LARGE, SMALL
@@ -103,6 +103,8 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         refuse_unused(args, options, "--merge measures nothing")
         require_place(args.out)
         return _outcome(merge_trials(args.merge, args.out))
+    if args.parts is not None and "resources" not in args.parts:
+        refuse_unused(args, ["--microbatches"], "only the part resources varies them")
     for name, value in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -146,7 +148,8 @@ def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
         for trial in part["raw"]["trials"]:
             if trial in trials:
                 raise UnusableError(
-                    f"--merge {path}: its trial of {trial['date']} is there twice; name each once"
+                    f"--merge {path}: its trial of {trial['date']} is given twice; name "
+                    "each report once"
                 )
             trials.append(trial)
     first = found[0]
@@ -204,7 +207,7 @@ def _plain(value: Any) -> Any:
 def _measure(args: argparse.Namespace, rows: Sequence[TableRow], findings: Findings) -> None:
     """One rank: every row."""
     member = join(args.device)
-    with isolated(member):
+    with isolation(member):
         # Costs that a process pays once count for no side.
         TableRow(args.cells[0], "layers", 2, "il", "native", args.pp).make(member).step()
     references: References = {}
@@ -227,7 +230,7 @@ def measure_row(
 ) -> dict[str, Any]:
     """One row; a side that fails leaves its error, and the other sides are still measured."""
     job = row.job()
-    with isolated(member):
+    with isolation(member):
         try:
             found = _measure_side(member, args, row, references, rows)
         except SIDE_ERRORS as error:

@@ -24,12 +24,12 @@ from ...training.command import (
     launch_lines,
     loss_line,
     nonfinite_lines,
-    release,
+    release_memory,
 )
 from ...training.config import Checkpointing
 from ...training.config_file import read
 from ...training.loop import Trainer
-from ..comparisons.ranks import compare_pipelines, native, tensor_digests, totals_of_ranks
+from ..comparisons.ranks import compare_pipelines, tensor_digests, totals_of_ranks, train_natively
 
 __all__ = ["add_train_arguments", "run_train"]
 
@@ -100,7 +100,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
         steps = range(config.run.steps)
         return [sum(sum(rank[name][step]) for rank in ranks) for step in steps]
 
-    losses, native = of("losses"), of("native_losses")
+    losses, native_losses = of("losses"), of("native_losses")
     lines = [
         f"{what}, {counted(config.run.steps, 'step')}, {'captured' if captured else 'eager'}, and "
         "torch's own pipeline over native full backwards:",
@@ -115,7 +115,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
         "differ": sum(bad for _, bad in totals.values()),
         "first": [label for rank in ranks for label in rank["first"]],
         "losses": [finite(loss) for loss in losses],
-        "native_losses": [finite(loss) for loss in native],
+        "native_losses": [finite(loss) for loss in native_losses],
         "captured": captured,
     }
     return Outcome("accepted" if same else "refused", data, lines)
@@ -127,13 +127,13 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     if member.rank == 0:
         progress.note(f"{what}, native first, then guarded")
     began = time.perf_counter()
-    oracle = native(member, run.data.job, config.run.steps, backend_of(config), None)
+    oracle = train_natively(member, run.data.job, config.run.steps, backend_of(config), None)
     member.synchronize()
     native_s = time.perf_counter() - began
     theirs = tensor_digests({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
     native_losses = [sum(shares) for shares in oracle.losses]
     del oracle
-    release(member)
+    release_memory(member)
     trainer = Trainer(member, config, progress, data=run.data, note=progress.note)
     trainer.run()
     runtime = trainer.worker.runtime

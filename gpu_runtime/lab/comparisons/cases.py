@@ -241,7 +241,7 @@ SETS: Mapping[str, tuple[Case, ...]] = {
 DEFAULT_SETS = ("stepwise", "wide", "recipes", "timed")
 
 
-def small(case: Case) -> Case:
+def shrink(case: Case) -> Case:
     """The same comparison at hidden 128, for a CPU; a case of that size is left alone."""
     if case.hidden <= _SMALL["hidden"]:
         return case
@@ -252,6 +252,6 @@ def small(case: Case) -> Case:
 SHORTEST = 128
 
 
-def on_device(case: Case) -> Case:
+def fit_to_device(case: Case) -> Case:
     """The same comparison with sequences that the library's fused attention stays inside of."""
     return attrs.evolve(case, sequence=max(case.sequence, SHORTEST))

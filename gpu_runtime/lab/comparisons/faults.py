@@ -28,9 +28,9 @@ __all__ = [
     "ROWS",
     "LocalReduction",
     "abort_write",
-    "disturb",
+    "inject_faults",
     "kernel_state",
-    "refused",
+    "require_refusal",
 ]
 
 #: The fault table by the name of each row.
@@ -80,7 +80,7 @@ def kernel_state(runtime: Runtime) -> dict[str, object]:
     return found
 
 
-def refused(
+def require_refusal(
     runtime: Runtime, clause: str, transition: str, action: Callable[[], object]
 ) -> dict[str, str]:
     """
@@ -110,7 +110,7 @@ def refused(
     return {"clause": clause, "transition": transition}
 
 
-def disturb(run: GuardedRun, number: int) -> list[dict[str, str]]:
+def inject_faults(run: GuardedRun, number: int) -> list[dict[str, str]]:
     """
     Inject the faults of a step.
 
@@ -144,7 +144,7 @@ def disturb(run: GuardedRun, number: int) -> list[dict[str, str]]:
 def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]) -> dict[str, str]:
     """One row of the table, refused by exactly its clause in exactly its transition."""
     row = ROWS[name]
-    found = refused(run.runtime, row["clause"], row["transition"], action)
+    found = require_refusal(run.runtime, row["clause"], row["transition"], action)
     return {"fault": name, **found, "where": str(where)}
 
 
@@ -248,7 +248,9 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
     # Recipes without hidden state have no order to poison; only their gradients are spoiled.
     poisons = kind is not Kind.WGRAD and "order" in run.runtime.relations
     clause = "order.poisoned" if poisons else "arena.spoiled"
-    found = refused(run.runtime, clause, "finalize", lambda: _finalize(run.runtime, failing.stage))
+    found = require_refusal(
+        run.runtime, clause, "finalize", lambda: _finalize(run.runtime, failing.stage)
+    )
     return {"fault": f"a failed {kind.value}", **found, "where": str(failing)}
 
 

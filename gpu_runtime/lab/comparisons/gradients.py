@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...ranks.membership import Member, all_gather
 from ...step.memory.numerical_state import same_bits
-from ..statistics.peers import combined
+from ..statistics.peers import combine_distances
 
 __all__ = ["compare_gradients", "distance_sums", "gradients_path", "save_gradients"]
 
@@ -86,5 +86,7 @@ def compare_gradients(
         for path in paths:
             held = torch.load(path, weights_only=True, mmap=True)
             theirs.update((name, held[name]) for name in own.keys() & held.keys())
-        found.append({"with": side, **combined(all_gather(member, distance_sums(own, theirs)))})
+        found.append(
+            {"with": side, **combine_distances(all_gather(member, distance_sums(own, theirs)))}
+        )
     return found

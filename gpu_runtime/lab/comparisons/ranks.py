@@ -36,10 +36,10 @@ __all__ = [
     "RecordingPipeline",
     "compare_pipelines",
     "live_tensors",
-    "native",
     "native_pipeline",
     "tensor_digests",
     "totals_of_ranks",
+    "train_natively",
 ]
 
 CATEGORIES = (
@@ -143,7 +143,7 @@ class RecordingPipeline(Pipeline):
         self.recording.add_state(where, live_state(self.runtime.domain))
 
 
-def native(
+def train_natively(
     member: Member, job: Job, steps: int, backend: str, recording: Recording | None
 ) -> NativePipeline:
     """Train a job natively under torch's schedule class; every rank calls it."""
@@ -234,7 +234,7 @@ def compare_pipelines(
         event_log: File of the guarded side's event log.
     """
     theirs, ours = Recording("torch's pipeline, native"), Recording("guarded pipeline")
-    oracle = native(member, job, steps, backend, theirs)
+    oracle = train_natively(member, job, steps, backend, theirs)
     worker = build_worker(
         member,
         job,

@@ -20,7 +20,7 @@ from ...step.memory.numerical_state import live_state, preserving
 from ...step.optimizer import Optimizer
 from .cases import Case
 from .driver import GuardedRun
-from .faults import LocalReduction, disturb
+from .faults import LocalReduction, inject_faults
 from .native import NativeRule, NativeRun
 from .recording import Recording
 from .upkeep import SETTLED
@@ -144,7 +144,7 @@ def _guarded(case: Case, side: str, backend: str, device: str) -> Recording:
     for number in range(case.steps):
         run.recording = recording if number >= case.recorded_from else None
         if side == "disturbed":
-            recording.injected += disturb(run, number)
+            recording.injected += inject_faults(run, number)
         if runtime.epoch == number:
             run.step()
         if number == min(SETTLED, case.steps - 1):

@@ -15,10 +15,10 @@ from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.membership import Member, all_gather
 from ...step.plan.order import Order
-from ..sides.pipelines import LaunchSide, isolated, unit_bytes
+from ..sides.pipelines import LaunchSide, isolation, unit_bytes
 from ..sides.side import RankSide
-from ..statistics.traces import busy, matrix_copies, shares, summarize
-from .rank_parts import row_as_one_graph, spent_ms
+from ..statistics.traces import busy_times, launch_shares, matrix_copies, summarize
+from .rank_parts import device_ms, row_as_one_graph
 from .rank_process import Findings
 from .starts import RankStarts, Start
 from .timing import WARMUP, meet_idle
@@ -105,7 +105,7 @@ def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: 
     member = meet()
     for row in rows:
         findings.note(f"Profiling. {_spelled(row)}")
-        with isolated(member):
+        with isolation(member):
             try:
                 findings.add(profile_row(member, row))
             except SIDE_ERRORS as error:
@@ -145,7 +145,7 @@ def profile_side(
 
         events = trace_steps(side.step, member.synchronize, PROFILED)
         copied = matrix_copies(summarize(events, PROFILED), unit_bytes(side)) if copies else None
-        own = busy(events, PROFILED), copied
+        own = busy_times(events, PROFILED), copied
     else:
         for _ in range(PROFILED):
             side.step()
@@ -161,14 +161,14 @@ def _split(member: Member, side: LaunchSide, order: Order) -> dict[str, Any]:
     from .profiler import trace_steps
 
     meet_idle(member)
-    launch = shares(trace_steps(side.step, member.synchronize, TRACED), TRACED)
+    launch = launch_shares(trace_steps(side.step, member.synchronize, TRACED), TRACED)
     side.whole.leave()
     worker = side.worker
     gradients = worker.pipeline.step(worker.optimizer)
     meet_idle(member)
     with row_as_one_graph(worker, gradients, order) as replay:
-        took = spent_ms(replay)
-        row = shares(trace_steps(replay, torch.cuda.synchronize, TRACED), TRACED)
+        took = device_ms(replay)
+        row = launch_shares(trace_steps(replay, torch.cuda.synchronize, TRACED), TRACED)
     return {"launch": launch, "row_ms": took, "row": row}
 
 

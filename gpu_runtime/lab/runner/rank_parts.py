@@ -31,10 +31,10 @@ from .timing import meet_idle
 
 __all__ = [
     "bound_ms",
+    "device_ms",
     "graph_of",
     "message_ms",
     "row_as_one_graph",
-    "spent_ms",
     "times_alone",
     "times_in_row",
 ]
@@ -60,19 +60,19 @@ def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
         return {}, 0.0
     found = {}
     with worker.runtime.caller_scope():
-        update = spent_ms(lambda: worker.optimizer.step(gradients))
+        update = device_ms(lambda: worker.optimizer.step(gradients))
         for index, memory in worker.runtime.memories.items():
             graphs = executor.slots[next(iter(memory.table)).index]
             slot_with = dict(zip(memory.variants, memory.slot_of, strict=True))
             took = {
-                variant: spent_ms(executor.slots[slot].wgrad[variant].replay)
+                variant: device_ms(executor.slots[slot].wgrad[variant].replay)
                 for variant, slot in slot_with.items()
             }
             found[str(index)] = {
-                "F": spent_ms(graphs.forward.replay),
-                "I": spent_ms(graphs.dgrad.replay),
+                "F": device_ms(graphs.forward.replay),
+                "I": device_ms(graphs.dgrad.replay),
                 "W": statistics.mean(took[variant] for variant in memory.variants),
-                "refresh": spent_ms(executor.refreshes[index].replay),
+                "refresh": device_ms(executor.refreshes[index].replay),
             }
     return found, update
 
@@ -159,7 +159,7 @@ def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.
     return graphs.forward if step.kind is Kind.FORWARD else graphs.dgrad
 
 
-def spent_ms(act: Callable[[], object]) -> float:
+def device_ms(act: Callable[[], object]) -> float:
     """Device time of one of four calls in a row, in milliseconds, without the launch."""
     times = []
     for _ in range(REPLAYS):

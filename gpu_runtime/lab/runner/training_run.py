@@ -25,7 +25,7 @@ from ...backends.protocol import parameters
 from ...ranks.job import NAMES
 from ...ranks.membership import Member, all_gather
 from ...training.assembly import JobData
-from ...training.command import release
+from ...training.command import release_memory
 from ...training.config import Checkpointing, Config
 from ...training.config_file import read
 from ..comparisons.ranks import tensor_digests
@@ -140,7 +140,7 @@ def train_run(
         StoppedError: A rank stopped; every rank raises it.
         BackendError: A stage cannot be built, or a rank was lost during an evaluation.
     """
-    release(member)
+    release_memory(member)
     held = _memory(member, "memory_reserved")
     if member.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(member.device)
@@ -163,7 +163,7 @@ def train_run(
     }
     side.close()
     del side
-    release(member)
+    release_memory(member)
     ranks = all_gather(member, own)
 
     def most(name: str) -> Any:

@@ -78,95 +78,53 @@ class ColumnSpec:
         return made
 
 
-_NATIVE = "qeffect.gpu_runtime.lab.sides.library:"
-_OURS = "qeffect.gpu_runtime.lab.sides.ours:captured"
+_SIDES = "qeffect.gpu_runtime.lab.sides."
 
 
 def _ours(name: str, title: str, destination: str, rule: SumRule, **options: object) -> ColumnSpec:
+    given = {"destination": destination, "provisioning": "live", **options}
+    return ColumnSpec(name, title, "ours_captured", rule, _SIDES + "ours:captured_column", given)
+
+
+def _native(title: str, *, fused: bool) -> ColumnSpec:
+    rule: SumRule = "main_grad" if fused else "grad"
+    factory = _SIDES + "library:native_column"
+    return ColumnSpec(f"native_{rule}", title, "native", rule, factory, {"fused": fused})
+
+
+def _graphed(name: str, title: str, chunking: str, **options: object) -> ColumnSpec:
+    given = {"chunking": chunking, "fused": False, **options}
+    rule: SumRule = "main_grad" if given["fused"] else "grad"
+    factory = _SIDES + "library:graphed_column"
+    return ColumnSpec(f"te_graphs_{name}", f"TE graphs, {title}", "te_graphs", rule, factory, given)
+
+
+def _whole(rule: SumRule) -> ColumnSpec:
+    title = f"one graph of the native step, {'.grad' if rule == 'grad' else rule}"
+    factory = _SIDES + "library:whole_step_column"
     return ColumnSpec(
-        name,
-        title,
-        "ours_captured",
-        rule,
-        _OURS,
-        {"destination": destination, "provisioning": "live", **options},
+        f"whole_{rule}", title, "whole_step", rule, factory, {"fused": rule == "main_grad"}
     )
 
 
 SPECS: tuple[ColumnSpec, ...] = (
-    ColumnSpec(
-        "native_grad", "native, .grad", "native", "grad", _NATIVE + "native", {"fused": False}
+    _native("native, .grad", fused=False),
+    _native("native, fused main_grad", fused=True),
+    _graphed("chunks", "a chunk each, table order", "chunks"),
+    _graphed(
+        "chunks_plain", "a chunk each, microbatch by microbatch", "chunks", by_microbatch=True
     ),
-    ColumnSpec(
-        "native_main_grad",
-        "native, fused main_grad",
-        "native",
-        "main_grad",
-        _NATIVE + "native",
-        {"fused": True},
-    ),
-    ColumnSpec(
-        "te_graphs_chunks",
-        "TE graphs, a chunk each, table order",
-        "te_graphs",
-        "grad",
-        _NATIVE + "graphed",
-        {"chunking": "chunks", "fused": False},
-    ),
-    ColumnSpec(
-        "te_graphs_chunks_plain",
-        "TE graphs, a chunk each, microbatch by microbatch",
-        "te_graphs",
-        "grad",
-        _NATIVE + "graphed",
-        {"chunking": "chunks", "fused": False, "by_microbatch": True},
-    ),
-    ColumnSpec(
-        "te_graphs_layers",
-        "TE graphs, a layer each, one chunk",
-        "te_graphs",
-        "grad",
-        _NATIVE + "graphed",
-        {"chunking": "layers", "fused": False},
-    ),
-    ColumnSpec(
-        "te_graphs_model",
-        "TE graphs, both layers in one",
-        "te_graphs",
-        "grad",
-        _NATIVE + "graphed",
-        {"chunking": "model", "fused": False},
-    ),
-    ColumnSpec(
-        "te_graphs_model_main_grad",
-        "TE graphs, both layers in one, main_grad",
-        "te_graphs",
-        "main_grad",
-        _NATIVE + "graphed",
-        {"chunking": "model", "fused": True},
-    ),
-    ColumnSpec(
-        "whole_grad",
-        "one graph of the native step, .grad",
-        "whole_step",
-        "grad",
-        _NATIVE + "whole_step",
-        {"fused": False},
-    ),
-    ColumnSpec(
-        "whole_main_grad",
-        "one graph of the native step, main_grad",
-        "whole_step",
-        "main_grad",
-        _NATIVE + "whole_step",
-        {"fused": True},
-    ),
+    _graphed("layers", "a layer each, one chunk", "layers"),
+    _graphed("model", "both layers in one", "model"),
+    _graphed("model_main_grad", "both layers in one, main_grad", "model", fused=True),
+    _whole("grad"),
+    _whole("main_grad"),
     ColumnSpec(
         "ours_eager",
         "ours, eager, accumulate",
         "ours_eager",
         "main_grad",
-        "qeffect.gpu_runtime.lab.sides.ours:eager",
+        _SIDES + "ours:eager_column",
         {"destination": "accumulate"},
     ),
     _ours("ours_copied", "ours, captured, copied", "copied", "grad"),
@@ -227,7 +185,7 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
         "native reference, .grad",
         "native",
         "grad",
-        "qeffect.gpu_runtime.lab.sides.reference:native",
+        _SIDES + "reference:native_column",
     ),
     *(
         attrs.evolve(spec, title=spec.title.replace("captured", "eager"))

@@ -32,7 +32,7 @@ __all__ = [
     "DrawnLanguage",
     "PeerRow",
     "PeerSettings",
-    "motionless",
+    "motionless_adamw",
 ]
 
 PP = VPP = 2
@@ -105,7 +105,7 @@ class PeerSettings:
         return RoundPlan(self.rounds, self.steps if graphs else self.native_steps)
 
 
-def motionless(stages: Any, *, capturable: bool = False) -> Optimizer:
+def motionless_adamw(stages: Any, *, capturable: bool = False) -> Optimizer:
     """Make AdamW with a learning rate of zero: an update that moves no weight."""
     return Optimizer(stages, lr=0.0, weight_decay=0.0, capturable=capturable)
 
@@ -147,9 +147,9 @@ class PeerRow:
     ) -> NativeSide | GuardedSide:
         """Build the side; `look` is called with native's gradients of every step."""
         if self.side == "native":
-            return build_native(member, self.job(), optimizer=motionless, look=look)
+            return build_native(member, self.job(), optimizer=motionless_adamw, look=look)
         mode: Mode | None = "one launch" if self.side == "one launch" else None
-        return build_guarded(member, self.job(), mode, optimizer=motionless)
+        return build_guarded(member, self.job(), mode, optimizer=motionless_adamw)
 
     def measured(
         self, gradients: Sequence[Mapping[str, Any]], loss: float | None, found: Mapping[str, Any]

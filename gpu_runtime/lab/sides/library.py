@@ -242,17 +242,17 @@ class Graphed(_Training):
         super().close()
 
 
-def native(cell: BenchCell, settings: Settings, *, fused: bool) -> Native:
+def native_column(cell: BenchCell, settings: Settings, *, fused: bool) -> Native:
     """Native eager, into `.grad` or fused into `main_grad`."""
     return Native(cell, settings, fused)
 
 
-def whole_step(cell: BenchCell, settings: Settings, *, fused: bool) -> WholeStep:
+def whole_step_column(cell: BenchCell, settings: Settings, *, fused: bool) -> WholeStep:
     """One graph of the native step."""
     return WholeStep(cell, settings, fused)
 
 
-def graphed(
+def graphed_column(
     cell: BenchCell,
     settings: Settings,
     *,

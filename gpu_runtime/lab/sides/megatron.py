@@ -39,7 +39,7 @@ from ..runner.rank_process import Findings
 from ..runner.timing import time_side
 from ..statistics.peers import EAGER
 from .language import HISTORY, PP, VPP, DrawnLanguage, PeerRow
-from .pipelines import build_side, drawn_batches, isolated
+from .pipelines import build_side, drawn_batches, isolation
 
 __all__ = ["MegatronRow", "MegatronSide", "library", "measure_modes", "meet", "megatron_name"]
 
@@ -193,7 +193,7 @@ def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings)
     member = meet(mode)
     for row in rows:
         findings.note(f"Timing. {row.cell}, {row.side}")
-        with isolated(member):
+        with isolation(member):
             findings.add({"rows": _measure_row(member, row, folder)})
 
 

@@ -181,7 +181,7 @@ class Ours:
         self.stages.clear()
 
 
-def captured(
+def captured_column(
     cell: BenchCell,
     settings: Settings,
     *,
@@ -204,6 +204,6 @@ def captured(
     )
 
 
-def eager(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
+def eager_column(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
     """Eager, with guards and live slots."""
     return Ours(cell, settings, destination, "live", captured=False)

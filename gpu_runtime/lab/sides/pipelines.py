@@ -42,7 +42,7 @@ __all__ = [
     "build_side",
     "build_worker_of",
     "drawn_batches",
-    "isolated",
+    "isolation",
     "unit_bytes",
 ]
 
@@ -69,7 +69,7 @@ def drawn_batches(job: Job, device: torch.device) -> Batch:
 
 
 @contextmanager
-def isolated(member: Member) -> Iterator[None]:
+def isolation(member: Member) -> Iterator[None]:
     """Free a side's memory before the next side is built; peaks count from here."""
     if member.device.type == "cuda":
         torch.cuda.empty_cache()

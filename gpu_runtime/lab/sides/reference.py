@@ -80,6 +80,6 @@ class NativeReference:
         self.stages.clear()
 
 
-def native(cell: BenchCell, settings: Settings) -> NativeReference:
+def native_column(cell: BenchCell, settings: Settings) -> NativeReference:
     """The reference backend's native column."""
     return NativeReference(cell, settings)

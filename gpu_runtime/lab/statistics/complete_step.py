@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import paper
-from .summary import Raw, busiest_ms, extremes, judged, largest, median, ratio, step_ms
+from .summary import Raw, busiest_ms, extremes, goal_row, largest, median, ratio, step_ms
 
 __all__ = ["INITIAL", "break_even_steps", "derive_tables"]
 
@@ -463,7 +463,7 @@ def _targets(found: Raw) -> list[dict[str, Any]]:
         for side, measured in best[goal](cell):
             if measured is None:
                 continue
-            found_goals.append(judged(goal, cell, side, bound, value, measured))
+            found_goals.append(goal_row(goal, cell, side, bound, value, measured))
     return found_goals
 
 

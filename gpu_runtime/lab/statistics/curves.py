@@ -24,9 +24,9 @@ __all__ = [
     "MARGIN",
     "derive_curves",
     "quantile",
-    "reached",
     "seconds_at",
-    "smoothed",
+    "seconds_to_loss",
+    "smoothed_losses",
     "upper_bound",
 ]
 
@@ -222,12 +222,15 @@ def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
     """Native and guarded runs of one seed and head: when each reaches the same losses."""
     for ours, theirs in _beside_native(runs):
         both = ours, theirs
-        means = [smoothed(run["losses"]) for run in both]
+        means = [smoothed_losses(run["losses"]) for run in both]
         if not all(means):
             continue
         rows = []
         for level in _levels(means):
-            at = [reached(run["clock"], mean, level) for run, mean in zip(both, means, strict=True)]
+            at = [
+                seconds_to_loss(run["clock"], mean, level)
+                for run, mean in zip(both, means, strict=True)
+            ]
             if None in at:
                 continue
             s, native_s = (seconds for seconds in at if seconds is not None)
@@ -245,7 +248,7 @@ def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
             yield {"run": name(ours), "native": name(theirs), "levels": rows}
 
 
-def smoothed(losses: Sequence[float | None]) -> dict[int, float]:
+def smoothed_losses(losses: Sequence[float | None]) -> dict[int, float]:
     """
     The mean of the last ten losses by steps done, where all ten are finite.
 
@@ -264,7 +267,7 @@ def _levels(means: Sequence[Mapping[int, float]]) -> list[float]:
     return [level for level in whole if level > least] + [least]
 
 
-def reached(
+def seconds_to_loss(
     clock: Sequence[Sequence[float]], mean: Mapping[int, float], level: float
 ) -> float | None:
     """

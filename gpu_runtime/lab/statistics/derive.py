@@ -47,12 +47,12 @@ def host_ms(column: Raw) -> list[float]:
     return [1e3 * statistics.median(turn["host_s"]) for turn in column["rounds"]]
 
 
-def usable(columns: Mapping[str, Raw]) -> dict[str, Raw]:
+def usable_columns(columns: Mapping[str, Raw]) -> dict[str, Raw]:
     """Columns that ran without failing."""
     return {name: c for name, c in columns.items() if not c["error"] and c["rounds"]}
 
 
-def fastest(columns: Mapping[str, Raw], family: str) -> str | None:
+def fastest_column(columns: Mapping[str, Raw], family: str) -> str | None:
     """The column of a family with the least median step."""
     own = {
         name: statistics.median(rounds_ms(c))
@@ -68,7 +68,7 @@ def kernel_ms(column: Raw) -> float | None:
     return None if trace is None else float(trace["device_us"]) / trace["steps"] / 1e3
 
 
-def summed_like(column: Raw) -> str | None:
+def sum_rule(column: Raw) -> str | None:
     """The library's rule by which a column sums gradients, kernel for kernel; None without one."""
     return None if column["options"].get("destination") in APART else str(column["rule"])
 
@@ -89,7 +89,7 @@ def floors(columns: Mapping[str, Raw]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def paired(top: Raw, bottom: Raw) -> dict[str, float]:
+def paired_ratio(top: Raw, bottom: Raw) -> dict[str, float]:
     """The ratio of two columns' step times, round by round."""
     pairs = zip(rounds_ms(top), rounds_ms(bottom), strict=False)
     return spread([a / b for a, b in pairs])
@@ -130,7 +130,7 @@ def memory_bytes(column: Raw) -> dict[str, int] | None:
     }
 
 
-def above(column: Raw, native: Raw) -> dict[str, int] | None:
+def bytes_above(column: Raw, native: Raw) -> dict[str, int] | None:
     """Peak memory above native's in bytes, by source, and the largest of these."""
     own, base = memory_bytes(column), memory_bytes(native)
     if own is None or base is None:
@@ -153,8 +153,8 @@ def growth_bytes(column: Raw) -> dict[str, int] | None:
 
 def derive_cell(raw: Raw) -> dict[str, Any]:
     """Everything that follows from one cell."""
-    columns = usable(raw["columns"])
-    native, te = fastest(columns, "native"), fastest(columns, "te_graphs")
+    columns = usable_columns(raw["columns"])
+    native, te = fastest_column(columns, "native"), fastest_column(columns, "te_graphs")
     whole = {c["rule"]: name for name, c in columns.items() if c["family"] == "whole_step"}
     floor = floors(columns)
     found: dict[str, Any] = {
@@ -165,7 +165,7 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
         "columns": {},
     }
     for name, column in columns.items():
-        rule = summed_like(column)
+        rule = sum_rule(column)
         ms = statistics.median(rounds_ms(column))
         kernels = kernel_ms(column)
         entry: dict[str, Any] = {
@@ -177,7 +177,7 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
             "beyond_floor": (
                 None
                 if rule is None or rule not in floor
-                else beyond_floor(column, columns[floor[rule]["column"]])
+                else excess_over_floor(column, columns[floor[rule]["column"]])
             ),
             "over_whole_step": _over_whole_step(columns, name, whole, rule),
             "native_over_this": _ratio(columns, native, name),
@@ -186,16 +186,16 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
             "first_step_s": rounded(column["first_step_s"]),
             "break_even_steps": None if native is None else break_even(column, columns[native]),
             "peak_bytes": memory_bytes(column),
-            "above_native_bytes": None if native is None else above(column, columns[native]),
+            "above_native_bytes": None if native is None else bytes_above(column, columns[native]),
             "growth_bytes": growth_bytes(column),
         }
         if column["trace"] is not None and "unit_bytes" in column["facts"]:
             entry["matrix_copies"] = _copies(column, raw["cell"])
         if native is not None:
-            entry["behind_native"] = behind(column, columns[native])
+            entry["behind_native"] = gap_behind(column, columns[native])
         found["columns"][name] = entry
     found["copied_over_per_microbatch"] = (
-        paired(columns["ours_copied"], columns["ours_per_microbatch"])
+        paired_ratio(columns["ours_copied"], columns["ours_per_microbatch"])
         if {"ours_copied", "ours_per_microbatch"} <= columns.keys()
         else None
     )
@@ -205,7 +205,7 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
         if {"ours_accumulate", f"ours_{name}"} <= columns.keys():
             counted, plain = columns[f"ours_{name}"], columns["ours_accumulate"]
             found[name] = {
-                "step_on_over_off": paired(counted, plain),
+                "step_on_over_off": paired_ratio(counted, plain),
                 "host_ms_on": spread(host_ms(counted)),
                 "host_ms_off": spread(host_ms(plain)),
             }
@@ -231,7 +231,7 @@ def construction(column: Raw) -> dict[str, float | None]:
     }
 
 
-def behind(column: Raw, native: Raw) -> dict[str, float | None]:
+def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
     """
     How far a column's step is behind native's, and the share of its copies between buffers.
 
@@ -249,7 +249,7 @@ def behind(column: Raw, native: Raw) -> dict[str, float | None]:
     }
 
 
-def beyond_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
+def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
     """
     How far a column's step exceeds its floor, by cause, in milliseconds.
 
@@ -283,7 +283,7 @@ def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
     actions = on["facts"]["guarded_actions"]
     pairs = zip(host_ms(on), host_ms(off), strict=False)
     return {
-        "step_on_over_off": paired(on, off),
+        "step_on_over_off": paired_ratio(on, off),
         "host_ms_on": spread(host_ms(on)),
         "host_ms_off": spread(host_ms(off)),
         "actions": actions,
@@ -302,7 +302,7 @@ def _copies(column: Raw, cell: Raw) -> dict[str, Any]:
 def _ratio(columns: Mapping[str, Raw], top: str | None, bottom: str | None) -> Any:
     if top is None or bottom is None:
         return None
-    return paired(columns[top], columns[bottom])
+    return paired_ratio(columns[top], columns[bottom])
 
 
 def _over_floor(ms: float, floor: Raw | None) -> dict[str, Any] | None:
@@ -317,7 +317,7 @@ def _over_whole_step(
     reference = None if rule is None else whole.get(rule)
     if reference is None:
         return None
-    return {**paired(columns[name], columns[reference]), "of": reference}
+    return {**paired_ratio(columns[name], columns[reference]), "of": reference}
 
 
 def derive_bench(raw: Raw) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def derive_sweep(raw: Raw) -> dict[str, Any]:
     """Resources against the number of microbatches, for each provisioning."""
     points = []
     for cell in raw["cells"]:
-        for name, column in usable(cell["columns"]).items():
+        for name, column in usable_columns(cell["columns"]).items():
             facts = column["facts"]
             points.append(
                 {

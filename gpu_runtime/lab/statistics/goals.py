@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 
 from .host import GOAL_US
-from .summary import judged
+from .summary import goal_row
 
 GB = 1e9
 DIRECT = ("ours_per_microbatch", "ours_accumulate")
@@ -50,7 +50,7 @@ class Goal:
         measured = self.read(cell, column)
         if measured is None:
             return None
-        found = judged(self.name, cell["cell"], column, self.bound, self.value, measured)
+        found = goal_row(self.name, cell["cell"], column, self.bound, self.value, measured)
         return {**found, "measured": None} if math.isinf(measured) else found
 
 
@@ -248,4 +248,4 @@ def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _flat(what: str, where: str, rise: int, allowed: int) -> dict[str, Any]:
-    return judged(f"live slots: rise of {what}", where, "live", "at most", allowed, rise)
+    return goal_row(f"live slots: rise of {what}", where, "live", "at most", allowed, rise)

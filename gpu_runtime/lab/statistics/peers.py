@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from . import paper
-from .summary import Raw, busiest_ms, extremes, judged, median, ratio, rounded, step_ms
+from .summary import Raw, busiest_ms, extremes, goal_row, median, ratio, rounded, step_ms
 
-__all__ = ["FAR", "combined", "derive_peers", "owed", "verdict"]
+__all__ = ["FAR", "combine_distances", "derive_peers", "has_owed_bits", "verdict"]
 
 FAR: Final = 0.25
 """
@@ -30,7 +30,7 @@ _WITHIN = {**dict.fromkeys(GRAPHS, EAGER), "replays": "native", "one launch": "r
 """The side whose bits a mode must have, under the same schedule."""
 
 
-def combined(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+def combine_distances(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
     """
     How far two sets of gradients are apart, all ranks together.
 
@@ -95,7 +95,7 @@ def verdict(row: Raw) -> str:
     return "same bits" if within is not None and within["different"] == 0 else "close"
 
 
-def owed(row: Raw) -> bool:
+def has_owed_bits(row: Raw) -> bool:
     """
     Whether a row of ours is right: the bits of its reference, or, under a schedule with other
     scales, gradients that are close.
@@ -236,5 +236,5 @@ def _targets(rows: Sequence[Raw]) -> list[dict[str, Any]]:
         choose = max if bound == "at least" else min
         row = choose(own, key=lambda row, key=key: float(row[key]))  # type: ignore[misc]
         column = f"{row['side']}, {row['schedule']}"
-        found.append(judged(goal, cell, column, bound, value, row[key]))
+        found.append(goal_row(goal, cell, column, bound, value, row[key]))
     return found

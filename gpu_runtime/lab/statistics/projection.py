@@ -21,7 +21,7 @@ from qeffect.schedule.torch_tables import torch_schedule
 
 from ...step.plan.rows import Row, walked
 
-__all__ = ["CLASSES", "Links", "Measured", "Projected", "projected"]
+__all__ = ["CLASSES", "Links", "Measured", "Projected", "project"]
 
 CLASSES = {"il": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
 STAGES_A_RANK = 2
@@ -146,7 +146,7 @@ def _table(cls: str, pp: int, microbatches: int) -> Schedule:
     return torch_schedule(cls, pp=pp, vpp=STAGES_A_RANK, microbatches=microbatches, comms=True)
 
 
-def projected(measured: Measured, schedule: str, pp: int, links: Links | None = None) -> Projected:
+def project(measured: Measured, schedule: str, pp: int, links: Links | None = None) -> Projected:
     """
     Simulate a step of more ranks, one layer a stage, `2 * pp` microbatches.
 
@@ -162,11 +162,11 @@ def projected(measured: Measured, schedule: str, pp: int, links: Links | None = 
     ends = {0: measured.first, table.num_stages - 1: measured.last}
     times = {**measured.inner, "update": measured.update}
 
-    def simulated(between: Links | None, host: float = 0.0) -> Any:
+    def simulate_step(between: Links | None, host: float = 0.0) -> Any:
         taken = {} if between is None else between.of(pp, measured.message_bytes)
         return step_time(table, Durations({**times, "host": host}, "ms", stages=ends, links=taken))
 
-    step = simulated(links)
+    step = simulate_step(links)
     slots = None
     if pp <= MOST_SLOTS:
         walk = walked(table, "live")
@@ -174,11 +174,11 @@ def projected(measured: Measured, schedule: str, pp: int, links: Links | None = 
     return Projected(
         pp,
         count,
-        float(simulated(None).time),
+        float(simulate_step(None).time),
         float(step.time),
-        float(simulated(attrs.evolve(links, slower=10.0)).time),
+        float(simulate_step(attrs.evolve(links, slower=10.0)).time),
         statistics.mean(rank.bubble for rank in step.ranks),
-        float(simulated(links, measured.replays_host).time),
+        float(simulate_step(links, measured.replays_host).time),
         measured.launch_host * 3 * STAGES_A_RANK * count,
         slots,
     )

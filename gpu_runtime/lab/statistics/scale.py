@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .paper import LARGE, SMALL
-from .summary import DIGITS, Raw, busiest_ms, extremes, judged, ratio, rounded, step_ms
+from .summary import DIGITS, Raw, busiest_ms, extremes, goal_row, ratio, rounded, step_ms
 
 __all__ = ["BOUND_GOALS", "derive_scale"]
 
@@ -58,7 +58,7 @@ def _targets(timed: Sequence[Raw], ranks: int) -> list[dict[str, Any]]:
         if value is None or measured is None:
             return
         column = f"{row['side']}, {row['schedule']}"
-        found.append(judged(goal, row["cell"], column, bound, value, measured))
+        found.append(goal_row(goal, row["cell"], column, bound, value, measured))
 
     for row in timed:
         cell = row["cell"]

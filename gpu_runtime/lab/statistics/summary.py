@@ -15,7 +15,7 @@ __all__ = [
     "Raw",
     "busiest_ms",
     "extremes",
-    "judged",
+    "goal_row",
     "largest",
     "median",
     "microseconds",
@@ -130,7 +130,7 @@ def busiest_ms(row: Raw) -> float | None:
     return largest(rank["kernels"] + rank["copies"] for rank in row.get("busy_ms", ()))
 
 
-def judged(
+def goal_row(
     goal: str, cell: str, column: str, bound: str, value: float, measured: float
 ) -> dict[str, Any]:
     """

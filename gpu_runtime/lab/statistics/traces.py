@@ -80,7 +80,7 @@ def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]
     }
 
 
-def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
+def busy_times(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
     """
     Busy time of a device's streams by kind, in milliseconds per step.
 
@@ -101,7 +101,7 @@ def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
     return {what: round(us / steps / 1e3, 4) for what, us in found.items()}
 
 
-def shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
+def launch_shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
     """
     Shares of a device's time in a step that is one launch.
 

@@ -21,15 +21,15 @@ from ...ranks.worker import Worker
 from ..state import Naming, PersistentTensors, checksums
 from .agreement import RankGroup, SharedError, consent, lost, raise_first, stop
 from .facts import changes
-from .files import Writer, checkpoint_folders, manifest, name_of, problem_of
+from .files import Writer, checkpoint_folders, checkpoint_name, manifest, problem_of
 from .load import (
     HalfLoadedError,
     Replicas,
     TensorSource,
-    compare,
     require_all_taken,
+    require_compatible,
     sources,
-    take,
+    write_loaded,
 )
 from .save import clear_for, facts_of, require_same, tensors_of
 
@@ -150,7 +150,7 @@ class Checkpoints:
         """
         runtime = worker.runtime
         epoch = runtime.epoch
-        final = self.folder / name_of(epoch)
+        final = self.folder / checkpoint_name(epoch)
         try:
             consent(worker)
         except Exception as error:
@@ -287,7 +287,7 @@ class Checkpoints:
         held: PersistentTensors | None = None
         try:
             if not own["problem"]:
-                facts = compare(path, worker, must)
+                facts = require_compatible(path, worker, must)
                 place = worker.member.rank % worker.pp
                 held = PersistentTensors.of(
                     worker.runtime, worker.optimizer, naming, worker.replica, place
@@ -317,7 +317,7 @@ class Checkpoints:
         found = {name: staged[one.saved] for name, one in found_at.items()}
         try:
             try:
-                take(worker, facts, held, found, extra_tensors or {})
+                write_loaded(worker, facts, held, found, extra_tensors or {})
             except Exception as error:
                 raise HalfLoadedError(
                     f"{path} is half loaded ({type(error).__name__}: {error}); relaunch in new "

@@ -39,9 +39,9 @@ __all__ = [
     "Writer",
     "canonical",
     "checkpoint_folders",
+    "checkpoint_name",
     "clear",
     "manifest",
-    "name_of",
     "partial_of",
     "problem_of",
     "read_facts",
@@ -55,7 +55,7 @@ _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _CHUNK = 1 << 20
 _NUMBERED = re.compile(r"step-([0-9]{8,})")
 #: What to do about a damaged checkpoint.
-AWAY = "move that folder away to go on from the one before it"
+AWAY = "move that folder away to continue from the previous checkpoint"
 #: The parts of the facts, and their types.
 _PARTS: dict[str, type] = {
     "epoch": int, "must": dict, "free": dict, "mapping": dict, "contracts": list, "made_by": list,
@@ -63,11 +63,11 @@ _PARTS: dict[str, type] = {
 }  # fmt: skip
 
 
-def name_of(epoch: int) -> str:
+def checkpoint_name(epoch: int) -> str:
     """
     Name the folder of an epoch's checkpoint.
 
-    >>> name_of(3)
+    >>> checkpoint_name(3)
     'step-00000003'
     """
     return f"step-{epoch:08d}"
@@ -218,7 +218,9 @@ class Writer(FileSystemWriter):
         marks |= {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
         found = {path.name for path in self.partial.iterdir()}
         if odd := sorted(found ^ marks.keys()):
-            raise BackendError(f"{odd[0]} was written and not marked, or marked and not written")
+            raise BackendError(
+                f"{odd[0]} is either in the folder or in the manifest; expected it in both"
+            )
         held = {"format": FORMAT, "epoch": self.facts["epoch"], "files": marks}
         sealed = {**held, "sha256": hashlib.sha256(canonical(held)).hexdigest()}
         self._write(MANIFEST, canonical(sealed))
@@ -247,10 +249,10 @@ def _sync(path: Path) -> None:
 
 
 def _epoch_of(name: str) -> int | None:
-    """The epoch of a name that `name_of` writes; None for any other."""
+    """The epoch of a name that `checkpoint_name` writes; None for any other."""
     found = _NUMBERED.fullmatch(name)
     epoch = None if found is None else int(found[1])
-    return epoch if epoch is not None and name_of(epoch) == name else None
+    return epoch if epoch is not None and checkpoint_name(epoch) == name else None
 
 
 def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
@@ -304,7 +306,7 @@ def retain(folder: Path, keep: int) -> tuple[str, ...]:
             shutil.rmtree(hidden)
         except OSError as error:
             words.append(
-                f"{path} is older than the {keep} that stay and cannot be removed: "
+                f"{path} is older than the {keep} kept checkpoints and cannot be removed: "
                 f"{error.strerror or error}"
             )
     return tuple(words)
@@ -329,7 +331,9 @@ def manifest(path: Path) -> dict[str, FileDigest]:
             format.
     """
     if not path.is_dir():
-        raise BackendError(f"{path} is not a folder; name a checkpoint, such as .../{name_of(3)}")
+        raise BackendError(
+            f"{path} is not a folder; name a checkpoint, such as .../{checkpoint_name(3)}"
+        )
     place = path / MANIFEST
     try:
         held = json.loads(place.read_bytes())

@@ -35,10 +35,10 @@ __all__ = [
     "HalfLoadedError",
     "Replicas",
     "TensorSource",
-    "compare",
     "require_all_taken",
+    "require_compatible",
     "sources",
-    "take",
+    "write_loaded",
 ]
 
 Replicas = Literal["same", "modulo"]
@@ -68,7 +68,7 @@ class TensorSource:
     into: Tensor
 
 
-def compare(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, Any]:
+def require_compatible(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, Any]:
     """
     Compare this rank's share of the files, and all facts, with this run.
 
@@ -94,8 +94,8 @@ def compare(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, An
     if (odd := first_difference(facts["must"], here, "")) is not None:
         name = odd[0].removeprefix("given.")
         raise BackendError(
-            f"{path} was saved with {name} {odd[1]}, this run has {odd[2]}; load it with what "
-            "it was saved with, or begin anew"
+            f"{path} was saved with {name} {odd[1]}, this run has {odd[2]}; load it with the "
+            "saved value, or start a new run"
         )
     return facts
 
@@ -122,9 +122,9 @@ def sources(
     shares = shares_amax(worker.runtime)  # state that all replicas share is saved once
     if there != here and not shares and replicas == "same":
         raise BackendError(
-            f"{path} has the scaling state of {there} replicas, this run has {here}; "
-            '[checkpoint] replicas = "modulo" of a run, replicas="modulo" of `load`, lets '
-            "replica r take that of r modulo their number"
+            f"{path} has the scaling state of {there} replicas, this run has {here}; to give "
+            f"replica r the state of saved replica r modulo {there}, set [checkpoint] "
+            'replicas = "modulo" in the training file, or pass replicas="modulo" to load'
         )
     mine, theirs = f"{NUMERICAL}.dp{worker.replica}.", (
         f"{NUMERICAL}.dp{worker.replica % there}."
@@ -154,7 +154,7 @@ def sources(
     return found_at
 
 
-def take(
+def write_loaded(
     worker: Worker,
     facts: Mapping[str, Any],
     held: PersistentTensors,
@@ -211,5 +211,5 @@ def require_all_taken(
         if kind == NUMERICAL and int(scope.removeprefix("dp")) >= replicas:
             continue
         raise SharedError(
-            f"{path} has {name}, which this run has nowhere; build the model that it was saved from"
+            f"{path} has {name}, which this run lacks; build the model that it was saved from"
         )

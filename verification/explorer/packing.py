@@ -1,5 +1,5 @@
 """
-Packing: a state as one or two integers, in mixed radix, without loss.
+Packing: a state as a few 64-bit integers, in mixed radix, without loss.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from numpy.typing import NDArray
 from qeffect.engine.stage import STATE
 from qeffect.relations.constants import RESERVED
 
-from ..explorer.flat import TICKETS, FlatMemory
-from ..explorer.scopes import Scope, configuration, sizes
+from .scopes import Scope, configuration, sizes
 
-__all__ = ["Field", "OutOfRangeError", "Packing", "Words", "ranges"]
+__all__ = ["TICKETS", "Field", "OutOfRangeError", "Packing", "Words", "ranges"]
+
+#: Columns that hold tickets in flight, or 0.
+TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing")
 
 #: Packed states: one row for each word, one column for each state.
 Words = NDArray[np.int64]
 
 _LIMIT: Final = 1 << 63
+_BYTE, _SHORT = (1 << 7) - 2, (1 << 15) - 2  # greatest entries; a move may present one more
 
 
 class OutOfRangeError(ArithmeticError):
@@ -115,46 +118,54 @@ class Field:
 
 class Packing:
     """
-    A scope's states as integers.
+    A scope's states as integers, in as many words as they need.
 
     Args:
         scope: What is explored.
         kept: Columns that make a state.
 
+    Attributes:
+        layout: Number of entries of each kept column.
+        fields: Where each entry is packed.
+        num_words: Words of a state.
+        entries: Type of unpacked entries.
+
     Raises:
-        ValueError: A state does not fit in two words.
+        ValueError: A column's values do not fit in two bytes.
     """
 
     def __init__(self, scope: Scope, kept: Iterable[str]) -> None:
         self.scope = scope
-        self.layout = FlatMemory(scope, kept).layout
-        self.fields: dict[tuple[str, int], Field] = {}
         n = sizes(scope)
+        chosen = set(kept)
+        self.layout = {name: n[STATE[name].index] for name in STATE if name in chosen}
+        self.fields: dict[tuple[str, int], Field] = {}
         self._config = configuration(scope)
         for name, column in STATE.items():
             if name not in self.layout:  # read by predicates where no transition writes it
                 self._config[name] = [column.number] * n[column.index]
         bounds = ranges(scope)
         masks = max(self._config["owes"])
-        word, weight = 0, 1
+        word, weight, most = 0, 1, 0
         for name in self.layout:
             low, high = bounds[name]
             gap = RESERVED - masks - 1 if name == "consumers" else 0
             size = high - low + 1 - gap
-            for index in range(len(self.layout[name])):
+            most = max(most, size - 1, high)
+            for index in range(self.layout[name]):
                 if weight * size > _LIMIT:
                     word, weight = word + 1, 1
                 self.fields[name, index] = Field(word, weight, low, size, gap)
                 weight *= size
         self.num_words = word + 1
-        self.bits = 63 * word + (weight - 1).bit_length()
-        if self.num_words > 2:
-            raise ValueError(f"scope {scope.name}: a state takes {self.bits} bits, more than 126")
+        self.entries: type[np.signedinteger[Any]] = np.int8 if most <= _BYTE else np.int16
+        if most > _SHORT:
+            raise ValueError(f"scope {scope.name}: a column reaches {most:,}, more than {_SHORT:,}")
 
     def width(self, column: str) -> int:
         """Return how many entries a column has."""
         if column in self.layout:
-            return len(self.layout[column])
+            return self.layout[column]
         return len(self._config[column])
 
     def constant(self, column: str, index: int) -> int:
@@ -175,13 +186,13 @@ class Packing:
         return tuple(words)
 
     def _code(self, name: str, where: Field, value: int) -> int:
-        code = value - (where.gap if value == RESERVED and where.gap else 0) - where.low
+        code: int = self._codes(where, value) - where.low
         if not 0 <= code < where.size:
             raise OutOfRangeError(f"scope {self.scope.name}: {name} reached {value}")
         return code
 
     def unpack(self, words: Words) -> dict[tuple[str, int], Any]:
-        """Return every entry over many states, as signed bytes; numbers where a range is one."""
+        """Return every entry over many states, of type `entries`; a number if a range is one."""
         found: dict[tuple[str, int], Any] = {}
         rest = [word.copy() for word in words]
         for key, where in self.fields.items():
@@ -189,11 +200,11 @@ class Packing:
                 found[key] = where.low
                 continue
             left = rest[where.word] // where.size
-            code = (rest[where.word] - left * where.size).astype(np.int8)
+            code = (rest[where.word] - left * where.size).astype(self.entries)
             rest[where.word] = left
             if where.gap:
                 code += (code == where.size - 1).view(np.int8) * np.int8(where.gap)
-            found[key] = code + np.int8(where.low) if where.low else code
+            found[key] = code + self.entries(where.low) if where.low else code
         return found
 
     def repack(self, columns: Mapping[tuple[str, int], Any], count: int) -> Words:
@@ -236,8 +247,11 @@ class Packing:
 
     @staticmethod
     def _codes(where: Field, values: Any) -> Any:
+        """What is packed; a mask that does not occur has a code beyond all others."""
         if not where.gap:
             return values
+        last = where.low + where.size - 1  # the code of RESERVED
         if isinstance(values, int):
-            return values - where.gap * (values == RESERVED)
-        return values - (values == RESERVED).view(np.int8) * np.int8(where.gap)
+            return last if values == RESERVED else values + (values >= last)
+        reserved = values == RESERVED
+        return values + (values >= last) - reserved.view(np.int8) * np.int8(where.gap + 1)

@@ -4,7 +4,7 @@ The engine: every move over a chunk of states, through the path table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,21 @@ import z3
 from attrs import frozen
 from numpy.typing import NDArray
 
-from qeffect.engine.stage import STATE, TRANSITIONS, Transitions
+from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG, Column
 from qeffect.relations.constants import DGRAD_BIT, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Predicate
 
-from ..explorer.moves import EVIDENCE, Move, Rel
-from ..explorer.scopes import Scope, members_in
 from ..judging import instances
 from ..symbolic import Memory, raw
 from ..symbolic.encoding import STAGE_OF
 from .drafts import Chunk, Draft, narrowed
-from .packing import Packing, Words
+from .moves import EVIDENCE, Move, Rel
+from .packing import OutOfRangeError, Packing, Words
 from .program import Bundle, Evaluation, Node, Program, Value, conjoin, equal, negate
 from .quotient import Quotient
+from .scopes import members_in
+from .space import Space
 from .tally import Tally
 from .trees import INTEGERS, Leaf, leaves, tree_of
 
@@ -52,35 +53,26 @@ class Arrival:
 
 class Engine:
     """
-    A scope's moves over packed states.
+    The moves of a space over packed states.
 
     Args:
-        scope: What is explored.
-        transitions: Its composed transitions.
-        moves: Its moves.
-        kept: Columns that make a state.
+        space: What is explored.
         predicates: What is checked of every state.
 
     Raises:
-        ValueError: A state does not fit in two words, or a refusing path writes.
+        ValueError: The scope's entries are too large to pack.
     """
 
-    def __init__(
-        self,
-        scope: Scope,
-        transitions: Transitions,
-        moves: Sequence[Move],
-        kept: frozenset[str],
-        predicates: Iterable[Predicate] = (),
-    ) -> None:
-        self.scope = scope
-        self.moves = moves
-        self.packing = Packing(scope, kept)
+    def __init__(self, space: Space, predicates: Iterable[Predicate] = ()) -> None:
+        self.space = space
+        self.scope = space.scope
+        self.moves = space.moves
+        self.packing = Packing(space.scope, space.kept)
         self.program = Program(frozenset((*CONFIG, *STATE, STAGE_OF)))
-        self.quotient = Quotient(scope, kept)
+        self.quotient = Quotient(space.scope, space.kept)
         self.trees = {
-            name: tree_of(name, transitions.functions[name], self.program, kept)
-            for name in scope.transitions
+            name: tree_of(name, space.transitions.functions[name], self.program, space.kept)
+            for name in space.scope.transitions
         }
         self._claims = [self._claim(predicate) for predicate in predicates]
 
@@ -98,48 +90,63 @@ class Engine:
             [dict(zip(names, values, strict=True)) for values in choices],
         )
 
-    def _check(self, chunk: Chunk, tally: Tally) -> None:
+    def initial(self) -> Words:
+        """Return the initial state."""
+        return np.array(self.packing.pack(self.space.initial()), np.int64)[:, np.newaxis]
+
+    def _broken(self, states: Chunk | Draft, known: dict[Any, Value]) -> tuple[str, int] | None:
+        """Return the first predicate that some of the states break, and the row of one of them."""
         for name, node, choices in self._claims:
             for values in choices:
-                truth = Evaluation(chunk, values, values, chunk.known).value(node)
+                truth = Evaluation(states, values, values, known).value(node)
                 if truth is True or (truth is not False and truth.all()):
                     continue
-                row = 0 if truth is False else int(truth.argmin())
-                tally.broken = (name, tally.sighting(chunk, row, None), None)
-                return
+                return name, 0 if truth is False else int(truth.argmin())
+        return None
 
     # Running moves
 
     def expand(
-        self, words: Words, tally: Tally, *, check: bool = True, wrong: bool = True
+        self,
+        words: Words,
+        tally: Tally,
+        *,
+        check: bool = True,
+        moves: Iterable[int] | None = None,
     ) -> Iterator[Arrival]:
         """
-        Run every move from every state; count what happens and yield where moves lead.
+        Run moves from every state; count what happens and yield where moves lead.
 
         Args:
             words: The states.
             tally: What happened is added to it.
             check: Check the predicates first, and go no further where one is broken.
-            wrong: Run moves with a wrong argument too.
+            moves: Positions of the moves; all by default.
+
+        Raises:
+            OutOfRangeError: A move led to values that a packed state has no room for, and broke no
+                predicate.
         """
         chunk = Chunk(self.packing, words)
-        if check:
-            self._check(chunk, tally)
-            if tally.broken is not None:
-                return
-        for index, move in enumerate(self.moves):
-            if not (wrong or move.right):
-                continue
-            alive: Value = True
-            for where in move.where:
-                here = chunk.known.get(where)
-                if here is None:
-                    here = equal(chunk.entry(where.column, where.index), where.value)
-                    here = chunk.known[where] = here if where.equal else negate(here)
-                alive = conjoin(alive, here)
-            count = chunk.size if alive is True else int(np.count_nonzero(alive))
+        broken = self._broken(chunk, chunk.known) if check else None
+        if broken is not None:
+            tally.breaks(broken[0], tally.sighting(chunk, broken[1]))
+            return
+        for index in range(len(self.moves)) if moves is None else moves:
+            alive, count = self.candidates(chunk, index)
             if count:
-                yield from self._run(chunk, index, move, alive, count, tally)
+                yield from self._run(chunk, index, self.moves[index], alive, count, tally)
+
+    def candidates(self, chunk: Chunk, index: int) -> tuple[Value, int]:
+        """Return the states of a chunk that a move is presented in, as a mask, and their number."""
+        alive: Value = True
+        for where in self.moves[index].where:
+            here = chunk.known.get(where)
+            if here is None:
+                here = equal(chunk.entry(where.column, where.index), where.value)
+                here = chunk.known[where] = here if where.equal else negate(here)
+            alive = conjoin(alive, here)
+        return alive, chunk.size if alive is True else int(np.count_nonzero(alive))
 
     def _run(
         self, chunk: Chunk, index: int, move: Move, alive: Value, count: int, tally: Tally
@@ -150,7 +157,9 @@ class Engine:
             path = leaf.path
             if path.clause is not None:
                 if not move.twin:
-                    self._refuse(tally, chunk, index, path.clause, mask, number)
+                    self._refuse(tally, chunk, index, leaf, mask, number)
+                if leaf.writes:
+                    self._unchanged(tally, chunk, index, leaf, mask, arguments)
                 continue
             rows = None if number == chunk.size else np.flatnonzero(mask)
             draft = Draft(chunk, rows, _pinned(move), {})
@@ -158,7 +167,7 @@ class Engine:
             ticket = _write(draft, leaf, local)
             taken = ((path.transition, path.index),)
             if len(move.steps) == 1:
-                yield self._arrive(tally, index, taken, draft, number)
+                yield from self._arrive(tally, index, taken, draft, number)
             else:
                 yield from self._redeem(tally, index, taken, draft, ticket, number)
 
@@ -186,16 +195,16 @@ class Engine:
             after = draft if rows is None else draft.narrow(rows)
             path = leaf.path
             if path.clause is not None:
-                seen = tally.sighting(draft.chunk, after.first_row, index)
+                seen = tally.sighting(draft.chunk, after.first_row, index, path.clause)
                 tally.refused[index, path.clause] += number
                 tally.first_refused.setdefault((index, path.clause), seen)
-                if move.right and tally.broken is None:
+                if move.right:
                     told = f"{name} refused ({path.clause}) what its check had accepted"
-                    tally.broken = (told, seen, path.clause)
+                    tally.breaks(told, seen)
                 continue
             _write(after, leaf, {n: narrowed(value, rows) for n, value in arguments.items()})
             paths = (*taken, (path.transition, path.index))
-            yield self._arrive(tally, index, paths, after, number)
+            yield from self._arrive(tally, index, paths, after, number)
 
     def _arguments(self, chunk: Chunk, move: Move) -> tuple[dict[str, Value], dict[str, Any]]:
         values: dict[str, Value] = {}
@@ -220,28 +229,66 @@ class Engine:
         paths: tuple[tuple[str, int], ...],
         draft: Draft,
         count: int,
-    ) -> Arrival:
+    ) -> Iterator[Arrival]:
         tally.accepted[index] += count
         for path in paths:
             if path not in tally.first_path:
                 tally.first_path[path] = tally.sighting(draft.chunk, draft.first_row, index)
         self.quotient.normalise(draft)
-        return Arrival(index, paths, draft.rows, draft.words(self.packing))
+        try:
+            words = draft.words(self.packing)
+        except OutOfRangeError:  # of a kernel that keeps its invariants the ranges are right
+            broken = self._broken(draft, {})
+            if broken is None:
+                raise
+            row = broken[1] if draft.rows is None else int(draft.rows[broken[1]])
+            tally.breaks(broken[0], tally.sighting(draft.chunk, row, index))
+        else:
+            yield Arrival(index, paths, draft.rows, words)
 
     def _refuse(
-        self, tally: Tally, chunk: Chunk, index: int, clause: str, mask: Value, count: int
+        self, tally: Tally, chunk: Chunk, index: int, leaf: Leaf, mask: Value, count: int
     ) -> None:
+        clause = leaf.path.clause
+        assert clause is not None
         tally.refused[index, clause] += count
         if (index, clause) not in tally.first_refused:
-            origin = 0 if mask is True else int(mask.argmax())
-            tally.first_refused[index, clause] = tally.sighting(chunk, origin, index)
+            seen = tally.sighting(chunk, _first(mask), index, clause)
+            tally.first_refused[index, clause] = seen
         move = self.moves[index]
-        if move.right and "ticket" in move.arguments and tally.broken is None:
+        if move.right and "ticket" in move.arguments:
             owed = conjoin(mask, _owed(chunk, move))
             if owed is True or (owed is not False and owed.any()):
-                origin = 0 if owed is True else int(owed.argmax())
                 told = f"{move.label} refused ({clause}) a ticket in flight"
-                tally.broken = (told, tally.sighting(chunk, origin, index), clause)
+                tally.breaks(told, tally.sighting(chunk, _first(owed), index, clause))
+
+    def _unchanged(
+        self,
+        tally: Tally,
+        chunk: Chunk,
+        index: int,
+        leaf: Leaf,
+        mask: Value,
+        arguments: Mapping[str, Value],
+    ) -> None:
+        """Enter a violation where a refusal changes the state."""
+        rows = None if mask is True else np.flatnonzero(mask)
+        draft = Draft(chunk, rows, {}, {})
+        _write(draft, leaf, {n: narrowed(value, rows) for n, value in arguments.items()})
+        changed: Value = False
+        for key, after in draft.changed.items():
+            changed = changed | (draft.before(key) != after)
+        if np.any(changed):
+            row = int(np.argmax(changed))
+            row = row if rows is None else int(rows[row])
+            clause = leaf.path.clause
+            told = f"{self.moves[index].label} refused ({clause}) and yet changed the state"
+            tally.breaks(told, tally.sighting(chunk, row, index, clause))
+
+
+def _first(mask: Value) -> int:
+    """Return the first row of a mask."""
+    return 0 if mask is True else int(mask.argmax())
 
 
 def _now(draft: Draft, value: Any) -> Value:

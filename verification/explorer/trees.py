@@ -53,9 +53,6 @@ def tree_of(
         function: Its composed function.
         program: The program that its terms become nodes of.
         kept: Columns that make a state; writes of others are left out.
-
-    Raises:
-        ValueError: A path writes on its way to a refusal.
     """
     return _tree(_paths(name, function), 0, program, kept)
 
@@ -68,8 +65,6 @@ def _paths(name: str, function: Callable[..., Any]) -> tuple[Path, ...]:
 def _tree(found: Sequence[Path], depth: int, program: Program, kept: frozenset[str]) -> Tree:
     if len(found) == 1 and len(found[0].tests) == depth:
         path = found[0]
-        if path.clause is not None and path.written:
-            raise ValueError(f"{path.transition} writes on its way to refuse {path.clause}")
         writes = {n: program.node(term) for n, term in path.written.items() if n in kept}
         returned = None if path.returned is None else program.node(path.returned)
         return Leaf(path, writes, returned)

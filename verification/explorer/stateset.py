@@ -24,15 +24,16 @@ class KeyCollisionError(Exception):
 
 def _keys(words: Words, salt: int) -> Keys:
     """
-    What states are sorted by: one word itself, or a mix of two.
+    What states are sorted by: one word itself, or a mix of all.
 
     Two states can have the same mix. They are never merged: every use compares the words, and stops
     at such a pair.
     """
     keys: Keys = words[0].view(np.uint64)
-    if len(words) > 1:
-        second = words[1].view(np.uint64) * np.uint64(_SALTS[salt])
-        keys = keys ^ second ^ (second >> np.uint64(29))
+    for place, word in enumerate(words[1:], start=1):
+        factor = pow(_SALTS[salt], place, 1 << 64)  # odd, and another for each word
+        mixed = word.view(np.uint64) * np.uint64(factor)
+        keys = keys ^ mixed ^ (mixed >> np.uint64(29))
     return keys
 
 
@@ -73,7 +74,7 @@ class StateSet:
 
     Args:
         num_words: Words of a state.
-        salt: Which mix sorts states of two words.
+        salt: Which mix sorts states of several words.
     """
 
     def __init__(self, num_words: int, salt: int = 0) -> None:

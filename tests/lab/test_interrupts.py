@@ -1,0 +1,119 @@
+"""
+Ctrl-C in the parts of `qeffect runtime report`: one line, code 130, and no process left.
+
+`streams` needs a device, and `plots` ends by itself at once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from qeffect.cli.interrupts import INTERRUPTED, descendants
+from tests.cli.test_interrupts import (  # noqa: F401 - a fixture
+    LIMIT_S,
+    START_S,
+    interrupted,
+    processes,
+    started,
+)
+from tests.training.helpers import SMALL, text
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="children are looked for in /proc"
+)
+
+#: Words of each part that starts processes, and how many of them run at a time.
+PARTS = {
+    "scale --device cpu --cells tiny --compared --rounds 100000": 2,
+    "tables --device cpu --cells tiny-m4 --parts steps --rounds 100000": 2,
+    "peers --device cpu --modes ours --cells tiny-m2 --rounds 100000": 2,
+    "restarts --schedules il --same": 2,
+    "bench --device cpu --columns native ours_accumulate --rounds 100000": 2,
+    "pools --device cpu --steps 100000": 5,
+    "probes --device cpu --only addresses": 1,
+}
+#: Parts whose processes differ from each other in how they are started.
+FEW = ("scale", "bench")
+CURVES = (
+    SMALL.format(vocabulary=128, layers=2)
+    + """[parallel]
+pp = 1
+[data]
+train = "train.npy"
+held_out = "train.npy"
+[run]
+steps = 100000
+log_every = 1
+evaluate_every = 1
+evaluate_windows = 1
+"""
+)
+
+
+def every_part() -> list[object]:
+    """Each part, the signal to the process alone and to its group; most of them only under `ci`."""
+    return [
+        pytest.param(
+            words,
+            whole_group,
+            id=f"{words.split()[0]}-{'group' if whole_group else 'alone'}",
+            marks=() if words.startswith(FEW) and not whole_group else pytest.mark.ci,
+        )
+        for words in PARTS
+        for whole_group in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("words", "whole_group"), every_part())
+def test_a_part_ends_with_the_processes_that_it_started(
+    words: str,
+    whole_group: bool,
+    processes: list[subprocess.Popen[str]],  # noqa: F811
+) -> None:
+    """Whatever its processes do at that moment; none of them prints."""
+    process = started(f"runtime report {words} --quiet")
+    processes.append(process)
+    deadline = time.monotonic() + START_S
+    while len(descendants(process.pid)) < PARTS[words]:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1.0)
+
+    seconds, out, err = interrupted(process, whole_group)
+
+    assert (INTERRUPTED, "", "qeffect: interrupted\n") == (process.returncode, out, err)
+    assert seconds < LIMIT_S
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
+def test_curves_end_while_they_train(
+    whole_group: bool,
+    tmp_path: Path,
+    processes: list[subprocess.Popen[str]],  # noqa: F811
+) -> None:
+    """In the process itself; the report of the runs that had ended stays."""
+    text(tmp_path)
+    config, out = tmp_path / "run.toml", tmp_path / "out.json"
+    config.write_text(CURVES)
+    process = started(f"runtime report curves {config} --runs native:il:0 --out {out}")
+    processes.append(process)
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith("native:il:0: "):
+            break
+    else:
+        raise AssertionError(f"it ended before it trained: {seen}")
+
+    seconds, printed, err = interrupted(process, whole_group)
+
+    lines = [line for line in err.splitlines() if not line.startswith("native:il:0: ")]
+    assert (INTERRUPTED, "", ["qeffect: interrupted"]) == (process.returncode, printed, lines)
+    assert seconds < LIMIT_S

@@ -1,0 +1,181 @@
+"""
+The explorer: breadth first over every reachable state, a chunk of a level at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import numpy as np
+from attrs import define, field
+
+from qeffect.countdown import Countdown
+from qeffect.spec.predicates import Predicate
+
+from .engine import Engine
+from .packing import Words
+from .space import Space
+from .stateset import KeyCollisionError, StateSet, distinct
+from .symmetry import canonical_words
+from .tally import Sighting, State, Tally
+
+__all__ = ["Exploration", "chunks", "explore"]
+
+Progress = Callable[[str], None]
+Canonical = Callable[[Words], Words]
+
+_CHUNK: Final = 1 << 15  # a chunk's entries then stay in a core's cache
+_SETTLE: Final = 1 << 22  # arrivals to gather before duplicates are removed
+_SALTS: Final = 4
+
+
+@define
+class Exploration:
+    """
+    Everything an exploration saw.
+
+    Args:
+        engine: What ran.
+        levels: New states of each level, sorted.
+        seen: All of them.
+        canonical: Maps states to their orbits' representatives; None without symmetry.
+        tally: What happened.
+        seconds: Wall time.
+        cpu_seconds: Processor time.
+    """
+
+    engine: Engine
+    levels: list[Words]
+    seen: StateSet
+    canonical: Canonical | None
+    tally: Tally = field(factory=Tally)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        """Levels below the initial state."""
+        return len(self.levels) - 1
+
+    def representatives(self, words: Words) -> Words:
+        """Return the representatives of states' orbits; without symmetry the states themselves."""
+        return words if self.canonical is None else self.canonical(words)
+
+    def predecessors(self, sightings: Iterable[Sighting]) -> dict[State, State]:
+        """
+        Return the predecessor of every state on a shortest path to each state sighted.
+
+        None is kept while exploring: each level is expanded once more, from the last back.
+        """
+        wanted: dict[int, set[State]] = {}
+        for sighting in sightings:
+            wanted.setdefault(sighting.level, set()).add(sighting.state)
+        found: dict[State, State] = {}
+        for level in range(max(wanted, default=0), 0, -1):
+            before = self._before(level, wanted.get(level, set()))
+            found |= before
+            wanted.setdefault(level - 1, set()).update(before.values())
+        return found
+
+    def _before(self, level: int, states: set[State]) -> dict[State, State]:
+        """Return a state of the level before for each of some states of a level."""
+        found: dict[State, State] = {}
+        targets = np.array(sorted({state[0] for state in states}), np.int64)
+        for moves in (self.engine.space.right, None):  # a sound kernel accepts right ones only
+            for chunk in chunks(self.levels[level - 1]):
+                for arrival in self.engine.expand(chunk, Tally(), check=False, moves=moves):
+                    words = self.representatives(arrival.words)
+                    for row in np.flatnonzero(np.isin(words[0], targets)):
+                        after = tuple(int(word[row]) for word in words)
+                        if after in states and after not in found:
+                            origin = row if arrival.rows is None else arrival.rows[row]
+                            found[after] = tuple(int(word[origin]) for word in chunk)
+                    if len(found) == len(states):
+                        return found
+        raise AssertionError(f"{len(states) - len(found)} states of level {level} have no parent")
+
+
+def explore(
+    space: Space,
+    predicates: Iterable[Predicate] = (),
+    *,
+    symmetry: bool = False,
+    progress: Progress | None = None,
+    total: int = 0,
+) -> Exploration:
+    """
+    Walk every reachable state, breadth first, and stop at the first level with a violation.
+
+    Args:
+        space: What is explored.
+        predicates: What is checked of every state.
+        symmetry: Explore one state of each orbit.
+        progress: Called with a line now and then.
+        total: How many states there are, for the lines; 0 if that is not known.
+
+    Raises:
+        ValueError: The scope's entries are too large to pack.
+        OutOfRangeError: A value is outside its column's range, and no predicate is broken.
+    """
+    engine = Engine(space, predicates)
+    began, cpu = time.perf_counter(), time.process_time()
+    for salt in range(_SALTS):
+        try:
+            found = _explore(engine, salt, symmetry, progress, total)
+        except KeyCollisionError:
+            continue
+        found.seconds = time.perf_counter() - began
+        found.cpu_seconds = time.process_time() - cpu
+        return found
+    raise KeyCollisionError(f"scope {space.scope.name}: every salt has a collision")
+
+
+def _explore(
+    engine: Engine, salt: int, symmetry: bool, progress: Progress | None, total: int
+) -> Exploration:
+    count = Countdown("states", total)
+    canonical = canonical_words(engine.packing) if symmetry else None
+    seen = StateSet(engine.packing.num_words, salt)
+    found = Exploration(engine, [], seen, canonical)
+    frontier = found.representatives(engine.initial())
+    while frontier.shape[1]:
+        found.levels.append(frontier)
+        seen.add(frontier)
+        found.tally.level = found.depth
+        fresh: list[Words] = []
+        for arrived in _gathered(engine, frontier, found.tally, salt):
+            if canonical is not None:
+                arrived = distinct(canonical(arrived), salt)
+            fresh.append(seen.missing(arrived))
+            if progress is not None:
+                states = f"{count(len(seen))}," if total else f"states={len(seen):,}"
+                moves = found.tally.accepted.total()
+                progress(f"Exploring. {states} transitions={moves:,} depth={found.depth}")
+        frontier = fresh[0] if len(fresh) == 1 else distinct(np.concatenate(fresh, axis=1), salt)
+        if found.tally.broken is not None:
+            break
+    return found
+
+
+def chunks(words: Words) -> Iterator[Words]:
+    """Yield states in parts that are expanded one at a time."""
+    for start in range(0, words.shape[1], _CHUNK):
+        yield np.ascontiguousarray(words[:, start : start + _CHUNK])
+
+
+def _gathered(engine: Engine, frontier: Words, tally: Tally, salt: int) -> Iterator[Words]:
+    """Yield the distinct states that a level leads to, a few chunks at a time."""
+    waiting: list[Words] = []
+    size = 0
+    for chunk in chunks(frontier):
+        for arrival in engine.expand(chunk, tally):
+            waiting.append(arrival.words)
+            size += arrival.words.shape[1]
+        if size >= _SETTLE:
+            yield distinct(np.concatenate(waiting, axis=1), salt)
+            waiting, size = [], 0
+    yield distinct(
+        np.concatenate([np.empty((engine.packing.num_words, 0), np.int64), *waiting], axis=1), salt
+    )

@@ -1,0 +1,70 @@
+"""
+Counts of an exploration.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from attrs import define, field, frozen
+
+from .drafts import Chunk
+
+__all__ = ["Sighting", "State", "Tally"]
+
+
+#: A packed state.
+State = tuple[int, ...]
+
+
+@frozen
+class Sighting:
+    """
+    Something that occurred, and where.
+
+    Args:
+        level: Level of the state: the length of a shortest schedule to it.
+        state: The state.
+        move: Position of the move that did it; None if the state itself is what occurred.
+        clause: Clause that the move was refused for; None if it was accepted.
+    """
+
+    level: int
+    state: State
+    move: int | None
+    clause: str | None = None
+
+
+@define
+class Tally:
+    """
+    Counts of what happened, each with one state in which it did.
+
+    Args:
+        level: Level of the states being expanded, set by the explorer.
+        accepted: Number of acceptances of each move.
+        refused: Number of refusals by (move, clause).
+        first_path: The first sighting of each accepting path of a transition.
+        first_refused: The first sighting of each refusal (move, clause).
+        broken: The first violation and its sighting.
+    """
+
+    level: int = 0
+
+    accepted: Counter[int] = field(factory=Counter)
+    refused: Counter[tuple[int, str]] = field(factory=Counter)
+    first_path: dict[tuple[str, int], Sighting] = field(factory=dict)
+    first_refused: dict[tuple[int, str], Sighting] = field(factory=dict)
+    broken: tuple[str, Sighting] | None = None
+
+    def sighting(
+        self, chunk: Chunk, row: int, move: int | None = None, clause: str | None = None
+    ) -> Sighting:
+        """Return the sighting of a state of a chunk."""
+        state = tuple(int(word[row]) for word in chunk.words)
+        return Sighting(self.level, state, move, clause)
+
+    def breaks(self, told: str, sighting: Sighting) -> None:
+        """Enter a violation, unless there is one."""
+        if self.broken is None:
+            self.broken = told, sighting
