@@ -375,9 +375,9 @@ def finish_receive_guards(st: State, key, ref, message, link):
         raise Refused("ownership.receive-not-posted")
     # The end of a message that a lost tape waited for is no arrival.
     if (
-        mask != 0
+        needs & SOURCE_BIT != 0
+        and mask != 0
         and bit == IN_BIT
-        and needs & SOURCE_BIT != 0
         and (
             st.slot_of[st.input_of[c]] == NO_SLOT
             or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
@@ -389,9 +389,9 @@ def finish_receive_guards(st: State, key, ref, message, link):
     ):
         raise Refused("ownership.receive-before-read")
     if (
-        mask != 0
+        needs & TARGET_BIT != 0
+        and mask != 0
         and bit == BACK_BIT
-        and needs & TARGET_BIT != 0
         and (
             st.forwarded[st.gradient_of[c]] != e
             or st.spoiled[st.target_of[s]] == e

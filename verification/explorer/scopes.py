@@ -142,8 +142,10 @@ class Scope:
 
     @property
     def off(self) -> frozenset[str]:
-        """Configured flags of evidence that are set nowhere."""
+        """Configured flags of evidence, and bits of edges between stages, that are set nowhere."""
         flags = {
+            "SOURCE_BIT": self.feeds,
+            "TARGET_BIT": self.feeds,
             "reports_fills": self.reports,
             "reports_updates": self.reports,
             "live_scales": self.tape_scales == "live",

@@ -5,7 +5,7 @@ Scenarios whose event logs are the valid examples: each walks one part of the co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from qeffect import Bucket, Destination, StageConfig, TapeRef
 from qeffect.schedule.tables import read_fixture
@@ -344,8 +344,8 @@ def chunks() -> list[str]:
 
 def chunks_with_messages() -> list[str]:
     """Two chunks of one process that exchange messages, and a third that another rank feeds."""
-    sends = {"sends_output": True, "receives_gradient": True, "feeds": 1}
-    takes = {"receives_input": True, "sends_gradient": True}
+    sends: dict[str, Any] = {"sends_output": True, "receives_gradient": True, "feeds": 1}
+    takes: dict[str, Any] = {"receives_input": True, "sends_gradient": True}
     d = RecordedCaller(
         [
             StageConfig(0, 1, 1, matrices=MATRICES, **sends),

@@ -92,9 +92,9 @@ def finish_receive(st, key, ref, message, link):
     if bit != IN_BIT and bit != BACK_BIT or moving & bit == 0:
         raise Refused("ownership.receive-not-posted")
     if (
-        mask != 0
+        needs & SOURCE_BIT != 0
+        and mask != 0
         and bit == IN_BIT
-        and needs & SOURCE_BIT != 0
         and (
             st.slot_of[st.input_of[c]] == NO_SLOT
             or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
@@ -106,9 +106,9 @@ def finish_receive(st, key, ref, message, link):
     ):
         raise Refused("ownership.receive-before-read")
     if (
-        mask != 0
+        needs & TARGET_BIT != 0
+        and mask != 0
         and bit == BACK_BIT
-        and needs & TARGET_BIT != 0
         and (
             st.forwarded[st.gradient_of[c]] != e
             or st.spoiled[st.target_of[s]] == e
