@@ -325,7 +325,7 @@ def require_place(path: Path | None, option: str = "--out") -> None:
     except UnusableError:
         raise
     except (OSError, ValueError) as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error, f"{option}: ") from error
 
 
 def require_folder(path: Path, option: str = "--out") -> None:
@@ -353,7 +353,7 @@ def require_folder(path: Path, option: str = "--out") -> None:
     except UnusableError:
         raise
     except (OSError, ValueError) as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error, f"{option}: ") from error
 
 
 def _places(path: Path) -> tuple[Path, Path]:
@@ -362,9 +362,9 @@ def _places(path: Path) -> tuple[Path, Path]:
     return place, place.with_name(f".{place.name}.{os.getpid()}.partial")
 
 
-def _unwritable(path: Path, error: OSError | ValueError) -> UnusableError:
+def _unwritable(path: Path, error: OSError | ValueError, option: str = "") -> UnusableError:
     why = getattr(error, "strerror", None) or error
-    return UnusableError(f"cannot write {path}: {why}; choose another place")
+    return UnusableError(f"{option}cannot write {path}: {why}; choose another place")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

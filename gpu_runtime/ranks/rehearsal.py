@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from qeffect.steps import RecordedStep, Recording
+from qeffect.steps import RecordedStep, Recording, StepObserver
 
 from ..backends.protocol import BackendError
 from ..step.eager import Executor, StageMemory
@@ -125,8 +125,8 @@ class Rehearsal:
     """
     Every transition of a step, through a pipeline's own actions, without device work.
 
-    If the contract has an observer, such as an event log, every step is rehearsed, so that the
-    observer sees each action; nothing is recorded.
+    An event log takes a step that is committed as one in one line. With another observer every step
+    is rehearsed, so that the observer sees each action; nothing is recorded.
 
     Args:
         pipeline: The pipeline; its runtime's contract is asked and told.
@@ -168,7 +168,7 @@ class Rehearsal:
             return
         self.recurs = None
         contract = self.pipeline.runtime.contract
-        if contract.observer is None:
+        if contract.observer is None or isinstance(contract.observer, StepObserver):
             self._recording = contract.record_step()
         self._walk()
         contract.check_commit(caller="main", guards_alone=True)

@@ -27,7 +27,8 @@ class StepCalls(Queries):
         step for `check_step` and `commit_step`.
 
         Raises:
-            ValueError: The contract has an observer; a recorded step would bypass it.
+            ValueError: The contract has an observer that does not take steps (`StepObserver`); a
+                recorded step would bypass it. An event log's recorder takes them.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
@@ -72,7 +73,8 @@ class StepCalls(Queries):
         Returns:
             None if every transition would be accepted, with the recorded slots. Otherwise a
             difference; its clause is the one by which the first refused transition is refused. It
-            names none for another incarnation, an observer, or counts compared at the commit.
+            names none for another incarnation, an observer that does not keep the step, or counts
+            compared at the commit.
 
         Raises:
             TypeError, ValueError: The argument is not a recorded step, or not of this contract.

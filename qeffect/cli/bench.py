@@ -27,13 +27,13 @@ __all__ = ["Bench", "contract_of", "memory_of_a_tape", "run_epochs"]
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 
-#: Repetitions of every measurement of an action; a figure is the median of their medians.
+#: Rounds per measurement of an action; a figure is the median of the rounds' medians.
 ROUNDS = 9
 
-#: Sizes of a slot pool over which an action's cost should stay the same.
+#: Numbers of slots; an action should cost the same with each.
 POOLS = (4, 64, 4096)
 
-#: Pools that memory is measured with, as many microbatches as slots, every slot taken.
+#: Numbers of slots for which memory is measured, with as many microbatches and no free slot.
 FULL_POOLS = (64, 4096)
 
 
@@ -74,7 +74,10 @@ def actions(epochs: int = 200, microbatches: int = 8) -> dict[str, Any]:
     """
     Measure F, dI and dW through the public API, a refusal, and memory.
 
-    Every round measures every kind once, so that a disturbance meets them all.
+    Every round measures every kind once, so that a disturbance affects all kinds.
+
+    Returns:
+        Medians: ``*_us`` in microseconds per action, ``bytes_*`` in bytes.
     """
     plain: dict[str, list[float]] = {"F": [], "dI": [], "dW": []}
     wide: dict[int, list[float]] = {slots: [] for slots in POOLS}
@@ -106,28 +109,33 @@ def _pooled(times: dict[str, list[float]]) -> float:
 
 
 def contract_of(slots: int, microbatches: int, omit: Iterable[str] = ()) -> Contract:
-    """Return a contract of one stage, as every measurement takes it."""
+    """Return the contract that every measurement uses: one stage, four matrices."""
     return Contract(
         [StageConfig(0, microbatches=microbatches, slots=slots, matrices=MATRICES)], omit=omit
     )
 
 
 def priced_contract(omit: Iterable[str] = ()) -> Contract:
-    """Return a new contract of the shape that prices are of: that of the guarded actions."""
+    """Return a new contract with eight slots and microbatches, for which prices are measured."""
     return contract_of(8, 8, omit)
 
 
 def _epochs(slots: int, microbatches: int, epochs: int, *, managed: bool) -> dict[str, list[float]]:
-    """Run whole epochs of a new contract; return as ``run_epochs``."""
+    """Run whole epochs of a new contract; return what ``run_epochs`` returns."""
     return run_epochs(contract_of(slots, microbatches), epochs, managed=managed)
 
 
 def run_epochs(contract: Contract, epochs: int, *, managed: bool = False) -> dict[str, list[float]]:
     """
-    Run whole epochs of a contract of one stage that stands between two.
+    Run whole epochs of a contract of one stage, which must be between two epochs.
+
+    Args:
+        contract: The contract.
+        epochs: Number of epochs.
+        managed: Use the ``with`` blocks instead of check and commit.
 
     Returns:
-        Microseconds of an action, its check and its commit, one entry an epoch, by action.
+        By action, microseconds of its check and its commit together, one entry per epoch.
     """
     stage = contract.stages[0]
     mats, microbatches = stage.matrices, stage.microbatches
@@ -180,7 +188,7 @@ def run_epochs(contract: Contract, epochs: int, *, managed: bool = False) -> dic
 
 
 def _refusal(rounds: int = 50, each: int = 50) -> float:
-    """Median microseconds of a refused check, with its explanation, as a caller catches it."""
+    """Median microseconds until a caller has caught a refused check with its explanation."""
     contract = contract_of(4, 4)
     key = TapeKey(0, 0, 0)
     times = []
@@ -197,7 +205,7 @@ def _refusal(rounds: int = 50, each: int = 50) -> float:
 
 
 def _memory() -> dict[str, Any]:
-    """Measure the bytes of a slot and its cell as configured, and of a live tape on top."""
+    """Measure the bytes of a configured slot with its cell, and the bytes a live tape adds."""
     found = {str(slots): memory_of_a_tape(slots) for slots in FULL_POOLS}
     live = {slots: added for slots, (_, added) in found.items()}
     return {
@@ -210,12 +218,14 @@ def _memory() -> dict[str, Any]:
 
 def memory_of_a_tape(slots: int) -> tuple[float, float]:
     """
-    Fill a pool with as many microbatches as it has slots; divide what was allocated by them.
+    Measure the memory per slot of a contract with as many microbatches as slots.
+
+    Args:
+        slots: Number of slots.
 
     Returns:
-        Bytes that a new contract keeps for a slot and a microbatch, all else that it keeps
-        shared among them; and bytes that are added once a tape went through F, bind and dI, its
-        key and its reference included.
+        Bytes of the new contract, divided by the number of slots; and bytes that each live tape
+        adds after F, bind and dI, with its key and its reference.
     """
     contract_of(1, 1)  # composes the transitions, which every contract shares
     kept: list[tuple[TapeKey, TapeRef]] = []

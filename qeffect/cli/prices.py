@@ -1,5 +1,5 @@
 """
-What a part of the contract costs: guarded actions with it and without it, in turns of one run.
+What a part of the contract costs: guarded actions with and without it, alternating in one run.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ ACTIONS: Final[Mapping[str, tuple[str, str]]] = {
     "dW": ("check_wgrad", "commit_wgrad"),
 }
 
-#: Rounds of a comparison; each gives one difference of medians. Many, since places in memory and
-#: with them a hundredth of a time are chance.
+#: Rounds of a comparison; each gives one difference of medians. Many rounds average out the places
+#: of objects in memory, which change a time by about one percent.
 ROUNDS: Final = 20
 
-#: Turns of each side in a round, epochs of a turn, and how many of those come before the clock:
-#: the interpreter adapts its calls to the functions that it met last.
+#: Turns per side and round, timed epochs per turn, and untimed epochs before them: the interpreter
+#: first has to specialize its calls for this side's functions.
 TURNS: Final = 4
 EPOCHS: Final = 20
 BEFORE: Final = 8
 
-#: All relations that may be left out, together; and none, which should cost nothing.
+#: All optional relations together; and no relation, whose price should be zero.
 ALL: Final = "all of them"
 NOTHING: Final = "nothing"
 
-#: Guards that are printed, of all that are reported.
+#: Number of guards that are printed; the report has all.
 _NAMED: Final = 3
 
-#: Microseconds of guarded actions, one entry an epoch, by action.
+#: By action, microseconds of the guarded action, one entry per epoch.
 Times = Mapping[str, Sequence[float]]
 
-#: Runs so many epochs of a contract and gives their times.
+#: Runs a number of epochs of a contract and returns their times.
 Run = Callable[[Contract, int], Times]
 
 
 @frozen
 class Pair:
     """
-    What is compared, by the name of what is priced.
+    Two contracts to compare: with a part and without it.
 
     Args:
-        name: What is priced.
-        whole: Makes a contract with it.
-        without: Makes one without it.
+        name: Name of the part.
+        whole: Makes a contract with the part.
+        without: Makes a contract without it.
     """
 
     name: str
@@ -83,26 +83,28 @@ class Pair:
 
 def with_functions(contract: Contract, functions: Transitions) -> Contract:
     """
-    Return the contract, with other functions for F, dI and dW in place of its own.
+    Replace a contract's functions for F, dI and dW, and return the contract.
 
     Args:
         contract: A new contract.
         functions: Transitions over the same relations.
 
     Raises:
-        RuntimeError: The contract does not call its transitions by the names known here.
+        RuntimeError: The contract keeps its transitions under other names than this module expects.
     """
     for name in (name for pair in ACTIONS.values() for name in pair):
-        # Asked of the contract itself: its vars() would make every later look-up slower.
+        # getattr, not vars(): vars() would slow down every later attribute access of the contract.
         if getattr(contract, f"_{name}", None) is not contract.transitions.functions[name]:
-            raise RuntimeError(f"a contract does not keep {name} where it was looked for")
+            raise RuntimeError(
+                f"the contract has no own transition {name}; its attribute was renamed"
+            )
         setattr(contract, f"_{name}", functions.functions[name])
     return contract
 
 
 def relations(make: Callable[[Iterable[str]], Contract], run: Run, **turns: int) -> dict[str, Any]:
     """
-    Price each relation that a configuration may leave out, and all of them.
+    Measure the price of each optional relation, and of all together.
 
     Args:
         make: Makes a contract that leaves out the relations named.
@@ -110,8 +112,8 @@ def relations(make: Callable[[Iterable[str]], Contract], run: Run, **turns: int)
         turns: As for ``in_turns``.
 
     Returns:
-        By relation, under ``all of them`` and, for what the comparison itself is worth, under
-        ``nothing``: a ``price`` of each action.
+        By relation, a ``price`` of each action. ``all of them`` has all relations together;
+        ``nothing`` compares equal contracts and shows the error of the comparison.
     """
     left_out: dict[str, tuple[str, ...]] = {name: (name,) for name in sorted(OPTIONAL)}
     left_out |= {ALL: tuple(sorted(OPTIONAL)), NOTHING: ()}
@@ -129,10 +131,10 @@ def in_turns(
     before: int = BEFORE,
 ) -> dict[str, Any]:
     """
-    Compare pairs of contracts, each pair in turns and every pair in every round.
+    Compare pairs of contracts: every round runs every pair, and both sides of a pair in turns.
 
-    Every round makes its contracts anew; which of a pair is made first, and which runs first, is
-    drawn, each in half of the rounds: either is worth a hundredth of an action by itself.
+    Every round makes new contracts. In a random half of the rounds one side is made first, and in a
+    random half one side runs first, since either changes a time by about one percent.
 
     Args:
         pairs: The pairs.
@@ -140,7 +142,7 @@ def in_turns(
         rounds, turns, epochs, before: As ``ROUNDS``, ``TURNS``, ``EPOCHS`` and ``BEFORE``.
 
     Returns:
-        By name a ``price`` of each action.
+        By name of the pair, a ``price`` of each action.
     """
     medians: dict[str, list[dict[str, tuple[float, float]]]] = {pair.name: [] for pair in pairs}
     chance = Random(0)
@@ -157,14 +159,14 @@ def in_turns(
 
 
 def _halves(rounds: int, chance: Random) -> list[int]:
-    """Return a side for every round, each in half of them, in any order."""
+    """Return a side (0 or 1) for every round, each in half of the rounds, in random order."""
     sides = [number % 2 for number in range(rounds)]
     chance.shuffle(sides)
     return sides
 
 
 def _made(pair: Pair, first: int) -> tuple[Contract, Contract]:
-    """Make the contracts of a pair: with what is priced and without it, this or that one first."""
+    """Return the contracts with and without the part; the first to be made is given."""
     if first == 0:
         whole = pair.whole()
         return whole, pair.without()
@@ -180,7 +182,7 @@ def _round(
     epochs: int,
     before: int,
 ) -> dict[str, tuple[float, float]]:
-    """Return the medians of both sides by action; who begins changes from turn to turn."""
+    """Return the medians of both sides by action; the side that begins alternates."""
     times: list[dict[str, list[float]]] = [{action: [] for action in ACTIONS} for _ in contracts]
     for turn in range(turns):
         for side in (first, 1 - first) if turn % 2 == 0 else (1 - first, first):
@@ -196,15 +198,15 @@ def _round(
 
 def price(rounds: Sequence[tuple[float, float]]) -> dict[str, float]:
     """
-    Return what something costs, from its rounds.
+    Return the price of a part of the contract from its rounds.
 
     Args:
-        rounds: Microseconds of an action with it and without it, a pair a round.
+        rounds: For each round, microseconds of an action with the part and without it.
 
     Returns:
         ``with_us`` and ``without_us``, medians over the rounds; ``us``, the median of the rounds'
         differences, and ``low_us`` and ``high_us``, its ``bounds``; and ``ratio``, the median of
-        the rounds' quotients, with over without.
+        the rounds' quotients (time with the part divided by time without it).
 
     >>> price([(2.5, 2.0), (2.25, 2.0), (2.0, 2.0)])["us"]
     0.25
@@ -223,10 +225,11 @@ def price(rounds: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
     """
-    Return between which of some values their median lies, in at least 95 of 100 such samples.
+    Return a confidence interval of the median of some values, at 95 percent.
 
-    By their order alone, whatever their distribution: of twenty the sixth least and the sixth
-    most; of fewer than nine the least and the most, which promise less where there are under six.
+    The interval follows from the order of the values and holds for every distribution. Of twenty
+    values it runs from the sixth smallest to the sixth largest. Of fewer than nine it runs from the
+    smallest to the largest; with fewer than six values its confidence is below 95 percent.
 
     >>> bounds(range(1, 21))
     (6, 15)
@@ -262,7 +265,7 @@ def lines(data: Mapping[str, Any]) -> list[str]:
 
 
 def dearest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows of guards, the dearest first."""
+    """Return the rows of guards, the most expensive first."""
     return sorted(rows, key=lambda row: -row["us"])
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from ..steps import Difference, RecordedStep, StepState
+from ..steps import Difference, RecordedStep, StepObserver, StepState
 from ..text import shown
 from .expected_counts import ExpectedCounts
 from .pool import Pool
@@ -63,8 +63,11 @@ class RecordedSteps:
         runner = self._runner
         if step.transitions is not runner.transitions:
             raise ValueError("check_step: the step was recorded by a contract with other relations")
-        if runner.observer is not None:
-            return Difference("the observer", runner.observer, None)
+        observer = runner.observer
+        if observer is not None and not (
+            isinstance(observer, StepObserver) and observer.repeats(step)
+        ):
+            return Difference("the observer", observer, "none, or one that keeps the step")
         if self._counted is not None:
             if not self._counted.late:
                 found = "at the commit"
@@ -113,3 +116,6 @@ class RecordedSteps:
         if self._counted is not None:
             self._counted.ran_step(step.folds, step.counted)
             self._counted.committed()
+        observer = self._runner.observer
+        if isinstance(observer, StepObserver):
+            observer.repeat_step(step)

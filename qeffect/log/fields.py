@@ -29,10 +29,19 @@ from ..relations.constants import (
 from ..stage_config import ADDED, Bucket, StageConfig
 from ..text import is_name
 
-__all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "VERSION", "Check", "Field"]
+__all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "VERSION", "Check", "Field"]
 
 MAGIC: Final = "event-log"
 VERSION: Final = 2
+
+#: Lines about a recorded step, which are no transitions, and their fields: it begins, is kept or
+#: dropped, and a kept one was committed as one.
+MARKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "begin_step": (),
+    "keep_step": (),
+    "drop_step": (),
+    "repeat_step": ("step",),
+}
 
 #: Whether a parsed value has a field's shape.
 Check = Callable[[Any], bool]
@@ -193,7 +202,10 @@ _INCARNATION: Final = Field(_hex, "16 hexadecimal digits", '"[0-9a-f]{16}"')
 #: The fields of an event, by name. `qeffect.log.format.FIELDS` has those of each transition.
 EVENT: Final[Mapping[str, Field]] = {
     "seq": _NATURAL,
-    "transition": Field(lambda value: value in TRANSITIONS, "a transition"),
+    "transition": Field(
+        lambda value: type(value) is str and (value in TRANSITIONS or value in MARKS),
+        "a transition, or a line about a step",
+    ),
     "key": Field(
         _key, "[epoch, stage, microbatch, block, invocation]", rf"\[{','.join([_NUMBER] * 5)}\]"
     ),
@@ -223,6 +235,7 @@ EVENT: Final[Mapping[str, Field]] = {
     "domain": _NATURAL,
     "bucket": _NATURAL,
     "epoch": _NATURAL,
+    "step": _NATURAL,
     "result": _NATURAL,
 }
 

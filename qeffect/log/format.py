@@ -18,7 +18,7 @@ from ..engine.concrete_memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
 from ..relations.constants import NEVER
 from .budget import require_affordable
-from .fields import MAGIC, VERSION
+from .fields import MAGIC, MARKS, VERSION
 
 __all__ = [
     "COLUMNS_ADDED",
@@ -27,7 +27,9 @@ __all__ = [
     "DIGEST_BYTES",
     "FIELDS",
     "FIRST",
+    "KEPT_STEPS",
     "MAGIC",
+    "MARKS",
     "OF_STAGE_IN_FIRST",
     "VERSION",
     "compact",
@@ -101,7 +103,10 @@ OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fa
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 
-#: Fields of each transition's line, in order, without the digest.
+#: How many recorded steps a log keeps; only these can be repeated in one line.
+KEPT_STEPS: Final = 4
+
+#: Fields of each line between the header and the closing line, in order, without the digest.
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     name: (
         "seq",
@@ -109,7 +114,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         *parameters,
         *(["result"] if name.startswith("check_") else []),
     )
-    for name, parameters in TRANSITIONS.items()
+    for name, parameters in (*TRANSITIONS.items(), *MARKS.items())
 }
 
 

@@ -20,6 +20,7 @@ from ..explain import explain
 from ..refusals import Refused
 from ..text import counted, shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
+from .fields import MARKS
 from .format import (
     COLUMNS_ADDED,
     COLUMNS_OF_FIRST,
@@ -35,6 +36,7 @@ from .format import (
     upgraded_header,
 )
 from .reader import Converters
+from .step_replay import RepeatError, StepReplay
 
 __all__ = ["MAX_LINE", "Player", "Violation"]
 
@@ -162,7 +164,8 @@ class Player:
         """Apply every line after the header; a replay spends its time in this loop."""
         st = contract.memory
         converters = Converters(contract)
-        plans = converters.plans()
+        steps = StepReplay(contract, converters.arguments)
+        plans = converters.plans(steps.functions())
         update, hexdigest = chain.update, chain.hexdigest
         decode = json.JSONDecoder(parse_float=_stumble, parse_constant=_stumble).raw_decode
         number = 1
@@ -189,7 +192,20 @@ class Player:
                     values[position] = convert(values[position])
                 if values[0] != number - 1:
                     self._out_of_sequence(number, event)
-                result = function(st, *values[2:stop])
+                if event["transition"] in MARKS:
+                    function(st, values[0], *values[2:stop])
+                    result = None
+                else:
+                    result = function(st, *values[2:stop])
+            except RepeatError as refused:
+                raise Violation(
+                    refused.clause,
+                    number,
+                    "step" if "step" in event else "transition",
+                    refused.found,
+                    refused.expected,
+                    refused.action or event["transition"],
+                ) from None
             except Refused as refused:
                 self._refused(number, body, refused, converters)
             except _STUMBLES:
@@ -197,6 +213,8 @@ class Player:
                 break
             if result is not None and values[stop] != result:
                 self._other_result(number, body, result)
+            if steps.events is not None:
+                steps.note(event)
             self.events = number - 1
         else:
             raise Violation(

@@ -16,7 +16,7 @@ from ..refusals import Refused
 from ..relations.constants import (
     NO_SLOT,
 )
-from .fields import EVENT
+from .fields import EVENT, MARKS
 from .format import FIELDS
 
 __all__ = ["Converters", "Plan", "spelling"]
@@ -92,8 +92,13 @@ class Converters:
             **{name: field.choices for name, field in EVENT.items() if field.choices},
         }
 
-    def plans(self) -> dict[str, Plan]:
-        """Return how to apply each transition."""
+    def plans(self, marks: Mapping[str, Callable[..., Any]]) -> dict[str, Plan]:
+        """
+        Return how to apply each line.
+
+        Args:
+            marks: What applies each line about a recorded step; it takes the sequence number too.
+        """
         converts: dict[str, Callable[[Any], Any]] = {
             "key": self.key,
             "ref": self.ref,
@@ -121,6 +126,9 @@ class Converters:
                 2 + len(parameters),
             )
             for name, parameters in TRANSITIONS.items()
+        } | {
+            name: (spelling(name), marks[name], (), (), 2 + len(fields))
+            for name, fields in MARKS.items()
         }
 
     def restore(self, st: Any, epoch: int, incarnation: int) -> None:
@@ -181,7 +189,8 @@ class Converters:
             "covered": tuple,
             "incarnation": lambda spelled: int(spelled, 16),
         }
-        return tuple(slow.get(name, int)(event[name]) for name in TRANSITIONS[event["transition"]])
+        names = {**TRANSITIONS, **MARKS}[event["transition"]]
+        return tuple(slow.get(name, int)(event[name]) for name in names)
 
     def unknown(self, event: Mapping[str, Any]) -> tuple[str | None, str, str]:
         """

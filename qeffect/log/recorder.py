@@ -18,8 +18,9 @@ from typing import Any, BinaryIO, Final
 from ..configuration import write_destinations
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
+from ..steps import RecordedStep, Recording
 from ..text import shown
-from .format import DIGEST_BYTES, FIELDS, compact, describe, fingerprints
+from .format import DIGEST_BYTES, FIELDS, KEPT_STEPS, compact, describe, fingerprints
 
 __all__ = ["Recorder", "seal"]
 
@@ -81,6 +82,7 @@ class Recorder:
         self.contract = contract
         self.lines: list[str] = []
         self.events = 0
+        self._steps: dict[RecordedStep, int] = {}
         self._owned = isinstance(file, str | os.PathLike)
         self._file: BinaryIO | None = (
             Path(file).open("wb")  # noqa: SIM115 - close() closes it
@@ -115,6 +117,36 @@ class Recorder:
             body += f',"result":{result}'
         self._write(body)
 
+    def begin_step(self) -> int:
+        """Write that a step begins which will be recorded; return the line's sequence number."""
+        self("begin_step", (), None)
+        return self.events
+
+    def keep_step(self, began: int, step: RecordedStep) -> None:
+        """
+        Write that a step was recorded; older ones than the last few can no longer be repeated.
+
+        Args:
+            began: What `begin_step` returned.
+            step: The step.
+        """
+        self("keep_step", (), None)
+        self._steps[step] = began
+        for old in [*self._steps][:-KEPT_STEPS]:
+            del self._steps[old]
+
+    def drop_step(self, began: int) -> None:
+        """Write that the step which began is not kept."""
+        self("drop_step", (), None)
+
+    def repeats(self, step: RecordedStep) -> bool:
+        """Whether a step can be written in one line."""
+        return step in self._steps
+
+    def repeat_step(self, step: RecordedStep) -> None:
+        """Write that a step was committed as one."""
+        self("repeat_step", (self._steps[step],), None)
+
     def close(self) -> list[str]:
         """
         Detach from the contract and write the closing line; a second call does nothing.
@@ -122,6 +154,9 @@ class Recorder:
         Returns:
             The log's lines when they were kept in memory, else nothing.
         """
+        recording = self.contract.observer
+        if isinstance(recording, Recording) and recording.observer is self:
+            recording.drop()
         if self.contract.observer is self:
             self.contract.observer = None
             state = compact(fingerprints(self.contract.snapshot()))

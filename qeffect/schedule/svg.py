@@ -46,7 +46,7 @@ PALE: Final = "#eef1f5"
 
 
 def style(role: str) -> tuple[str, str, str]:
-    """Return colour, arrowhead and dashes for an entry related to the refused one, by role."""
+    """Return colour, arrowhead and dashes of an entry that the finding relates to, by its role."""
     return (RED, "red", "4 3") if role in ("picked", "waits") else (GREY, "ink", "")
 
 
@@ -81,7 +81,7 @@ def badge(x: float, y: float, radius: float) -> str:
 
 
 def label(action: Action) -> list[str]:
-    """Return the lines that are written into an action's box."""
+    """Return the lines of text inside an action's box."""
     if action.kind is Kind.REDUCE_GRAD:
         return [f"{action.stage}\u03a3"]
     return [str(leaf) for leaf in action.leaves()]
@@ -101,7 +101,7 @@ def note(
 
     Args:
         finding: The finding; its clause, rank, step and action are the heading.
-        where: What follows the number of the step in the heading.
+        where: Text after the number of the step in the heading.
         lines: The explanation.
         left: Left edge of the box.
         top: Top edge of the box.

@@ -2,13 +2,13 @@
 A schedule as a picture: one self-contained SVG, in the colours of torch's schedule visualizer.
 
 F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank's later stages are
-lighter. The refused entry is outlined in red and its clause stands below. For a pairing, one arc
-leads from the work that a weight gradient owns and another from the work that it would be given.
-The legend names every colour, shade, outline and arrow that the picture has. A message takes no
-time: where one is marked, it is a narrow box with its entry and step written beside it.
+lighter. The refused entry is outlined in red, and its clause is written below the rows. If a
+pairing is refused, two arcs lead to the weight gradient: one from its own work, one from the work
+that it would be given. The legend names every colour, shade, outline and arrow in the picture. A
+message takes no time: if one is marked, a narrow box has its entry and step beside it.
 
-A schedule whose step was timed is drawn to scale, whole: messages are arrows from where they are
-sent to where they arrive, and the entries of the critical path are outlined.
+A schedule with a timed step is drawn whole and to scale. Arrows lead from the time at which a
+message is sent to the time at which it arrives; the entries of the critical path are outlined.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class _Picture:
         yield "</g>"
 
     def _legend(self) -> Iterator[tuple[str, int]]:
-        """The legend's entries, each with the line that it stands in: all that the picture has."""
+        """Yield each entry of the legend with its line; only what the picture shows has one."""
         x, line = float(_LEFT), 0
         for group, entries in enumerate((self._fills(), self._marked())):
             for number, (width, swatch, words) in enumerate(entries):
@@ -211,7 +211,7 @@ class _Picture:
                 x += needed + 14
 
     def _fills(self) -> Iterator[tuple[int, str, str]]:
-        """Width, drawing and words of each colour and shade."""
+        """Yield width, drawing and text of each colour and shade in the legend."""
         shown = [e for e in self.layout.entries if e.length and self.visible(e)]
         used = {entry.action.kind for entry in shown}
         for kind, name in _LEGEND.items():
@@ -229,7 +229,7 @@ class _Picture:
             yield 11, pale, "pale: never runs"
 
     def _marked(self) -> Iterator[tuple[int, str, str]]:
-        """Width, drawing and words of each outline and arrow."""
+        """Yield width, drawing and text of each outline and arrow in the legend."""
         if self.timed is not None:
             found = {span.what for span in self.timed.spans if span.end > span.start}
             yield 11, box(11, "none", INK, 2), "critical path"
@@ -241,7 +241,7 @@ class _Picture:
         if self.finding is None or self.finding.rank is None:
             return
         if self.refused is None:
-            yield 26, box(26, "none", RED, 2, "7 4"), "the row that lacks something"
+            yield 26, box(26, "none", RED, 2, "7 4"), "the row with a missing entry"
             return
         yield 17, box(11, "none", RED, 2.6) + badge(12, 1, 4.5), "refused"
         related = [
@@ -263,7 +263,7 @@ class _Picture:
         ]
         for colour, dash, entry in every:
             if not entry.length:
-                yield 5, box(5, PALE, colour, 1.5, dash), "narrow: takes no time, as a message"
+                yield 5, box(5, PALE, colour, 1.5, dash), "narrow: takes no time, such as a message"
                 return
 
     def _rows(self) -> Iterator[str]:
@@ -304,7 +304,7 @@ class _Picture:
             )
 
     def _ticks(self) -> Iterator[tuple[float, str]]:
-        """Where the axis is named, and how."""
+        """Yield the place and the text of each label of the axis."""
         if self.timed is not None:
             # The first of 1, 2, 5, 10, 20, ... of some power of ten that is wide enough.
             wanted = max(_TICK / self.unit, 1e-300)
@@ -320,7 +320,7 @@ class _Picture:
             yield time + middle, str(time)
 
     def _to_scale(self, timed: StepTime) -> Iterator[str]:
-        """Draw what only a timed step has: updates, the critical path, messages."""
+        """Draw the updates, the critical path and the messages of a timed step."""
         for span in timed.spans:
             if span.what == "update" and span.end > span.start:
                 x, width = self._extent(span)
@@ -434,7 +434,7 @@ class _Picture:
         return arrow(path, colour, name, dash)
 
     def _said(self, entry: Placed, colour: str, *, below: bool) -> Iterator[str]:
-        """Write an entry's name beside it if the entry is too narrow and there is room."""
+        """Write an entry's name beside a box that is too narrow for it, if there is room."""
         if entry.length:
             return
         words = f"{entry.action}, step {entry.step}"

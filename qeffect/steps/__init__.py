@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from .counters import BASES, COUNTERS, translated
 from .recorded_step import RecordedStep
-from .recording import Recording
+from .recording import Recording, StepObserver
 from .state import Difference, StepState
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Difference",
     "RecordedStep",
     "Recording",
+    "StepObserver",
     "StepState",
     "translated",
 ]

@@ -5,14 +5,14 @@ Recording: the transitions of one step, heard from a contract while they run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..engine.stage import Transitions
 from .counters import Event
 from .recorded_step import RecordedStep
 from .state import StepState
 
-__all__ = ["RecordableContract", "Recording"]
+__all__ = ["RecordableContract", "Recording", "StepObserver"]
 
 
 class RecordableContract(Protocol):
@@ -25,35 +25,74 @@ class RecordableContract(Protocol):
         """The contract's state now."""
 
 
+@runtime_checkable
+class StepObserver(Protocol):
+    """
+    An observer that takes a step committed as one, such as an event log's recorder.
+
+    It hears every transition of a step while the step is recorded, between `begin_step` and
+    `keep_step` or `drop_step`.
+    """
+
+    def __call__(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """Take one accepted transition."""
+
+    def begin_step(self) -> Any:
+        """Begin a step that is recorded; what is returned names it."""
+
+    def keep_step(self, began: Any, step: RecordedStep) -> None:
+        """The step was recorded."""
+
+    def drop_step(self, began: Any) -> None:
+        """The step was not recorded."""
+
+    def repeats(self, step: RecordedStep) -> bool:
+        """Whether the observer still keeps a recorded step."""
+
+    def repeat_step(self, step: RecordedStep) -> None:
+        """The contract committed a kept step as one."""
+
+
 class Recording:
     """
     A step that is being recorded while its transitions run.
 
     Args:
-        contract: The contract; until `end` or `drop` the recording is its observer.
+        contract: The contract; until `end` or `drop` the recording is its observer, and passes
+            every transition on to the observer before it.
+
+    Attributes:
+        observer: The contract's observer before the recording; None if it had none.
 
     Raises:
-        ValueError: The contract already has an observer.
+        ValueError: The contract has an observer that does not take steps; a step committed as one
+            would bypass it.
     """
 
     def __init__(self, contract: RecordableContract) -> None:
-        if contract.observer is not None:
+        before = contract.observer
+        if before is not None and not isinstance(before, StepObserver):
             raise ValueError(
                 "record_step: the contract has an observer, which a recorded step would bypass; "
                 "set observer to None first"
             )
+        self.observer: StepObserver | None = before
         self._contract = contract
         self._start = contract.step_state()
         self._events: list[Event] = []
-        contract.observer = self._hear
+        self._began = None if self.observer is None else self.observer.begin_step()
+        contract.observer = self
 
-    def _hear(self, transition: str, given: tuple[Any, ...], result: Any) -> None:
+    def __call__(self, transition: str, given: tuple[Any, ...], result: Any) -> None:
+        """Take one accepted transition; the contract calls this."""
         self._events.append((transition, given))
+        if self.observer is not None:
+            self.observer(transition, given, result)
 
     def drop(self) -> None:
         """Stop recording and discard the step."""
-        if self._contract.observer == self._hear:
-            self._contract.observer = None
+        if self._stop() and self.observer is not None:
+            self.observer.drop_step(self._began)
 
     def end(self) -> RecordedStep:
         """
@@ -63,9 +102,23 @@ class Recording:
             ValueError: The step does not recur: an action of it failed, or it depends on the value
                 of a counter.
         """
-        contract = self._contract
-        if contract.observer != self._hear:
+        if not self._stop():
             raise ValueError("the contract's observer was replaced during the step")
-        self.drop()
-        end = contract.step_state()
-        return RecordedStep.of(contract.transitions, self._start, self._events, end)
+        try:
+            step = RecordedStep.of(
+                self._contract.transitions, self._start, self._events, self._contract.step_state()
+            )
+        except ValueError:
+            if self.observer is not None:
+                self.observer.drop_step(self._began)
+            raise
+        if self.observer is not None:
+            self.observer.keep_step(self._began, step)
+        return step
+
+    def _stop(self) -> bool:
+        """Give the contract its observer back; return whether the recording was its observer."""
+        if self._contract.observer is not self:
+            return False
+        self._contract.observer = self.observer
+        return True

@@ -22,6 +22,10 @@ describes the format; a changed field that is marked `x-semantic` changes what t
 line ends in a digest of all bytes of the log before it. The digest finds damage, not forgery: a
 forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
 
+A contract that commits a recorded step as one writes one line, which names the step. The lines of
+the recorded step stand between `begin_step` and `keep_step` (or `drop_step`). For `repeat_step` the
+replayer runs each of the kept step's transitions again, moved like the counters, with all guards.
+
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
 log is accepted when every event is, with the recorded result, and the final state is the recorded
 one. Input that is not a log (binary, empty, malformed) is unusable; that is an error, not a
@@ -109,6 +113,21 @@ nothing depends on, or an event that a later restore undoes.""",
             cause="An incarnation was kept and passed to a later restore, which would make old "
             "references valid again.",
             remedy="Leave `incarnation` out: the contract draws a new random number.",
+        ),
+        Clause(
+            id="log.step",
+            number="10.7",
+            title="A step committed as one was recorded before",
+            invariant="A step that is repeated in one line is one of the last four that were kept, "
+            "in the same incarnation. Steps are recorded one after another. A kept step has one "
+            "commit, and only transitions that recur.",
+            transitions=("replay",),
+            argument="step",
+            unchanged=_BEFORE,
+            section="design",
+            cause="The line names another step, or the lines that begin and keep the step are "
+            "missing.",
+            remedy="Write the log with the recorder of the contract that recorded the step.",
         ),
     ),
 )

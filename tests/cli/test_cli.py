@@ -167,7 +167,7 @@ class TestCheck:
     def test_the_row_of_one_rank_is_said_to_be_that(
         self, capsys: pytest.CaptureFixture[str], table: Path, command: str
     ) -> None:
-        """A table that lost its other rows is no pipeline of as many stages."""
+        """A table without its other rows is reported as one rank's row."""
         alone = "the row of one rank alone"
         assert alone not in run(capsys, command, str(table))[1]
         table.write_text(table.read_text().splitlines()[0] + "\n")
@@ -572,7 +572,7 @@ def test_no_picture_is_written_over_what_it_is_drawn_from(
 def test_a_picture_without_a_place_leaves_the_other_one_unwritten(
     capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
 ) -> None:
-    """Both places are looked at before anything is checked."""
+    """Both places are checked before the schedule is."""
     picture = tmp_path / "a.svg"
     nowhere = str(tmp_path / "no" / "b.json")
     code, out, err = run(capsys, "check", str(table), "--svg", str(picture), "--trace", nowhere)

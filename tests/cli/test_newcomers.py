@@ -282,7 +282,7 @@ class TestExitCodes:
     def test_a_truncated_log_is_unusable(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, cut: str
     ) -> None:
-        """What it holds kept the contract; where it ends is no violation."""
+        """The events before the end kept the contract, so the log is not refused."""
         whole = Path("spec/logs/valid/buckets.jsonl").read_bytes()
         end = 3000 if cut == "line" else whole.index(b"\n", 3000) + 1
         path = tmp_path / "log.jsonl"
@@ -349,7 +349,7 @@ class TestMessages:
     def test_a_path_is_spelled_under_every_locale(
         self, tmp_path: Path, table: Path, encoding: str
     ) -> None:
-        """A path is not spelled in surrogates where the locale knows no such letter."""
+        """A path is readable even if the locale lacks one of its letters."""
         path = table.rename(tmp_path / "é.csv")
         plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PATH": "/usr/bin:/bin"}
         environ = plain | ({"PYTHONUTF8": "0"} if encoding == "ascii" else {})
@@ -386,6 +386,10 @@ class TestWrongWords:
                 "check a.csv --max-outstanding-sends -1",
                 "--max-outstanding-sends must be at least 0",
             ),
+            ("check a.csv --svg /proc/x.svg", "--svg: cannot write /proc/x.svg: No such file"),
+            ("prove --out /proc/x.json", "--out: cannot write /proc/x.json: No such file"),
+            ("prove --mutants --programs /proc/x", "--programs: cannot write /proc/x: No such"),
+            ("runtime corpus --out /proc/x", "--out: cannot write /proc/x: No such file"),
             ("check --random 5 --seed -1", "--seed must be at least 0, not -1"),
             ("check --random 99999999999", "--random must be at most 1,000,000, not 99999999999"),
         ],
@@ -462,7 +466,7 @@ class TestWrongWords:
 
 
 class TestOutsideGit:
-    """Reports of a tree that is no git checkout."""
+    """Reports of a tree outside a git checkout."""
 
     def test_the_commit_is_unknown_and_that_is_said_once(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

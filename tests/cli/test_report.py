@@ -163,7 +163,7 @@ class TestWriting:
                     require_place(tmp_path / "r")
 
     def test_a_good_place_stays_as_it_is(self, tmp_path: Path) -> None:
-        """An old report is kept until there is a new one; a device is no file to be made."""
+        """An old report is kept until the new one is complete; a device is not replaced."""
         path = tmp_path / "report.json"
         require_place(path)
         assert [] == list(tmp_path.iterdir())
@@ -194,7 +194,7 @@ class TestWriting:
         assert "there is no folder" in line
 
     def test_data_that_is_not_json_leaves_the_old_file(self, tmp_path: Path) -> None:
-        """NaN is no JSON."""
+        """JSON has no NaN, so nothing is written."""
         path = tmp_path / "report.json"
         write_json(path, {"old": 1})
 

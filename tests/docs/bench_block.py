@@ -44,12 +44,12 @@ class Figure:
 
     @property
     def shown(self) -> str:
-        """The value, spelled."""
+        """The value as text."""
         return self.unit.format(self.value)
 
     @property
     def wanted(self) -> str:
-        """The goal, spelled."""
+        """The goal as text."""
         if self.goal is None:
             return "-"
         bound = "at least" if self.least else "at most"

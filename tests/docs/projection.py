@@ -73,7 +73,7 @@ def over_steps(rows: Iterable[tuple[str, ...]], column: str, *, base: str = "ste
 
 
 def span(found: Sequence[float]) -> str:
-    """Two ratios, or one if both are spelled alike."""
+    """Two ratios as text, or one if both texts are equal."""
     least, most = f"{min(found):.2f}x", f"{max(found):.2f}x"
     return least if least == most else f"{least} to {most}"
 

@@ -152,7 +152,7 @@ def met() -> Iterator[str]:
 
 
 def span(found: Sequence[float]) -> str:
-    """Two ratios, or one where they are spelled alike."""
+    """Two ratios as text, or one if both texts are equal."""
     least, most = ratio(min(found)), ratio(max(found))
     return least if least == most else f"{least} to {most}"
 

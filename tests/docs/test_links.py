@@ -30,7 +30,7 @@ def test_links_of_every_page_are_looked_at() -> None:
 
 
 def links_of(text: str) -> list[str]:
-    """What a page links to or shows, but for addresses elsewhere."""
+    """The links and pictures of a page that stay within the repository."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
 
 

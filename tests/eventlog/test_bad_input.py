@@ -28,7 +28,7 @@ def header() -> str:
 
 
 def sealed(*bodies: bytes | str) -> list[bytes]:
-    """Lines with right digests, whatever their bodies are."""
+    """Return lines with right digests over any bodies."""
     chain = blake2b(digest_size=DIGEST_BYTES)
     lines = []
     for body in bodies:

@@ -16,6 +16,7 @@ import pytest
 
 from qeffect import Refused
 from qeffect.engine.stage import TRANSITIONS, transitions
+from qeffect.log.format import MARKS
 from qeffect.log.reader import Converters
 from qeffect.log.recorder import Recorder
 from qeffect.log.replayer import LogError, ReplayReport, replay_lines
@@ -225,12 +226,12 @@ def test_a_replayer_that_overlooks_a_field_is_found(
     """What such a replayer accepts is not what the proofs excuse."""
     honest = Converters.plans
 
-    def plans(self: Converters) -> dict[str, Any]:
+    def plans(self: Converters, marks: Any) -> dict[str, Any]:
         return {
             name: (spelled, partial(careless, function, names), *rest)
-            if field in (names := TRANSITIONS[name])
+            if field in (names := {**TRANSITIONS, **MARKS}[name])
             else (spelled, function, *rest)
-            for name, (spelled, function, *rest) in honest(self).items()
+            for name, (spelled, function, *rest) in honest(self, marks).items()
         }
 
     lines = valid()["readers"]

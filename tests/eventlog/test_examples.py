@@ -227,7 +227,7 @@ class TestSchema:
         ],
     )
     def test_schema_and_replayer_reject_the_same_shapes(self, field: str, value: object) -> None:
-        """A field of another shape is no event for the schema, and unusable for the replayer."""
+        """The schema rejects a field of another shape, and the replayer reports it as unusable."""
         from qeffect.log.checker import check_event
 
         lines = [

@@ -57,7 +57,7 @@ def edited(name: str, edit: Callable[[Rows], object]) -> Schedule:
 
 
 def joint(folder: Path, name: str, edit: Callable[[Rows], object], rank: int) -> JointReport:
-    """Let one rank run an edited row and the others theirs; each log must be fine alone."""
+    """Let one rank run an edited row and the others their own; each log is accepted alone."""
     whole = read_fixture(name)
     tables = [whole] * whole.num_ranks
     tables[rank] = edited(name, edit)

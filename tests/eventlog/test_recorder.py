@@ -184,7 +184,7 @@ class TestHeader:
         assert of.transitions.relations == built.transitions.relations
 
     def test_the_rank_is_in_the_header_and_in_the_report(self) -> None:
-        """Whoever reads the log of a rank learns which it was."""
+        """A rank's log names the rank."""
         log = Recorder(contract(), rank=3)
         log.close()
 

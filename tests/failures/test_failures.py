@@ -72,7 +72,7 @@ def test_a_failure_comes_out_as_its_row_states(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_mended_run_is_accepted(name: str) -> None:
-    """With the reported step put right the run goes on to its end, and is another run."""
+    """With the reported step corrected, another run is accepted to its end."""
     found = outcome(name)
 
     assert found.legal is True
@@ -307,7 +307,7 @@ class TestCommand:
         assert "not as stated: megatron-lm-4047" in capsys.readouterr().out
 
     def test_an_unknown_name_exits_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """A name that is none is one line, with names that are near."""
+        """An unknown name gives one line with similar names."""
         assert 2 == main(["failures", "deepspeed-28"])
         err = capsys.readouterr().err
 

@@ -227,7 +227,7 @@ class TestFaultTable:
     def test_fault_report_tells_a_refusal_that_changed_the_state(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A refusal that left a trace is none."""
+        """A refusal that changed the state does not count as one."""
         original = _INJECTIONS["stale-cache"].violate  # type: ignore[attr-defined]
 
         def leaky(self: faults._Injection) -> None:

@@ -145,7 +145,7 @@ class TestMismatch:
 
     @pytest.mark.parametrize("wrong", [(), [1], "w0", 7])
     def test_anything_but_a_tuple_of_destinations_is_refused_in_words(self, wrong: Any) -> None:
-        """What is no tuple of the configured destinations is refused in words."""
+        """Anything but a tuple of the configured destinations is refused with a clear message."""
         rig = Rig(apart())
 
         with refused(rig, "arena.mismatch", "", "2 destinations"):
@@ -160,7 +160,7 @@ class TestMismatch:
             rig.contract.bind(rig.key(0), other)
 
     def test_the_configured_ones(self) -> None:
-        """Equal destinations are the same, whoever made them."""
+        """Equal destinations are accepted, even if they are other objects."""
         rig = Rig(apart())
         same = tuple(evolve(d) for d in rig.contract.memory.destination_of[0, 0, 0, 0])
         rig.contract.bind(rig.key(0), same)

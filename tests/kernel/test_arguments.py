@@ -63,7 +63,7 @@ class TestStages:
     @pytest.mark.parametrize("call", OF_STAGE)
     @pytest.mark.parametrize("wrong", ["0", None, 0.0, [0]])
     def test_anything_but_an_integer_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
-        """What is no integer is said to be none."""
+        """A value that is not an int is named as such."""
         with pytest.raises(TypeError, match=f"^{call}: stage must be an int, got "):
             OF_STAGE[call](Rig().contract, wrong)
 
@@ -81,7 +81,7 @@ class TestLinks:
     @pytest.mark.parametrize("call", OF_LINK)
     @pytest.mark.parametrize("wrong", ["0", None, [0]])
     def test_anything_but_an_integer_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
-        """What is no integer is said to be none."""
+        """A value that is not an int is named as such."""
         with pytest.raises(TypeError, match=f"^{call}: link must be an int, got "):
             OF_LINK[call](Rig().contract, wrong)
 
@@ -102,7 +102,7 @@ class TestLinks:
     @pytest.mark.parametrize("action", ["check_forward", "check_dgrad", "check_wgrad"])
     @pytest.mark.parametrize("wrong", ["0", None])
     def test_of_an_action_no_index(self, action: str, wrong: Any) -> None:
-        """Or what is no link at all."""
+        """A value that is not a link is refused too."""
         check = _ready(Rig(), action)
 
         with pytest.raises(TypeError, match=f"^{action}: link must be an int, got "):
@@ -191,7 +191,7 @@ class TestKeys:
     @pytest.mark.parametrize("call", OF_KEY)
     @pytest.mark.parametrize("wrong", [None, "microbatch 0 of stage 0 in epoch 0", (0, 0, 0), 3])
     def test_anything_but_a_key_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
-        """What is no key is said to be none."""
+        """A value that is not a key is named as such."""
         with pytest.raises(TypeError, match=f"^{call}: key must be a TapeKey, got "):
             OF_KEY[call](Rig().contract, wrong)
 
@@ -221,7 +221,7 @@ class TestReads:
     @pytest.mark.parametrize("call", ["first_writer", "reference"])
     @pytest.mark.parametrize("wrong", [None, 1, (0, 0, 0, 0)])
     def test_of_no_key(self, call: str, wrong: Any) -> None:
-        """What is no key is said not to be one."""
+        """A value that is not a key is named as such."""
         with pytest.raises(TypeError, match=f"^{call}: key must be a TapeKey, got "):
             getattr(Rig().contract, call)(wrong)
 
@@ -239,7 +239,7 @@ class TestSlots:
 
     @pytest.mark.parametrize("wrong", ["0", 0.0, [0]])
     def test_anything_but_an_integer_is_said_not_to_be_one(self, wrong: Any) -> None:
-        """What is no integer is said to be none."""
+        """A value that is not an int is named as such."""
         rig = Rig()
         for name in ("reserve", "check_forward"):
             with pytest.raises(TypeError, match=f"^{name}: slot must be an int, got "):
@@ -263,7 +263,7 @@ class TestSlots:
     @pytest.mark.parametrize("call", OF_REF)
     @pytest.mark.parametrize("wrong", [None, 0, (0, 0, 0), "slot 0"])
     def test_anything_but_a_reference_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
-        """What is no reference is said to be none."""
+        """A value that is not a reference is named as such."""
         with pytest.raises(TypeError, match=f"^{call}: ref must be a TapeRef, got "):
             OF_REF[call](Rig().contract, wrong)
 
@@ -330,7 +330,7 @@ class TestNoTraceback:
 
     @pytest.mark.parametrize("place", _everywhere())
     def test_any_argument_ends_in_a_refusal_or_an_error_of_ours(self, place: str) -> None:
-        """Whatever stands where, the error is a refusal, or a TypeError or ValueError of ours."""
+        """For any argument, the error is a refusal, a TypeError or a ValueError of the contract."""
         for junk in self.JUNK:
             rig = Rig(stage(sends_output=True, sends_gradient=True, reduces=True))
             ref = rig.forward(0)

@@ -177,7 +177,7 @@ class TestSharedPool:
             rig.check_forward(0, slot=0)
 
     def test_pools_are_apart(self) -> None:
-        """The order in one pool says nothing of another's."""
+        """The order in one pool does not constrain another pool."""
         rig = Rig(stage(0, pool="p"), stage(1, pool="q"))
         rig.forward(0, 1, slot=3)
 

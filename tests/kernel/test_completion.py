@@ -90,7 +90,7 @@ class TestCallerToGraph:
         assert before == rig.contract.snapshot()
 
     def test_each_caller_for_itself(self) -> None:
-        """Another caller's work is no concern of this one's replay."""
+        """A replay does not wait for another caller's work."""
         rig = Rig(callers=("main", "side"))
         rig.contract.submit("side")
 
@@ -286,7 +286,7 @@ class TestUpdate:
             rig.check_forward(0)
 
     def test_each_graph_stream_waits(self) -> None:
-        """A wait of one domain's graph stream says nothing of another's."""
+        """A wait of one domain's graph stream does not count for another domain."""
         rig = _whole()
         for index in (0, 1):
             rig.contract.finalize(index, rig.link(index))
@@ -298,7 +298,7 @@ class TestUpdate:
             rig.check_forward(0, 1)
 
     def test_for_the_stream_that_it_ran_on(self) -> None:
-        """A wait for another caller's stream says nothing of the update."""
+        """A wait for another caller's stream does not count as a wait for the update."""
         rig = Rig(stage(microbatches=1), callers=("main", "optimizer"))
         rig.microbatch(0)
         optimizer = rig.link(0, "optimizer")

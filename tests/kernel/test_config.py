@@ -186,7 +186,7 @@ class TestStageConfig:
     )
     @pytest.mark.parametrize("wrong", ["false", "", 0, 1, None])
     def test_flags_are_bools(self, name: str, wrong: Any) -> None:
-        """A flag is True or False: a word would be true, whatever it says."""
+        """A flag is True or False; any non-empty string would be true."""
         with pytest.raises(TypeError, match=f"^{name} must be a bool, got {wrong!r}$"):
             stage(**{name: wrong})
 

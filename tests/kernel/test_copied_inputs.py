@@ -160,6 +160,6 @@ class TestTheDeclaration:
             assert type(own).read(own.plain()).stages == (config,)
 
     def test_is_a_bool(self) -> None:
-        """A truthy value is no declaration."""
+        """A truthy value that is not a bool is refused."""
         with pytest.raises(TypeError, match="copies_input must be a bool"):
             StageConfig(0, 1, 1, copies_input=1)  # type: ignore[arg-type]

@@ -132,7 +132,7 @@ class TestCommit:
 
     @pytest.mark.parametrize("action", range(14))
     def test_a_replay_that_ran_twice(self, action: int) -> None:
-        """So is whatever ran once too often."""
+        """An action that ran twice is named too."""
         step = Step(twice=(action,))
         step.run()
 
@@ -288,7 +288,7 @@ class TestLate:
         step.contract.present_counts({0: step.device.counts()})
 
     def test_neither_commit_nor_checkpoint_before(self) -> None:
-        """What may not have happened is no base of a commit, and nothing to save."""
+        """Work that may not have run is neither committed nor saved."""
         step = Step(late=True)
         step.run()
         step.contract.commit_epoch()
@@ -399,7 +399,7 @@ class TestBadCounts:
 
     @pytest.mark.parametrize("digest", [True, 1.0, "1", None])
     def test_no_number(self, digest: Any) -> None:
-        """What only equals an integer is no count."""
+        """A value that only equals an int is refused as a count."""
         with pytest.raises(TypeError, match="plain integers"):
             DeviceCounts(digest, {})
         with pytest.raises(TypeError, match="plain integers"):
@@ -412,13 +412,13 @@ class TestBadCounts:
 
     @pytest.mark.parametrize("stages", [None, 3, [0], {0: None}, {0: 4}])
     def test_no_counters(self, stages: Any) -> None:
-        """What is no mapping of sequences is said to be none."""
+        """A value that is not a mapping of sequences is named as such."""
         with pytest.raises(TypeError, match=r"counters( by stage)?, got"):
             DeviceCounts(0, stages)
 
     @pytest.mark.parametrize("counted", [3, "0", [0]])
     def test_no_mapping(self, counted: Any) -> None:
-        """So is what is no mapping of counts, at a commit and when a commit is asked for."""
+        """A value that is not a mapping of counts is named, at a commit and at its query."""
         step = Step()
         step.run()
         for ask in (step.contract.check_commit, step.contract.commit_epoch):
@@ -430,7 +430,7 @@ class TestBadCounts:
     @pytest.mark.parametrize("counts", [True, False], ids=["counting", "not-counting"])
     @pytest.mark.parametrize("counted", [3, {}, {1: None}, None])
     def test_guards_are_asked_first(self, counted: Any, counts: bool) -> None:
-        """Whatever the counts are: a commit and the question refuse in the same words."""
+        """With any counts, a commit and its query refuse with the same message."""
         contract = Contract([stage(0)], counted=counts)
         said = []
         for ask in (contract.check_commit, contract.commit_epoch):
@@ -482,7 +482,7 @@ def test_a_restore_begins_at_zero_whoever_was_told() -> None:
 
 
 def test_a_stage_config_is_unchanged() -> None:
-    """Counting is no part of what a checkpoint must agree with."""
+    """A checkpoint need not agree about counting."""
     configs = [StageConfig(0, microbatches=1, slots=1)]
     checkpoint = Contract(configs, counted=True).checkpoint()
 

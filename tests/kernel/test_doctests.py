@@ -44,7 +44,7 @@ def test_every_example_gives_what_it_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", qeffect.__all__)
 def test_the_public_names_have_examples(name: str) -> None:
-    """Everything that the package exports is shown by an example of its own."""
+    """Each name that the package exports has an example."""
     public = getattr(qeffect, name)
     shown = [test.name for test in doctest.DocTestFinder().find(public, name) if test.examples]
 

@@ -64,7 +64,7 @@ class TestContextManagers:
             rig.check_forward(1)
 
     def test_left_while_another_call_is_under_way(self) -> None:
-        """What the block raised goes on, and its ticket can still be had."""
+        """The block's exception propagates, and its ticket is still available."""
         rig = Rig()
         contract = rig.contract
 
@@ -105,7 +105,7 @@ class TestContextManagers:
         assert rig.contract.memory.poisoned == [int(kind != "wgrad")]
 
     def test_a_dgrad_that_says_nothing_of_its_work_has_failed(self) -> None:
-        """A dI block that says nothing of its queued work has failed."""
+        """A dI block that does not report its queued work has failed."""
         rig = Rig()
         ref = rig.forward(0)
         rig.contract.bind(rig.key(0))

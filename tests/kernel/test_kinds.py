@@ -1,5 +1,5 @@
 """
-Kinds of values: what only equals an integer, or only looks like a key, is none.
+Kinds of values: an object that only equals an int, or only resembles a key, is refused.
 
 ``True`` equals 1, 0.0 equals 0, a NumPy integer equals both, and a string is a collection of
 letters. Each would pass every guard and be kept: in a cache, in the memory, in an event log.
@@ -280,14 +280,14 @@ class TestDestinations:
             Contract([stage(destinations=[Destination(w, address=64) for w in MATRICES])])
 
     def test_an_address_within_another_is_an_overlap(self) -> None:
-        """So is one without a length inside another's bytes; at its end it is none."""
+        """An address without a length overlaps inside another's bytes, but not at their end."""
         first = Destination("w0", address=64, nbytes=64)
         with pytest.raises(Refused, match=r"^arena\.overlapping-destinations in configure"):
             Contract([stage(destinations=[first, Destination("w1", address=127)])])
         Contract([stage(destinations=[first, Destination("w1", address=128)])])
 
     def test_addresses_are_of_a_device(self) -> None:
-        """One address on two devices is two places, and no address is none."""
+        """One address on two devices is two places; an absent address is no place."""
         Contract(
             [stage(destinations=[Destination(w, address=64, device=w) for w in MATRICES])],
         )

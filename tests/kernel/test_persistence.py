@@ -112,7 +112,7 @@ class TestCheckpoint:
 
     @pytest.mark.parametrize("wrong", [None, 3, ()])
     def test_of_no_configuration(self, wrong: Any) -> None:
-        """What is no configuration is said to be none."""
+        """A value that is not a configuration is named as such."""
         with pytest.raises(TypeError, match=r"^the configuration of a checkpoint must be a Config"):
             Checkpoint(0, wrong)
 
@@ -131,7 +131,7 @@ class TestRestore:
         assert rig.epoch() == 1
 
     def test_in_a_fresh_process(self) -> None:
-        """A fresh process goes on where the checkpoint was taken."""
+        """A fresh process continues from the checkpoint."""
         rig = Rig()
         rig.epoch()
         rig.contract.drain()
@@ -320,13 +320,13 @@ class TestRestore:
 
     @pytest.mark.parametrize("wrong", [None, 3, {"epoch": 1}])
     def test_anything_but_a_checkpoint_is_named(self, wrong: Any) -> None:
-        """What is no checkpoint is named."""
+        """A value that is not a checkpoint is named."""
         with pytest.raises(TypeError, match=r"^restore: expected a Checkpoint, got "):
             Rig().contract.restore(wrong)
 
     @pytest.mark.parametrize("wrong", ["1", -1, 1 << 64, 1.0])
     def test_anything_but_a_64_bit_number_is_named(self, wrong: Any) -> None:
-        """What is no 64-bit number is named."""
+        """A value that is not a 64-bit int is named."""
         rig = Rig()
         with pytest.raises(
             ValueError, match=r"^restore: incarnation must be an int of 64 bits, got "

@@ -378,7 +378,7 @@ class TestTied:
         rig.contract.start_reduction("own")
 
     def test_both_stages_name_one_reader(self) -> None:
-        """The reader of a shared bucket is the one that either stage named."""
+        """A shared bucket's reader is the one that its stages named."""
         rig = _tied(callers=("main", "side"))
         for index in (0, 1):
             rig.microbatch(0, index)
@@ -451,7 +451,7 @@ class TestConfiguration:
             Bucket(name)
 
     def test_anything_but_a_bucket(self) -> None:
-        """What is no bucket is said to be none."""
+        """A value that is not a bucket is named as such."""
         with pytest.raises(TypeError, match="must be Bucket objects"):
             StageConfig(0, 1, 1, reduces=True, buckets=("a",))  # type: ignore[arg-type]
 

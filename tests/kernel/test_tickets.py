@@ -112,7 +112,7 @@ class TestForged:
         "change", [{"slot": 99}, {"slot": -1}, {"slot": -2}, {"action": "B"}, {"serial": "1"}]
     )
     def test_out_of_range(self, action: str, end: str, change: dict[str, Any]) -> None:
-        """A slot or action that does not exist is no reason for a traceback."""
+        """A slot or action that does not exist is refused without a traceback."""
         rig = Rig()
         forged = evolve(_in_flight(action, rig), **change)
 
@@ -148,7 +148,7 @@ class TestForged:
     @pytest.mark.parametrize("wrong", [None, 1, "ticket", ("F", 0, 1)])
     @pytest.mark.parametrize("end", ["commit", "abort"])
     def test_anything_but_a_ticket_is_named(self, end: str, wrong: Any) -> None:
-        """What is no ticket is named."""
+        """A value that is not a ticket is named."""
         with pytest.raises(TypeError, match=f"^{end}: expected a Ticket, got "):
             getattr(Rig().contract, end)(wrong)
 
@@ -166,7 +166,7 @@ class TestEvidence:
         assert rig.contract.memory.held == [0, 0]
 
     def test_evidence_that_raises(self) -> None:
-        """An iterable that raises is no evidence either, and the action does not stay in flight."""
+        """An iterable that raises counts as missing evidence; the action is no longer in flight."""
         rig = Rig()
         ticket = _in_flight("dW", rig)
 

@@ -93,7 +93,7 @@ class TestTwoStages:
             rig.check_wgrad(refs[0, 0], 0, 0, first=True, first_of_tied=False)
 
     def test_an_own_buffer_is_told_apart(self) -> None:
-        """That the shared buffer is open says nothing of the stage's own, and the reverse."""
+        """An open shared buffer does not open the stage's own buffer, nor the reverse."""
         rig = Rig(_stage(0), _stage(1))
         refs = _until_wgrad(rig)
         rig.wgrad(refs[1, 0], 0, 1)

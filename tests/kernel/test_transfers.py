@@ -58,7 +58,7 @@ class TestReceives:
         assert rig.forward(0) == ref
 
     def test_an_earlier_tenants_input_does_not_serve(self) -> None:
-        """What the slot's last tape received is not the next one's, whatever became of it."""
+        """The next tape does not inherit what the slot's last tape received."""
         rig = Rig(stage(slots=1, receives_input=True))
         ref = rig.contract.reserve(rig.key(0))
         rig.receive(ref)
@@ -297,7 +297,7 @@ class TestStreams:
         ],
     )
     def test_a_link_of_another_domain(self, call: Callable[[Rig, TapeRef, int], object]) -> None:
-        """Waiting for another domain's graph stream says nothing of this one."""
+        """A wait for another domain's graph stream does not count for this domain."""
         rig = Rig(stage(0, receives_input=True), stage(1, domain="other"))
         ref = rig.contract.reserve(rig.key(0))
         if "finish" in str(call.__code__.co_names):

@@ -116,7 +116,7 @@ class TestCache:
             rig.contract.check_refresh(0)
 
     def test_an_aborted_refresh_leaves_it_stale(self) -> None:
-        """A refresh that failed, by itself or in an F, is no refresh."""
+        """A failed refresh, alone or in an F, leaves the cache stale."""
         for own in (True, False):
             rig = Rig()
             rig.contract.abort(
@@ -193,7 +193,7 @@ class TestInvalidate:
         assert [0] == rig.contract.memory.spoiled
 
     def test_after_the_last_dgrad(self) -> None:
-        """No dW reads the cache: given up after the last dI, the epoch is none the worse."""
+        """No dW reads the cache: a loss after the last dI does not spoil the epoch."""
         rig = Rig(stage(microbatches=1))
         ref = rig.forward(0)
         rig.dgrad(ref, 0)

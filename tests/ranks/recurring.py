@@ -143,7 +143,7 @@ class Rank:
         return self.runtime.contract
 
     def ask(self) -> None:
-        """What is asked before a launch."""
+        """The checks before a launch."""
         if self.every_action:
             self.rehearsal = Rehearsal(self.pipeline, self.told)
         self.rehearsal.run()

@@ -142,7 +142,7 @@ def test_what_replicas_hold_alike_is_not_moved() -> None:
 
 
 def test_a_recipe_without_histories_has_nothing_to_share() -> None:
-    """And what is no float32 cannot be compared as words."""
+    """A tensor that is not float32 cannot be compared as words."""
     with pytest.raises(BackendError, match="this recipe has none; leave amax out"):
         SharedScaling({})
     with pytest.raises(

@@ -126,7 +126,7 @@ def test_a_number_in_a_list_is_found_where_it_changes_in_place() -> None:
 
 @pytest.mark.parametrize("how", ["replaced", "moved", "a number"])
 def test_the_place_of_a_learning_rate_may_not(how: str) -> None:
-    """Not even where what stands there is the same."""
+    """Not even if its value stays the same."""
     own = optimizer(torch.tensor(1e-3), capturable=True)
     baked = BakedOptimizer(own)
     group = own.adamw.param_groups[0]

@@ -108,7 +108,7 @@ def test_stages_that_do_not_meet_are_named_on_every_rank(tmp_path: Path) -> None
 
 
 def test_a_mistake_in_building_stages_is_heard_by_every_rank(tmp_path: Path) -> None:
-    """Of any class; no rank waits for one that is gone, and the one that failed keeps its cause."""
+    """Exceptions of any class: no rank waits for an ended rank; the failed rank keeps its cause."""
     said = launch(2, tmp_path, bodies.unbuilt)
     assert said.codes == [0, 0]
     words = "rank 1 cannot build its stages: KeyError: 'no\\nsuch layer'"

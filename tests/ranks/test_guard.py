@@ -189,7 +189,7 @@ class TestOneRank:
         assert 1 == guarded.contract.epoch
 
     def test_a_registered_function_is_guarded_as_its_action(self, rank: int) -> None:
-        """A function that takes torch's place is asked about like the action, and told of."""
+        """A function in torch's place is checked and committed like the action."""
         run = bodies.Run(ZBV).alone()
         guarded = guard(run.schedule)
         seen: list[str] = []

@@ -23,7 +23,7 @@ REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2, amax="replicas"
 
 
 def one_cause(said: Any, ranks: list[int]) -> dict[str, Any]:
-    """What the ranks that are left say alike; no weight of theirs has moved."""
+    """Return the cause that all remaining ranks name; their weights have not moved."""
     causes = [said.words[rank]["cause"] for rank in ranks]
     assert causes[0] is not None
     assert causes == [causes[0]] * len(ranks)
@@ -33,7 +33,7 @@ def one_cause(said: Any, ranks: list[int]) -> dict[str, Any]:
 
 
 def test_a_rate_a_limit_and_poisoned_data(tmp_path: Path) -> None:
-    """A real loss that is no number: no rank's weights move in that step."""
+    """With a loss that is NaN, no rank's weights move in that step."""
     rates = [1e-3, 2e-3, 0.0, 1e-3]
     said = launch(2, tmp_path, launch_bodies.launched, TWO, "cpu", 4, rates, 0.01, 1)
     assert said.codes == [0, 0]

@@ -17,6 +17,8 @@ from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.step.plan.rows import walked
 from qeffect.gpu_runtime.training.language_model import LanguageJob
+from qeffect.log.recorder import Recorder
+from qeffect.log.replayer import replay_lines
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG
 from qeffect.schedule.actions import Kind
@@ -451,6 +453,21 @@ def test_every_action_is_told_to_an_observer() -> None:
     assert {"check_forward", "commit_wgrad", "commit_epoch"} <= {*first}
     rank.contract.observer = None
     assert [rank.step() for _ in range(2)] == [False, True]
+
+
+def test_an_event_log_has_a_step_as_one_in_one_line() -> None:
+    """Steps are recorded and committed as one beside it, and the replayer accepts the whole."""
+    rank = Rank(Job(schedule="zbv", pp=2, microbatches=2, config=SMALL), 0)
+    log = Recorder(rank.contract)
+    lines = []
+    for step in range(FIRST + 3):
+        before = len(log.lines)
+        assert rank.step() == (step >= FIRST)
+        lines.append(log.lines[before:])
+    assert [1] * 3 == [len(own) for own in lines[FIRST:]]
+    assert max(len(own[0]) for own in lines[FIRST:]) < 100 < min(map(len, lines[:FIRST]))
+    report = replay_lines(log.close())
+    assert (report.verdict, report.epoch) == ("accepted", FIRST + 3)
 
 
 def test_a_stop_behind_the_launch_leaves_an_epoch_that_goes_no_further() -> None:

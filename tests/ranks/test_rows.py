@@ -86,7 +86,7 @@ def test_waits_of_a_table_are_taken_as_they_stand() -> None:
 
 @pytest.mark.parametrize("release", ["2.13.0", "2.14.1", "2.15.0"])
 def test_deferred_receives_that_exchange_tensors_are_never_walked(release: str) -> None:
-    """torch moves receives on one side only, and runs this table without a word."""
+    """torch moves receives on one side only, and runs this table without an error."""
     name = "ScheduleZBVZeroBubble_pp2_vpp2_m4.defer.comms.csv"
     given = read_table(TABLES / release / name)
     with pytest.raises(ScheduleRefusedError, match="the tensors would be exchanged") as refused:

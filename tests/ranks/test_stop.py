@@ -146,7 +146,7 @@ def test_an_update_that_fails_half_way_is_not_rebuilt(tmp_path: Path) -> None:
 
 
 def test_a_rank_an_epoch_behind_is_named_at_the_commit(tmp_path: Path) -> None:
-    """It went back to an older checkpoint alone; every guard of its own says yes."""
+    """One rank went back to an older checkpoint; its own guards accept that."""
     said = launch(2, tmp_path, bodies.behind, JOB, LIMITS)
     assert said.codes == [0, 0]
     cause = one_cause([said.words[0], said.words[1]])

@@ -142,7 +142,7 @@ class Workspace:
         return self
 
     def get_metadata(self) -> dict[str, Any]:
-        """The tensors, and things that are none."""
+        """Return tensors and other objects."""
         return {
             "data": self.cached.data,
             "fp8_scale_inv": self.cached.scale_inv,

@@ -126,7 +126,7 @@ class TestBadCalls:
             Runtime([torch.nn.Linear(1, 1)], ORDER)  # type: ignore[list-item]
 
     def test_a_restore_from_what_is_no_checkpoint_changes_nothing(self) -> None:
-        """Both halves are looked at before a tape is dropped."""
+        """Both halves are checked before a tape is dropped."""
         run = guarded_run(ORDER)
         runtime = run.runtime
         held = runtime.checkpoint()
@@ -150,7 +150,7 @@ class TestBadCalls:
     def test_an_optimizer_of_another_model_loads_nothing(
         self, change: Callable[[torch.Tensor], Any], says: str
     ) -> None:
-        """The last tensor is looked at before the first one is copied."""
+        """All tensors are checked before the first one is copied."""
         stages = reference_stages(ORDER, 4, TINY)
         optimizer = Optimizer(stages)
         for stage in stages:

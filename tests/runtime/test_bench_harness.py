@@ -21,7 +21,7 @@ from qeffect.gpu_runtime.backends.devices import visible_id
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.lab.reports.report import Report, environment
 from qeffect.gpu_runtime.lab.runner import device
-from qeffect.gpu_runtime.lab.runner.column_process import ColumnProcess, InlineColumn
+from qeffect.gpu_runtime.lab.runner.column_process import ColumnProcess
 from qeffect.gpu_runtime.lab.runner.device import MemoryPoll, parse
 from qeffect.gpu_runtime.lab.runner.processes import ChildError
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
@@ -238,7 +238,7 @@ class TestWorkers:
 
     def test_a_worker_inside_this_process_behaves_alike(self) -> None:
         """Same answers, same failures."""
-        worker = InlineColumn(toys.spec("a", fail_in="build"), TINY, toys.SETTINGS)
+        worker = toys.InlineColumn(toys.spec("a", fail_in="build"), TINY, toys.SETTINGS)
         worker.post("build")
         with pytest.raises(ChildError, match=r"^ValueError: told to fail in build$"):
             worker.collect(1)

@@ -82,7 +82,7 @@ class Replica:
 
 
 def buckets_of(order: Order) -> dict[int, tuple[Bucket, ...]]:
-    """Two buckets of matrices for each stage, and one of what is no matrix."""
+    """Two buckets of matrices for each stage, and one bucket of the other parameters."""
     found = {}
     for stage in reference_stages(order, 4, TINY):
         names = [matrix.name for matrix in matrices(stage)]

@@ -265,7 +265,7 @@ class TestWords:
             assert [said in text for text in told] == where
 
     def test_what_differs_is_in_the_readme_too(self) -> None:
-        """No word of success where there is none."""
+        """The text claims no success that the report lacks."""
         report = curves_report(
             curve_run("native"), curve_run(state=["c" * 64], held_out=[(40, None)])
         )

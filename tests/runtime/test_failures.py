@@ -198,7 +198,7 @@ class TestTheWholeStepIsAborted:
         injected.start_over(undisturbed)
 
     def test_not_by_a_refusal(self, undisturbed: Recording) -> None:
-        """A refused call is no failure: every tape stays, and the epoch goes on."""
+        """A refused call is not a failure: every tape stays, and the epoch continues."""
         injected = Injection()
         injected.until("1W0")
         live = injected.contract.live()
@@ -226,7 +226,7 @@ class TestTheWholeStepIsAborted:
 
     @pytest.mark.parametrize("late", [False, True])
     def test_a_log_that_is_full_at_the_commit(self, late: bool) -> None:
-        """The commit has happened and the update has not: nothing goes on from there."""
+        """After a commit without its update, training does not continue."""
         injected = Injection(counts="next step" if late else None)
         injected.run.actions()
 

@@ -16,7 +16,6 @@ import qeffect.gpu_runtime
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
 from qeffect.gpu_runtime.lab.reports.text import host_rows
 from qeffect.gpu_runtime.lab.runner.action_parts import PARTS, part_times
-from qeffect.gpu_runtime.lab.runner.column_process import InlineColumn
 from qeffect.gpu_runtime.lab.runner.host_times import ASKED, REPLAYS, host_times
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
 from qeffect.gpu_runtime.lab.sides.cells import CELLS, TINY, BenchCell
@@ -286,7 +285,7 @@ class TestDerived:
                 options={"destination": "accumulate", "provisioning": "live"},
             ),
         ]
-        run = CellRun(TINY, specs, toys.SETTINGS, make_column=InlineColumn)
+        run = CellRun(TINY, specs, toys.SETTINGS, make_column=toys.InlineColumn)
 
         record = run.run()
 

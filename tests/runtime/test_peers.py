@@ -59,7 +59,7 @@ class TestGradients:
         assert (found["not_finite"], found["relative"], found["worst"]) == (2, None, None)
 
     def test_names_and_shapes_have_to_agree(self) -> None:
-        """A gradient that is missing is no small distance."""
+        """A missing gradient does not count as a small distance."""
         with pytest.raises(ValueError, match="disagree on 1 names, first b"):
             distance_sums({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
         with pytest.raises(ValueError, match=r"a is \(1,\) here and \(2,\) there"):

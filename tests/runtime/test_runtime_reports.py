@@ -263,7 +263,7 @@ class TestScales:
 
 class TestCounts:
     def test_start_again_with_an_incarnation(self) -> None:
-        """What the backend counted outside, before a restore, is no action's."""
+        """Counts of the backend before a restore belong to no action."""
         injected = Injection()
         runtime = injected.run.runtime
         saved = runtime.checkpoint()

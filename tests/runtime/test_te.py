@@ -571,7 +571,7 @@ class TestDoctor:
         return look
 
     def test_the_current_device(self) -> None:
-        """The device that is looked at is the current one, and its number is said."""
+        """The message names the number of the current device."""
         self.look("2.18.0")
         found = doctor.examine()[2]
 
@@ -592,7 +592,7 @@ class TestDoctor:
         assert "layernorm_mlp.primary_weights_in_fp8" in found.remedy
 
     def test_an_untested_version_with_every_name(self) -> None:
-        """It is said to be untested, and that nothing is known to be missing."""
+        """The message calls the version untested, with no name known to be missing."""
         found = self.look("2.21.0")
 
         assert not found.works
@@ -600,7 +600,7 @@ class TestDoctor:
         assert found.remedy.endswith("All names that the runtime imports are present")
 
     def test_an_untested_version_without_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The name that it lacks is said, instead of a crash when it is asked for all the same."""
+        """The message names the missing name before anything uses it."""
         look = self.look
         look("2.21.0")
         monkeypatch.setattr(doctor, "version", lambda _: "2.21.0")

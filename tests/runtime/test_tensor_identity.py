@@ -62,7 +62,7 @@ class TestLook:
     def test_a_change_that_matters_to_a_compiler_alone(
         self, identity: Callable[..., TensorIdentity]
     ) -> None:
-        """Whether autograd follows a tensor is no part of where and what it is."""
+        """Whether autograd follows a tensor does not change its identity."""
         tensors = [torch.zeros(3, 4)]
         seen = identity(tensors)
         tensors[0].requires_grad_(True)

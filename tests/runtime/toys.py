@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import torch
 
-from qeffect.gpu_runtime.lab.runner.processes import ChildError
+from qeffect.gpu_runtime.lab.runner.column_process import ColumnSession
+from qeffect.gpu_runtime.lab.runner.processes import ChildError, first_line
 from qeffect.gpu_runtime.lab.sides.cells import BenchCell
 from qeffect.gpu_runtime.lab.sides.columns import ColumnSpec, Family, Settings, SumRule
 
@@ -129,3 +130,31 @@ class Scripted:
 
     def end(self) -> None:
         self.log.append((self.name, "end"))
+
+
+class InlineColumn:
+    """A session in this process, where no library has process-wide state."""
+
+    def __init__(
+        self, spec: ColumnSpec, cell: BenchCell, settings: Settings, *, profiles: bool = False
+    ) -> None:
+        self._session = ColumnSession(spec, cell, settings)
+        self._next: tuple[str, dict[str, Any]] | None = None
+
+    def post(self, method: str, **arguments: Any) -> None:
+        """Remember what to run."""
+        self._next = (method, arguments)
+
+    def collect(self, timeout_s: float) -> dict[str, Any]:
+        """Run it."""
+        assert self._next is not None
+        method, arguments = self._next
+        try:
+            result: dict[str, Any] = getattr(self._session, method)(**arguments)
+        except Exception as error:
+            raise ChildError(first_line(error)) from error
+        return result
+
+    def end(self) -> None:
+        """Close the column."""
+        self._session.close()

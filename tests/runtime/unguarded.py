@@ -12,13 +12,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import StageBackend, Tape
-from qeffect.gpu_runtime.lab.comparisons.native import (
-    matrix_names,
-    record_outputs,
-    record_step,
-    record_sum,
-)
+from qeffect.gpu_runtime.backends.protocol import StageBackend, Tape, matrices
+from qeffect.gpu_runtime.lab.comparisons.native import record_outputs, record_step, record_sum
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload, by_index
 from qeffect.gpu_runtime.step.memory.arena import Arena, Rule, by_matrix
@@ -120,7 +115,7 @@ class UnguardedRun:
         tape = self._tapes.pop((stage.index, action.microbatch))
         accumulate = self.rule == "accumulate" and self._written[stage.index] > 0
         result = stage.wgrad(tape, accumulate=accumulate)
-        assert tuple(sorted(result.covered)) == matrix_names(stage)
+        assert tuple(sorted(result.covered)) == tuple(sorted(m.name for m in matrices(stage)))
         self._written[stage.index] += 1
         if self.rule == "copied":
             self._arenas[stage.index].keep_copies(action.microbatch, result.by_unit)

@@ -177,7 +177,7 @@ class TestTables:
             check(read_fixture(ZBV), steps=0)
 
     def test_too_few_slots(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The plan's slots are just enough: with one less, a forward is refused for want of one."""
+        """The plan's slots are just enough: with one less, a forward finds no free slot."""
         schedule = read_fixture(ZBV)
         planned = plan(schedule)
         for stage, slots in planned.slots.items():

@@ -332,7 +332,7 @@ class TestTimeline:
             ]
 
             assert all(f"{e.action}, step {e.step}" in texts(svg) for e in narrow)
-            assert "narrow: takes no time, as a message" in explanations(svg) or not narrow
+            assert "narrow: takes no time, such as a message" in explanations(svg) or not narrow
 
     @pytest.mark.parametrize("fault", sorted(FAULTS))
     def test_nothing_lies_over_an_arrowhead(self, fault: str) -> None:

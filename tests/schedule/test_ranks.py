@@ -67,7 +67,7 @@ class TestPlaces:
         assert ("stage-out-of-range", 1, 5, "9F1") == first(ZBV, edit)
 
     def test_stage_on_wrong_rank(self) -> None:
-        """An action in another rank's row; its absence at home is no second finding."""
+        """An action in another rank's row gives one finding; its absence at home gives none."""
 
         def edit(rows: Rows) -> None:
             rows[1].append(rows[0].pop())
@@ -237,7 +237,7 @@ class TestMessages:
         assert ("send-without-receive", 0, 8, "0SEND_F2") == first(ZBV_COMMS, edit)
 
     def test_receive_without_send(self) -> None:
-        """A receive that nobody sends to; it is no deadlock as well."""
+        """A receive without a send; no deadlock is reported beside it."""
 
         def edit(rows: Rows) -> None:
             rows[0].remove("0SEND_F2")

@@ -523,7 +523,7 @@ class TestDurations:
         ],
     )
     def test_no_file_of_durations(self, text: str, said: str, tmp_path: Path) -> None:
-        """Whatever a file holds, the answer is one line."""
+        """Any content gives one line."""
         path = tmp_path / "d.json"
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
 

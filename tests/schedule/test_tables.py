@@ -145,14 +145,14 @@ class TestUnusable:
         assert (1, 1, "oops") == (caught.value.rank, caught.value.step, caught.value.entry)
 
     def test_byte_order_mark(self, tmp_path: Path) -> None:
-        """A spreadsheet's byte order mark is no part of the first entry."""
+        """A spreadsheet's byte order mark is not read as part of the first entry."""
         path = tmp_path / "table.csv"
         path.write_bytes(b"\xef\xbb\xbf0F0,0B0\n")
 
         assert 2 == read_table(path).num_actions
 
     def test_missing_and_directory(self, tmp_path: Path) -> None:
-        """A path that is no readable file says why."""
+        """The message says why a path cannot be read."""
         with pytest.raises(ScheduleError, match=r"none\.csv: cannot be read: No such file"):
             read_table(tmp_path / "none.csv")
         with pytest.raises(ScheduleError, match="cannot be read: Is a directory"):

@@ -292,7 +292,7 @@ class TestOutstanding:
         assert "already outstanding: none" == finding.found
 
     def test_needs_waits(self) -> None:
-        """A limit on a table that does not say when sends end is no question it can answer."""
+        """A limit needs a table that says when its sends end."""
         with pytest.raises(ScheduleError, match="the ends of its sends"):
             check(read_fixture(ZBV_COMMS), transport=Transport(max_outstanding_sends=2))
 

@@ -35,7 +35,7 @@ AROUND = {
     **{f"arena.{name}": {"configure"} for name in ("missing-destination",)},
     "arena.overlapping-destinations": {"configure"},
     **{f"log.{name}": {"replay"} for name in ("chain", "sequence", "result", "closing", "state")},
-    "log.incarnation": {"replay"},
+    **{f"log.{name}": {"replay"} for name in ("incarnation", "step")},
 }
 
 
@@ -132,7 +132,7 @@ class TestText:
 
     @pytest.mark.parametrize("clause", ALL, ids=lambda c: c.id)
     def test_each_text_is_whole_sentences(self, clause: object) -> None:
-        """Invariant, unchanged, cause and remedy are sentences; the title is none."""
+        """Invariant, unchanged, cause and remedy are sentences; the title is a phrase."""
         for name in ("invariant", "unchanged", "cause", "remedy"):
             text = getattr(clause, name)
             assert text.endswith("."), (name, text)
@@ -146,7 +146,7 @@ class TestText:
         own = getattr(clause, "transitions")  # noqa: B009
         known = {name for t in own for name in TRANSITIONS.get(t, ())}
         around = {"destination", "checkpoint", "digest", "seq", "result", "events", "state"}
-        around |= {"incarnation"} if own == ("replay",) else set()
+        around |= {"incarnation", "step"} if own == ("replay",) else set()
 
         assert argument in known | {""} or (argument in around and not known & {argument})
 

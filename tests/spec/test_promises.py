@@ -92,7 +92,7 @@ def test_promises_read_columns_that_are_in_the_table() -> None:
 
 
 def test_promises_and_lemmas_together_are_what_the_induction_is_about() -> None:
-    """A lemma is no promise, and the invariants are both."""
+    """Promises and lemmas are disjoint; together they are the invariants."""
     always = {predicate.name for predicate in [*MEMORY, *WORLD]}
     lemmas = {predicate.name for predicate in LEMMAS}
 

@@ -653,6 +653,26 @@ def failed_alone(job: Job, folder: str, place: str) -> dict[str, Any]:
     return said
 
 
+def load_failed_alone(job: Job, folder: str) -> dict[str, Any]:
+    """A load that fails on rank 1 alone before it has compared anything; then a load."""
+    run = Run(job, folder)
+    run.worker.step()
+    path = run.save()
+
+    def fail(*_: Any) -> Any:
+        raise TypeError("an injected failure")
+
+    def act() -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            if run.rank == 1:
+                patched.setattr(run.worker.optimizer, "state_tensors", fail)
+            run.load(path)
+
+    said = run.attempt(act)
+    run.load(path)
+    return said
+
+
 def half_loaded(job: Job, folder: str) -> dict[str, Any]:
     """A load that fails on one rank when all have found it right."""
     run = Run(job, folder)

@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path: Path) -> N
 
 
 def test_only_folders_with_names_of_ours_are_checkpoints(tmp_path: Path) -> None:
-    """Eight ASCII digits or more, as they are written here; a file is none."""
+    """A folder whose name has eight or more ASCII digits; a file does not count."""
     for name in ("step-1", "step-\u00b2", "step-000000001", "step-0000000\u0663", "step-00000001x"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000005").write_text("a file")

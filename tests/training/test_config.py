@@ -273,7 +273,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_command_line_overrides(tmp_path: Path) -> None:
-    """What is typed counts, and is looked at alike."""
+    """A typed value replaces the file's value and is checked in the same way."""
     path = written(tmp_path)
 
     assert 7 == read(path, run={"steps": 7, "device": None}).run.steps

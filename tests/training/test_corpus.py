@@ -152,7 +152,7 @@ def test_a_vocabulary_that_does_not_fit(library: Path, tmp_path: Path, vocabular
 
 
 def test_who_is_held_out_hangs_on_the_name_alone() -> None:
-    """A file stays on its side whatever it holds."""
+    """A file's content does not change its side."""
     names = [f"a/{n}.py" for n in range(3000)]
     sides = [ListedFile(name, 1, "a").held_out for name in names]
 

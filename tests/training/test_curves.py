@@ -310,8 +310,8 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     most.write_text(RUN.replace("[model]", f"[model]\nseed = {2**47 - 1}"))
     run = ["--runs", "guarded:il:0"]
     for words, told in (
-        ([], "wants a file and --runs"),
-        ([config], "wants a file and --runs"),
+        ([], "expected a training file and --runs"),
+        ([config], "expected a training file and --runs"),
         ([config, "--runs", "guarded:il:0", "guarded:il:0"], "named twice"),
         ([config, *run, "--steps", "0"], "--steps 0: expected a number above 0"),
         ([config, "--runs", "guarded:il:0", "guarded:il:0:te"], "named twice"),

@@ -130,6 +130,16 @@ def test_an_error_of_one_rank_alone_is_told_to_the_other(tmp_path: Path, place: 
         assert words["then"] == "step-00000001"
 
 
+def test_an_error_of_one_rank_alone_in_a_load_is_told_to_the_other(tmp_path: Path) -> None:
+    """No rank has written anything, and the next load succeeds."""
+    job = Job(schedule="1f1b", pp=2, microbatches=2)
+    said = run(tmp_path, job, bodies.load_failed_alone)
+
+    for words in said.values():
+        assert words["error"] == "TypeError: an injected failure"
+        assert words["moved"] == []
+
+
 def test_without_the_question_half_a_step_is_saved(tmp_path: Path) -> None:
     """Scaling state of the middle of an epoch, under the name of the one before: it is needed."""
     said = run(tmp_path, JOB, bodies.unasked)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from qeffect.log.format import DIGEST_BYTES, FIELDS, compact
+from qeffect.log.format import DIGEST_BYTES, FIELDS, MARKS, compact
 from qeffect.log.recorder import seal
 
 __all__ = ["Edit", "edits", "line_schema", "reseal", "schema", "semantic_fields"]
@@ -141,7 +141,8 @@ def _alternatives(
 ) -> Iterator[Any]:
     if path == ("transition",):
         own = FIELDS[value]
-        yield from (name for name, names in FIELDS.items() if names == own and name != value)
+        alike = (name for name, names in FIELDS.items() if names == own and name != value)
+        yield from (name for name in alike if (name in MARKS) is (value in MARKS))
         return
     near: list[Any]
     if isinstance(value, bool):

@@ -17,10 +17,11 @@ from typing import Any, Final
 from attrs import frozen
 
 from qeffect import Contract, Refused
-from qeffect.engine.concrete_memory import Snapshot
+from qeffect.engine.concrete_memory import Memory, Snapshot
 from qeffect.engine.stage import TRANSITIONS
-from qeffect.log.format import rebuild
+from qeffect.log.format import MARKS, rebuild
 from qeffect.log.reader import Converters
+from qeffect.steps.counters import Event, base_of, groups, translated_event
 
 from .edits import Edit
 
@@ -69,6 +70,38 @@ class _Unreadable:
     __bool__ = __int__ = __index__ = __iter__ = __add__ = __sub__ = __and__ = __or__ = _read
 
 
+class _Steps:
+    """Steps that were recorded, by the number of the line with which each began."""
+
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+        self.events: list[Event] = []
+        self._began: tuple[int, Memory] | None = None
+        self._kept: dict[int, tuple[Memory, list[Event]]] = {}
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Begin, keep or drop a step, or run a kept one again, moved like the counters."""
+        memory, mark = self.contract.memory, event["transition"]
+        if (self._began is None) is (mark in ("keep_step", "drop_step")):
+            raise ValueError(mark)
+        if mark == "begin_step":
+            self._began, self.events = (event["seq"], memory.copy()), []
+        elif mark == "repeat_step":
+            start, events = self._kept[event["step"]]
+            moved = {
+                group: base_of(memory, group)[2] - base_of(start, group)[2]
+                for group in groups(memory)
+            }
+            for one in events:
+                name, given = translated_event(memory, one, moved)
+                self.contract.transitions.functions[name](memory, *given)
+        else:
+            assert self._began is not None
+            if mark == "keep_step":
+                self._kept[self._began[0]] = self._began[1], self.events
+            self._began = None
+
+
 def history(
     lines: Sequence[str], spoiled: tuple[int, Sequence[tuple[str, Any]]] = (-1, ())
 ) -> History | None:
@@ -85,15 +118,20 @@ def history(
         contract = rebuild(header)
         converters = Converters(contract)
         arguments = []
+        steps = _Steps(contract)
         states = [contract.snapshot()]
         for number, event in enumerate(events, 1):
             if converters.unknown(event)[1] != "destination":
                 return None  # it names what the header does not configure
             given = converters.arguments(event)
             name = event["transition"]
-            result = contract.transitions.functions[name](contract.memory, *given)
-            if result != event.get("result"):
-                return None
+            if name in MARKS:
+                steps.apply(event)
+            else:
+                result = contract.transitions.functions[name](contract.memory, *given)
+                if result != event.get("result"):
+                    return None
+                steps.events.append((name, given))
             if number == spoiled[0]:
                 for column, index in spoiled[1]:
                     getattr(contract.memory, column)[index] = _Unreadable()
@@ -168,14 +206,15 @@ def _same_state(ours: History, theirs: History, at: int) -> str:
     name = ours.events[at - 1]["transition"]
     before, after = ours.arguments[at - 1], theirs.arguments[at - 1]
     if name == theirs.events[at - 1]["transition"]:
+        names = {**TRANSITIONS, **MARKS}[name]
         changed = {
             parameter
-            for parameter, old, new in zip(TRANSITIONS[name], before, after, strict=True)
+            for parameter, old, new in zip(names, before, after, strict=True)
             if old != new
         }
         if not changed:
             return "same call"
-        if changed <= unread(ours.contract.transitions.functions[name]):
+        if name in TRANSITIONS and changed <= unread(ours.contract.transitions.functions[name]):
             return "unread"
     return "same effect"
 

@@ -516,6 +516,35 @@ def reported_evidence() -> list[str]:
     return d.log.close()
 
 
+def recurring_steps() -> list[str]:
+    """A step that is recorded and then committed as one, twice, with a drain between."""
+    d = RecordedCaller(
+        [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096))],
+        incarnation=0x5EED_0B00,
+    )
+
+    def step() -> None:
+        d.refresh(0)
+        d.forward(0, 0)
+        d.forward(0, 1)
+        d.dgrad(0, 0)
+        d.dgrad(0, 1)
+        d.wgrad(0, 1)
+        d.wgrad(0, 0)
+        d.finalize(0)
+        d.commit()
+
+    step()
+    d.contract.record_step().drop()
+    recording = d.contract.record_step()
+    step()
+    recorded = recording.end()
+    d.contract.commit_step(recorded)
+    d.contract.drain()
+    d.contract.commit_step(recorded)
+    return d.log.close()
+
+
 #: Every scenario by the name of its log.
 SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
     scenario.__name__.replace("_", "-"): scenario
@@ -535,5 +564,6 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         lost_cache,
         without_version_order_arena,
         reported_evidence,
+        recurring_steps,
     )
 }

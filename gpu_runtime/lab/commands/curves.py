@@ -197,8 +197,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _names(args: argparse.Namespace) -> list[RunName]:
     if args.config is None or not args.runs:
         raise UnusableError(
-            "curves wants a file and --runs, such as: torchrun --nproc-per-node 2 -m qeffect "
-            "runtime curves h200.toml --runs native:il:0 guarded:il:0 --out curves.json"
+            "expected a training file and --runs, such as: torchrun --nproc-per-node 2 -m qeffect "
+            "runtime report curves h200.toml --runs native:il:0 guarded:il:0 --out curves.json"
         )
     return [RunName.of(text) for text in args.runs]
 

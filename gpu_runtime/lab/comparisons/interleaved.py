@@ -26,7 +26,8 @@ from qeffect.schedule.torch_tables import torch_schedule
 
 from ...backends.layers import LayerConfig
 from ...step.memory.numerical_state import raw_bits
-from ...step.plan.order import Kind, Order
+from ...step.plan.order import Order
+from ..sides.library import full_backward_order
 
 __all__ = ["GRAPH_USES", "GraphUse", "differences", "record_side"]
 
@@ -141,15 +142,9 @@ class _Late:
 
 
 def actions_of(rank: int) -> list[tuple[bool, int, int]]:
-    """Whether forward, chunk and microbatch, of every F and full backward of a rank's row."""
+    """Every F and full backward of a rank's row, as `full_backward_order` gives them."""
     table = torch_schedule("ScheduleInterleaved1F1B", pp=PP, vpp=CHUNKS, microbatches=MICROBATCHES)
-    order = Order.of_rank(table, rank)
-    position = {stage: n for n, stage in enumerate(order.stages)}
-    return [
-        (step.kind is Kind.FORWARD, position[step.stage], step.microbatch)
-        for step in order.steps
-        if step.kind is not Kind.WGRAD
-    ]
+    return full_backward_order(Order.of_rank(table, rank))
 
 
 def record_side(side: GraphUse) -> dict[str, Any]:

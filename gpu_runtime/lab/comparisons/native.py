@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ...backends.protocol import BackendError, StageBackend, matrices, parameters
+from ...backends.protocol import BackendError, StageBackend, parameters
 from ...step.memory.arena import by_matrix
 from ...step.memory.numerical_state import live_state
 from ...step.optimizer import Gradients, Optimizer
@@ -87,17 +87,8 @@ class NativeRun:
             )
         for stage in self.stages:
             if self.rule == "main_grad":
-                self._main_grads[stage.index] = self._buffers(stage)
+                self._main_grads[stage.index] = empty_sums(stage, self.dtype)
             stage.native_bind(self._main_grads.get(stage.index))
-
-    def _buffers(self, stage: StageBackend, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        # -0.0 is the identity of addition for every float, -0.0 included; 0.0 is not.
-        return {
-            unit.name: torch.full(
-                unit.shape, -0.0, dtype=dtype or self.dtype, device=stage.domain.device
-            )
-            for unit in stage.units
-        }
 
     def run(self, num_steps: int) -> None:
         """Train for some optimizer steps."""
@@ -156,7 +147,7 @@ class NativeRun:
         where: str,
     ) -> None:
         if self.rule in _EXACT:
-            self._kept[stage.index, action.microbatch] = self._buffers(stage, torch.float32)
+            self._kept[stage.index, action.microbatch] = empty_sums(stage, torch.float32)
             stage.native_bind(self._kept[stage.index, action.microbatch])
         seen: dict[str, Tensor] = {}
         hooks = []
@@ -183,7 +174,7 @@ class NativeRun:
         if self.rule == "dgrad_order" and self.recording is not None:
             place = f"step {number} stage {stage.index} m{microbatch}"
             self.recording.add_all("microbatch gradients", place, by_matrix(stage.units, kept))
-        into = self._main_grads.setdefault(stage.index, self._buffers(stage))
+        into = self._main_grads.setdefault(stage.index, empty_sums(stage, self.dtype))
         for name, value in kept.items():
             into[name].copy_(torch.add(into[name], value))
         if self.rule == "wgrad_order":
@@ -194,25 +185,47 @@ class NativeRun:
         if self.recording is not None:
             record_sum(self.recording, stage, number, added, self._main_grads[stage.index])
 
+    def _sums(self, stage: StageBackend) -> dict[str, Tensor]:
+        return self._main_grads.get(stage.index, {})
+
     def _update(self, number: int) -> None:
-        gradients = {stage.index: self._gradients(stage) for stage in self.stages}
+        gradients = {s.index: native_gradients(s, self._sums(s)) for s in self.stages}
         record_step(self.recording, number, self.stages, gradients, before_update=True)
         self.optimizer.step(gradients)
         for stage in self.stages:
-            for parameter in parameters(stage).values():
-                parameter.grad = None
-            for buffer in self._main_grads.get(stage.index, {}).values():
-                buffer.fill_(-0.0)
+            drop_gradients(stage, self._sums(stage))
         record_step(self.recording, number, self.stages, gradients, optimizer=self.optimizer)
 
-    def _gradients(self, stage: StageBackend) -> dict[str, Tensor]:
-        named = parameters(stage)
-        found = {name: p.grad for name, p in named.items() if p.grad is not None}
-        if self.rule != "grad":
-            found.update(by_matrix(stage.units, self._main_grads[stage.index]))
-        if missing := sorted(named.keys() - found.keys()):
-            raise BackendError(f"native backward left {missing[0]} without a gradient")
-        return found
+
+def empty_sums(stage: StageBackend, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A buffer for the sum of each unit's gradients, of the unit's shape."""
+    # -0.0 is the identity of addition for every float, -0.0 included; 0.0 is not.
+    device = stage.domain.device
+    return {u.name: torch.full(u.shape, -0.0, dtype=dtype, device=device) for u in stage.units}
+
+
+def native_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """
+    The gradients that full backwards left: of matrices in the sums, if there are any.
+
+    Raises:
+        BackendError: A parameter has no gradient.
+    """
+    named = parameters(stage)
+    found = {name: p.grad for name, p in named.items() if p.grad is not None}
+    if sums:
+        found.update(by_matrix(stage.units, sums))
+    if missing := sorted(named.keys() - found.keys()):
+        raise BackendError(f"native backward left {missing[0]} without a gradient")
+    return {name: found[name] for name in named}
+
+
+def drop_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> None:
+    """Empty the gradients and the sums of a stage after an update."""
+    for parameter in parameters(stage).values():
+        parameter.grad = None
+    for total in sums.values():
+        total.fill_(-0.0)
 
 
 def _keep(into: dict[str, Tensor], name: str, gradient: Tensor | None) -> None:
@@ -271,8 +284,3 @@ def record_step(
         recording.add_all("parameters", f"{where} stage {stage.index}", parameters(stage))
     if optimizer is not None:
         recording.add_all("AdamW state", where, optimizer.state_tensors())
-
-
-def matrix_names(stage: StageBackend) -> tuple[str, ...]:
-    """Names of a stage's matrices, sorted as the kernel requires."""
-    return tuple(sorted(m.name for m in matrices(stage)))

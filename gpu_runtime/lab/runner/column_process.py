@@ -1,5 +1,5 @@
 """
-One column in a process of its own, and the same without a process for tests.
+One column in a process of its own.
 
 The parent says what to do next and waits, so that only one column uses the device at a time.
 """
@@ -17,7 +17,7 @@ from ..sides.cells import BenchCell
 from ..sides.columns import ColumnSpec, Settings
 from ..sides.side import Column
 from ..statistics.traces import summarize
-from .processes import ChildError, ChildProcess, answer, first_line
+from .processes import ChildProcess, answer
 from .rank_process import forbid_profiler
 
 HOST_STEPS = 5
@@ -193,34 +193,6 @@ class ColumnHandle(Protocol):
 
     def end(self) -> None:
         """End the column, whatever it is doing."""
-
-
-class InlineColumn:
-    """A session in this process: for tests, where no library has process-wide state."""
-
-    def __init__(
-        self, spec: ColumnSpec, cell: BenchCell, settings: Settings, *, profiles: bool = False
-    ) -> None:
-        self._session = ColumnSession(spec, cell, settings)
-        self._next: tuple[str, dict[str, Any]] | None = None
-
-    def post(self, method: str, **arguments: Any) -> None:
-        """Remember what to run."""
-        self._next = (method, arguments)
-
-    def collect(self, timeout_s: float) -> dict[str, Any]:
-        """Run it."""
-        assert self._next is not None
-        method, arguments = self._next
-        try:
-            result: dict[str, Any] = getattr(self._session, method)(**arguments)
-        except Exception as error:
-            raise ChildError(first_line(error)) from error
-        return result
-
-    def end(self) -> None:
-        """Close the column."""
-        self._session.close()
 
 
 class ColumnProcess:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -16,20 +17,30 @@ from torch import Tensor
 
 from ...backends.te import baselines as te_baselines
 from ...backends.te.baselines import Chunking
-from ...step.plan.order import Kind
+from ...step.plan.order import Kind, Order
 from .cells import BenchCell
 from .columns import Settings
 
 WARMUP_STEPS = 3
 
 
+def full_backward_order(order: Order) -> list[tuple[bool, int, int]]:
+    """Whether forward, position of the stage and microbatch, of every F and full backward."""
+    position = {stage: n for n, stage in enumerate(order.stages)}
+    return [
+        (step.kind is Kind.FORWARD, position[step.stage], step.microbatch)
+        for step in order.steps
+        if step.kind is not Kind.WGRAD
+    ]
+
+
 @attrs.define(eq=False)
 class _Training:
-    """Layers, data and optimizer of every column of this module."""
+    """Layers, data and optimizer of every column without this runtime."""
 
     cell: BenchCell
     settings: Settings
-    fused: bool
+    fused: bool = False
     capturable: bool = False
     layers: list[torch.nn.Module] = attrs.field(factory=list, init=False)
     matrices: list[torch.nn.Parameter] = attrs.field(factory=list, init=False)
@@ -48,20 +59,8 @@ class _Training:
                 f"{self.cell.name}: its stages do not feed each other, and native columns can time "
                 "only stages that do"
             )
-        self.recipe = te_baselines.delayed_scaling(self.settings.history)
-        self.layers = [
-            te_baselines.layer(config, fused=self.fused, seed=n) for n in range(len(order.stages))
-        ]
-        self.matrices = [p for one in self.layers for p in te_baselines.matrices(one)]
-        if self.fused:
-            for parameter in self.matrices:
-                parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-        position = {stage: n for n, stage in enumerate(order.stages)}
-        self.actions = [
-            (step.kind is Kind.FORWARD, position[step.stage], step.microbatch)
-            for step in order.steps
-            if step.kind is not Kind.WGRAD
-        ]
+        self.make_layers(order)
+        self.actions = full_backward_order(order)
         torch.manual_seed(1)
         shape = (config.sequence, config.batch, config.hidden)
         for _ in range(self.cell.microbatches):
@@ -75,6 +74,22 @@ class _Training:
             fused=True,
             capturable=self.capturable,
         )
+
+    def make_layers(self, order: Order) -> None:
+        """The library's layers, and their `main_grad` where it accumulates there."""
+        self.recipe = te_baselines.delayed_scaling(self.settings.history)
+        self.layers = [
+            te_baselines.layer(self.cell.config, fused=self.fused, seed=n)
+            for n in range(len(order.stages))
+        ]
+        self.matrices = [p for one in self.layers for p in te_baselines.matrices(one)]
+        if self.fused:
+            for parameter in self.matrices:
+                parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward."""
+        return te_baselines.autocast(self.recipe)
 
     def update(self) -> None:
         """AdamW on `.grad`, or on `main_grad` in its place; gradients are then dropped."""
@@ -99,7 +114,7 @@ class _Training:
             if is_forward:
                 source = self.x[m] if n == 0 else outputs[n - 1, m]
                 h = inputs[n, m] = source.detach().requires_grad_()
-                with te_baselines.autocast(self.recipe):
+                with self.autocast():
                     outputs[n, m] = forward(n, m, h, n not in started)
                 started.add(n)
             else:
@@ -223,7 +238,7 @@ class Graphed(_Training):
         each = len(self.graphs) // self.cell.microbatches
         for m in range(self.cell.microbatches):
             y = self.x[m].detach().requires_grad_()
-            with te_baselines.autocast(self.recipe):
+            with self.autocast():
                 for forward in self.graphs[m * each : (m + 1) * each]:
                     y = forward(y, is_first_microbatch=m == 0)
             torch.autograd.backward(y, self.dy[m])

@@ -4,7 +4,8 @@ The reference backend's own full backward as a column, so that the tables run wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -13,71 +14,44 @@ from torch import Tensor
 
 from ...backends.protocol import StageBackend, parameters
 from ...backends.reference import ReferenceDomain, ReferenceStage
-from ...step.plan.order import Kind, Order
+from ...step.plan.order import Order
 from .cells import BenchCell
 from .columns import Settings
+from .library import Native
+
+
+@attrs.frozen(eq=False)
+class _StageLayer:
+    """A stage under the signature of the library's layer."""
+
+    stage: StageBackend
+
+    def __call__(self, h: Tensor, *, is_first_microbatch: bool) -> Tensor:
+        (y,) = self.stage.native_forward((h,), first=is_first_microbatch)
+        return y
+
+    def parameters(self) -> Iterable[torch.nn.Parameter]:
+        return parameters(self.stage).values()
 
 
 @attrs.define(eq=False)
-class NativeReference:
+class NativeReference(Native):
     """Eager full backward into `.grad`, each stage feeding the next."""
 
-    cell: BenchCell
-    settings: Settings
-    order: Order = attrs.field(init=False)
     stages: dict[int, StageBackend] = attrs.field(factory=dict, init=False)
-    x: list[Tensor] = attrs.field(factory=list, init=False)
-    dy: list[Tensor] = attrs.field(factory=list, init=False)
-    optimizer: Any = attrs.field(default=None, init=False)
 
-    def build(self) -> None:
-        """Stages, data, AdamW."""
-        self.order = self.cell.order()
+    def make_layers(self, order: Order) -> None:
+        """The stages of one state domain."""
         domain = ReferenceDomain(self.settings.history)
-        self.stages = {
-            index: ReferenceStage(index, domain, self.cell.config, seed=index)
-            for index in self.order.stages
-        }
-        for stage in self.stages.values():
+        config = self.cell.config
+        for index in order.stages:
+            stage = self.stages[index] = ReferenceStage(index, domain, config, seed=index)
             stage.native_bind(None)
-        spec = self.stages[self.order.stages[0]].inputs[0]
-        torch.manual_seed(1)
-        for _ in range(self.cell.microbatches):
-            self.x.append(torch.randn(spec.shape, dtype=spec.dtype))
-            self.dy.append(torch.randn(spec.shape, dtype=spec.dtype) * 0.01)
-        named = [p for stage in self.stages.values() for p in parameters(stage).values()]
-        self.optimizer = torch.optim.AdamW(named, lr=1e-4, fused=True)
+            self.layers.append(_StageLayer(stage))  # type: ignore[arg-type]
 
-    def warm(self) -> None:
-        """Nothing before the first step."""
-
-    def step(self) -> None:
-        """One optimizer step."""
-        inputs: dict[tuple[int, int], Tensor] = {}
-        outputs: dict[tuple[int, int], Tensor] = {}
-        started: set[int] = set()
-        for kind, stage, m in self.order.steps:
-            if kind is Kind.FORWARD:
-                before = outputs.get((stage - 1, m), self.x[m])
-                h = inputs[stage, m] = before.detach().requires_grad_()
-                (outputs[stage, m],) = self.stages[stage].native_forward(
-                    (h,), first=stage not in started
-                )
-                started.add(stage)
-            elif kind is Kind.DGRAD:
-                fed_by = inputs.get((stage + 1, m))
-                dy = self.dy[m] if fed_by is None else fed_by.grad
-                torch.autograd.backward(outputs[stage, m], dy)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def facts(self) -> Mapping[str, Any]:
-        """Nothing beyond the cell."""
-        return {}
-
-    def close(self) -> None:
-        """Drop every tensor."""
-        self.stages.clear()
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The stages know their scales themselves."""
+        return nullcontext()
 
 
 def native_column(cell: BenchCell, settings: Settings) -> NativeReference:

@@ -8,7 +8,7 @@ pipeline. This side has no slots, tapes, guards or messages of ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,18 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from qeffect.schedule.torch_tables import SINGLE
 
-from ...backends.protocol import BackendError, StageBackend, parameters
-from ...step.memory.arena import Rule, by_matrix
+from ...backends.protocol import BackendError, StageBackend
+from ...step.memory.arena import Rule
 from ...step.memory.numerical_state import live_state, preserving
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
-from ..comparisons.native import record_step, rule_for
+from ..comparisons.native import (
+    drop_gradients,
+    empty_sums,
+    native_gradients,
+    record_step,
+    rule_for,
+)
 from ..comparisons.recording import Recording
 
 __all__ = ["NativePipeline"]
@@ -55,18 +61,10 @@ class _Stage(PipelineStage):
         self.forwards = self.submod
         self.sums: dict[str, Tensor] = {}
         if owner.rule == "main_grad":
-            self.sums = self._buffers(owner.dtype)
+            self.sums = empty_sums(stage, owner.dtype)
             stage.native_bind(self.sums)
         elif owner.rule == "grad":
             stage.native_bind(None)
-
-    def _buffers(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        # -0.0 is the identity of addition for every float, -0.0 included; 0.0 is not.
-        device = self.backend.domain.device
-        return {
-            u.name: torch.full(u.shape, -0.0, dtype=dtype, device=device)
-            for u in self.backend.units
-        }
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -76,7 +74,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.at = m = bwd_chunk_id
         if self.owner.rule == "wgrad_order":
-            kept = self.owner.kept[self.stage_index, m] = self._buffers(torch.float32)
+            kept = self.owner.kept[self.stage_index, m] = empty_sums(self.backend, torch.float32)
             self.backend.native_bind(kept)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         found = () if self.is_first else self.bwd_cache[m]
@@ -99,7 +97,7 @@ class _Stage(PipelineStage):
     def _add(self, m: int) -> None:
         kept = self.owner.kept.pop((self.stage_index, m), {})
         if kept and not self.sums:
-            self.sums = self._buffers(self.owner.dtype)
+            self.sums = empty_sums(self.backend, self.owner.dtype)
         for name, value in kept.items():
             self.sums[name].copy_(torch.add(self.sums[name], value))
 
@@ -215,23 +213,11 @@ class NativePipeline:
         self.schedule.step(*inputs, **options, return_outputs=False)
         # Read on demand: a step does not wait for its losses.
         self._losses[self.number] = [loss.detach() for loss in losses]
-        gradients = {p.stage_index: self._gradients(p) for p in self.piped}
+        gradients = {p.stage_index: native_gradients(p.backend, p.sums) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)
         record_step(self.recording, self.number, self.stages, gradients, before_update=True)
         self.optimizer.step(gradients, **({} if scale is None else {"scale": scale}))
         for piped in self.piped:
-            for parameter in parameters(piped.backend).values():
-                parameter.grad = None
-            for total in piped.sums.values():
-                total.fill_(-0.0)
+            drop_gradients(piped.backend, piped.sums)
         record_step(self.recording, self.number, self.stages, gradients, optimizer=self.optimizer)
         self.number += 1
-
-    def _gradients(self, piped: _Stage) -> Mapping[str, Tensor]:
-        own = parameters(piped.backend)
-        found = {n: p.grad for n, p in own.items() if p.grad is not None}
-        if piped.sums:
-            found.update(by_matrix(piped.backend.units, piped.sums))
-        if missing := sorted(own.keys() - found.keys()):
-            raise BackendError(f"native backward left {missing[0]} without a gradient")
-        return {name: found[name] for name in own}

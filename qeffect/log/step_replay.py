@@ -1,0 +1,132 @@
+"""
+Steps that a log writes in one line: kept when they were recorded, expanded where they are repeated.
+
+A contract that commits a recorded step as one (`qeffect.steps`) tells its log one line. For this
+line the replayer runs every transition of the recorded step, one by one, with every guard. It does
+not use the comparison by which the contract itself saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+from ..contract import Contract
+from ..engine.concrete_memory import Memory
+from ..explain import explain
+from ..refusals import Refused
+from ..steps.counters import Event, base_of, groups, translated_event
+from ..steps.recorded_step import RECUR
+from .format import KEPT_STEPS, MARKS
+
+__all__ = ["RepeatError", "StepReplay"]
+
+
+class RepeatError(Exception):
+    """
+    A line about a recorded step that is refused.
+
+    Args:
+        clause: The clause: ``log.step``, or that of a refused transition of the step.
+        found: What the line presented.
+        expected: What was expected.
+        action: The refused transition; by default the line's own.
+    """
+
+    def __init__(self, clause: str, found: str, expected: str, action: str | None = None) -> None:
+        super().__init__(clause, found, expected)
+        self.clause, self.found, self.expected, self.action = clause, found, expected, action
+
+
+@frozen
+class _Kept:
+    """A recorded step: the memory before it, and its transitions."""
+
+    start: Memory
+    events: tuple[Event, ...]
+
+
+class StepReplay:
+    """
+    The recorded steps of one log.
+
+    Args:
+        contract: The replayed contract.
+        arguments: From a well-formed event to the arguments of its transition.
+
+    Attributes:
+        events: The transitions since the step that is being recorded began; None between steps.
+    """
+
+    def __init__(
+        self, contract: Contract, arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    ) -> None:
+        self.contract = contract
+        self.events: list[Event] | None = None
+        self._arguments = arguments
+        self._began = 0
+        self._start: Memory | None = None
+        self._steps: dict[int, _Kept] = {}
+
+    def functions(self) -> dict[str, Callable[..., None]]:
+        """Return what applies each line about a step."""
+        return {
+            "begin_step": self.begin,
+            "keep_step": self.keep,
+            "drop_step": self.drop,
+            "repeat_step": self.repeat,
+        }
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Add an accepted line to the step that is being recorded."""
+        name = event["transition"]
+        if name not in MARKS and self.events is not None:
+            self.events.append((name, self._arguments(event)))
+
+    def begin(self, st: Memory, seq: int) -> None:
+        """Begin to record a step."""
+        if self.events is not None:
+            raise RepeatError("log.step", "a step begins", "the end of the step before it")
+        self.events, self._start, self._began = [], st.copy(), seq
+
+    def drop(self, st: Memory, seq: int) -> None:
+        """Discard the step that is being recorded."""
+        if self.events is None:
+            raise RepeatError("log.step", "a step is dropped", "that it began")
+        self.events = None
+
+    def keep(self, st: Memory, seq: int) -> None:
+        """Keep the step that is being recorded; older ones than the last few are forgotten."""
+        if self.events is None or self._start is None:
+            raise RepeatError("log.step", "a step is kept", "that it began")
+        events, self.events = tuple(self.events), None
+        names = [name for name, _ in events]
+        if {*names} - RECUR or names.count("commit_epoch") != 1:
+            raise RepeatError("log.step", "a step is kept", "transitions of one step that recurs")
+        self._steps[self._began] = _Kept(self._start, events)
+        for began in [*self._steps][:-KEPT_STEPS]:
+            del self._steps[began]
+
+    def repeat(self, st: Memory, seq: int, step: int) -> None:
+        """Run the transitions of a kept step, moved like the contract's counters."""
+        kept = self._steps.get(step)
+        if kept is None or kept.start.incarnation[0] != st.incarnation[0]:
+            known = [n for n, k in self._steps.items() if k.start.incarnation == st.incarnation]
+            raise RepeatError(
+                "log.step", f"step {step}", f"one of the steps kept in this incarnation: {known}"
+            )
+        if self.events is not None:
+            raise RepeatError("log.step", f"step {step}", "the end of the step being recorded")
+        amounts = {
+            group: base_of(st, group)[2] - base_of(kept.start, group)[2] for group in groups(st)
+        }
+        functions = self.contract.transitions.functions
+        for event in kept.events:
+            name, given = translated_event(st, event, amounts)
+            try:
+                functions[name](st, *given)
+            except Refused as refused:
+                why = explain(refused, name, st, given)
+                raise RepeatError(why.clause, why.found, why.expected, name) from None

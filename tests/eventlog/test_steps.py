@@ -1,0 +1,236 @@
+"""A step committed as one is one line of the log, which the replayer expands and checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from qeffect import Contract, StageConfig, TapeKey
+from qeffect.log.format import KEPT_STEPS, compact
+from qeffect.log.recorder import Recorder
+from qeffect.log.replayer import LogError, replay_lines
+from qeffect.steps import RecordedStep
+from qeffect.verification.logs.edits import reseal
+
+
+def step(contract: Contract) -> None:
+    """One step of one stage and two microbatches."""
+    with contract.refresh(0):
+        pass
+    tapes = []
+    for microbatch in (0, 1):
+        key = TapeKey(contract.epoch, 0, microbatch)
+        with contract.forward(key) as f:
+            contract.bind(key)
+        tapes.append((key, f.ref))
+    contract.wait()
+    for key, ref in tapes:
+        with contract.dgrad(key, ref) as i:
+            i.queued = ("w",)
+    for key, ref in reversed(tapes):
+        with contract.wgrad(key, ref) as w:
+            w.covered = ("w",)
+    contract.wait()
+    contract.finalize(0)
+    contract.commit_epoch()
+    contract.join()
+
+
+def made() -> tuple[Contract, Recorder]:
+    """A contract and its log."""
+    contract = Contract([StageConfig(0, microbatches=2, slots=2, matrices=("w",))])
+    return contract, Recorder(contract)
+
+
+def recorded(contract: Contract) -> RecordedStep:
+    """A step that is recorded."""
+    recording = contract.record_step()
+    step(contract)
+    return recording.end()
+
+
+def log_of(repeats: int = 3) -> list[str]:
+    """A log with a recorded step and its repeats."""
+    contract, log = made()
+    step(contract)
+    again = recorded(contract)
+    for _ in range(repeats):
+        assert contract.check_step(again) is None
+        contract.commit_step(again)
+    return log.close()
+
+
+def test_each_step_as_one_is_one_line_and_the_log_is_accepted() -> None:
+    """The closing line's state is that of the actions one by one."""
+    few, many = log_of(1), log_of(5)
+
+    assert len(many) - len(few) == 4
+    assert max(len(line) for line in many[len(few) - 1 : -1]) < 100
+    report = replay_lines(many)
+    assert (report.verdict, report.epoch) == ("accepted", 7)
+
+
+def test_the_contract_is_where_its_actions_would_have_led_it() -> None:
+    """With a log, too."""
+    (one, log), (each, _) = made(), made()
+    each.memory.incarnation[0] = one.incarnation
+    again = recorded(one)
+    step(each)
+    for _ in range(3):
+        one.commit_step(again)
+        step(each)
+    assert one.snapshot() == each.snapshot()
+    assert replay_lines(log.close()).verdict == "accepted"
+
+
+def test_only_the_last_few_steps_can_be_repeated() -> None:
+    """The log forgets older ones, so that a replay needs no more memory for a longer log."""
+    contract, log = made()
+    steps = [recorded(contract) for _ in range(KEPT_STEPS + 1)]
+
+    found = contract.check_step(steps[0])
+    assert found is not None
+    assert found.where == "the observer"
+    with pytest.raises(ValueError, match="the observer"):
+        contract.commit_step(steps[0])
+    contract.commit_step(steps[1])
+    assert replay_lines(log.close()).verdict == "accepted"
+
+
+def test_a_log_that_is_closed_in_a_step_is_whole() -> None:
+    """The step is dropped, and the recorder leaves the contract."""
+    contract, log = made()
+    contract.record_step()
+    contract.submit()
+    lines = log.close()
+
+    assert contract.observer is None
+    assert '"drop_step"' in lines[-2]
+    assert replay_lines(lines).verdict == "accepted"
+
+
+def test_a_step_that_does_not_recur_is_dropped() -> None:
+    """An action of it was aborted."""
+    contract, log = made()
+    recording = contract.record_step()
+    contract.abort(contract.check_refresh(0))
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        recording.end()
+    assert contract.observer is log
+    lines = log.close()
+    assert '"drop_step"' in lines[-2]
+    assert replay_lines(lines).verdict == "accepted"
+
+
+def test_an_observer_that_takes_no_steps_has_none_recorded() -> None:
+    """A step as one would bypass it."""
+    contract = Contract([StageConfig(0, 2, 2)], observer=lambda *_: None)
+    with pytest.raises(ValueError, match="which a recorded step would bypass"):
+        contract.record_step()
+
+
+# Forged logs, whose digests and numbers are right
+
+
+Fields = dict[str, object]
+
+
+def forged(change: Callable[[list[Fields]], object]) -> list[str]:
+    """A log whose lines, but the first and the last, were changed."""
+    lines = [json.loads(line) for line in log_of()]
+    for line in lines:
+        del line["digest"]
+    header, *events, closing = lines
+    change(events)
+    for number, event in enumerate(events, 1):
+        event["seq"] = number
+    closing["events"] = len(events)
+    return reseal([compact(line)[:-1] for line in (header, *events, closing)])
+
+
+def at(events: list[Fields], mark: str) -> int:
+    """The place of the first line of a kind."""
+    return next(n for n, event in enumerate(events) if event["transition"] == mark)
+
+
+def without(mark: str) -> Callable[[list[Fields]], object]:
+    """Leave out the first line of a kind."""
+    return lambda events: events.pop(at(events, mark))
+
+
+def double(mark: str) -> Callable[[list[Fields]], object]:
+    """Repeat the first line of a kind."""
+    return lambda events: events.insert(at(events, mark), {**events[at(events, mark)]})
+
+
+def another_step(events: list[Fields]) -> None:
+    """Name a step that does not begin there."""
+    events[at(events, "repeat_step")]["step"] = 1
+
+
+def two_commits(events: list[Fields]) -> None:
+    """Let a kept step end with the next step's commit."""
+    first = at(events, "begin_step")
+    events.insert(0, events.pop(first))
+    events[at(events, "repeat_step")]["step"] = 1
+
+
+def a_live_tape(events: list[Fields]) -> None:
+    """Begin an F before the step that is repeated."""
+    place = at(events, "repeat_step")
+    refresh = next(n for n, e in enumerate(events) if e["transition"] == "check_refresh")
+    events.insert(place, {**events[refresh], "result": 99})
+
+
+@pytest.mark.parametrize(
+    ("change", "clause"),
+    [
+        (without("begin_step"), "log.step"),
+        (without("keep_step"), "log.step"),
+        (double("begin_step"), "log.step"),
+        (double("keep_step"), "log.step"),
+        (another_step, "log.step"),
+        (two_commits, "log.step"),
+        (lambda events: events[at(events, "keep_step")].update(transition="drop_step"), "log.step"),
+        (lambda events: events.insert(0, {"seq": 0, "transition": "drop_step"}), "log.step"),
+        (lambda events: events.pop(), "log.state"),
+        (lambda events: events.append({**events[-1]}), "log.state"),
+        (a_live_tape, "log.result"),
+    ],
+)
+def test_a_forged_step_is_refused(change: Callable[[list[Fields]], object], clause: str) -> None:
+    """By the line that it stands in, or at the end."""
+    assert replay_lines(forged(change)).clause == clause
+
+
+def test_a_repeated_step_whose_action_is_refused_is_refused_by_its_clause() -> None:
+    """Every guard runs again: here the weight cache was lost while the step's F had begun."""
+    contract, log = made()
+    again = recorded(contract)
+    contract.commit_step(again)
+    ticket = contract.check_refresh(0)
+    contract.abort(ticket)
+    lines = log.close()
+    bodies = [line[: line.rindex(',"digest"')] for line in lines]
+    seq = len(bodies) - 1
+    bodies.insert(-1, f'{{"seq":{seq},"transition":"repeat_step","step":1')
+    bodies[-1] = bodies[-1].replace(f'"events":{seq - 1}', f'"events":{seq}')
+    report = replay_lines(reseal(bodies))
+
+    assert (report.clause, report.action, report.line) == (
+        "order.poisoned",
+        "check_refresh",
+        seq + 1,
+    )
+
+
+def test_a_mark_has_one_spelling() -> None:
+    """As every other line."""
+    lines = log_of()
+    bodies = [line[: line.rindex(',"digest"')] for line in lines]
+    place = next(n for n, body in enumerate(bodies) if "begin_step" in body)
+    bodies[place] += ',"step":1'
+    with pytest.raises(LogError, match="begin_step: found the fields"):
+        replay_lines(reseal(bodies))
