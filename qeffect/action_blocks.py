@@ -24,7 +24,7 @@ from .text import shown
 from .threads import ConcurrentCallError
 from .tickets import Fills, Ticket
 
-__all__ = ["Actions", "Dgrad", "Forward", "Guards", "Refresh", "Wgrad", "guarded"]
+__all__ = ["Actions", "Dgrad", "Forward", "Guards", "Refresh", "Update", "Wgrad", "guarded"]
 
 
 class Guards(Protocol):
@@ -45,6 +45,10 @@ class Guards(Protocol):
     @property
     def check_wgrad(self) -> Callable[..., Ticket]:
         """Reserve a tape and its destinations for dW."""
+
+    @property
+    def check_update(self) -> Callable[..., Ticket]:
+        """Reserve the weights of every stage for the optimizer's update."""
 
     def commit(
         self,
@@ -218,6 +222,21 @@ class Wgrad(_Guarded):
 
     def commit(self) -> None:
         self.contract.commit(self.ticket, self.covered)
+
+
+class Update(_Guarded):
+    """A guarded update of the weights; an exception in the block leaves them half updated."""
+
+    __slots__ = ("options",)
+
+    def __init__(self, contract: Guards, options: dict[str, Any]) -> None:
+        self.contract, self.options = contract, options
+
+    def check(self) -> Ticket:
+        return self.contract.check_update(**self.options)
+
+    def commit(self) -> None:
+        self.contract.commit(self.ticket)
 
 
 def guarded(

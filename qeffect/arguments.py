@@ -171,7 +171,7 @@ class Arguments:
             f"{shown(ticket.slot)}, issued by incarnation "
             f"{format(of, '016x') if of.__class__ is int else shown(of)}"
         )
-        refused.expected = f"a ticket of F, dI, dW or refresh issued by {incarnation:016x}"
+        refused.expected = f"a ticket of F, dI, dW, refresh or update issued by {incarnation:016x}"
         return refused
 
     def unusable(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from .arguments import Arguments
 from .calls.blocks import Blocks
-from .calls.epochs import EpochCalls
 from .calls.queries import Queries
 from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
@@ -36,14 +35,15 @@ from .tickets import Ticket
 __all__ = ["Contract", "Observer", "Ticket"]
 
 
-class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCalls, Queries):
+class Contract(Blocks, TapeCalls, StreamCalls, StepCalls, RestartCalls, Queries):
     """
     The state and resource contract of one process (paper, Section III).
 
     ``check_*`` runs every guard and reserves what the action will touch. ``commit`` redeems the
     ticket after the physical action succeeded, ``abort`` after it failed. ``forward``, ``dgrad``,
-    ``wgrad`` and ``refresh`` do both as context managers. A refused call changes nothing, with one
-    exception: if a commit's evidence is refused, its action has physically run, and is aborted.
+    ``wgrad``, ``refresh`` and ``update`` do both as context managers. A refused call changes
+    nothing, with one exception: if a commit's evidence is refused, its action has physically run,
+    and is aborted.
 
     Calls may come from any thread, one after another. A call that comes while another call is under
     way raises `ConcurrentCallError` and does nothing.
@@ -63,7 +63,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         epoch: First weight epoch.
         observer: Called after every accepted transition. If it raises, the call has happened and
             the caller gets the observer's exception; see `outstanding`.
-        counted: Whether `commit_epoch` requires the devices' counts; see `qeffect.counts`.
+        counted: Whether an update requires the devices' counts; see `qeffect.counts`.
         late: With ``counted``, whether `present_counts` takes them after the commit, for an update
             that the device itself skips if they differ.
         registry: The gradient destinations of other contracts of the process, which those of this

@@ -100,4 +100,6 @@ def commit_arguments(
         return (*redeems, names, of, updates)
     if ticket.action == "refresh":
         return (*redeems, names, of)
+    if ticket.action == "update":
+        return redeems
     return (*redeems, evidence, updates, scales) if ticket.action == "dI" else (*redeems, evidence)

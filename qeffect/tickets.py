@@ -22,6 +22,7 @@ COMMITS = {
     "dI": "commit_dgrad",
     "dW": "commit_wgrad",
     "refresh": "commit_refresh",
+    "update": "commit_update",
 }
 ABORTS = {action: name.replace("commit", "abort") for action, name in COMMITS.items()}
 
@@ -32,9 +33,9 @@ class Ticket:
     What a check reserved; commit or abort redeems it, once.
 
     Args:
-        action: ``F``, ``dI``, ``dW`` or ``refresh``.
-        key: Key of the tape; None for a refresh.
-        slot: Slot of the tape, or the stage of a refresh.
+        action: ``F``, ``dI``, ``dW``, ``refresh`` or ``update``.
+        key: Key of the tape; None for a refresh or an update.
+        slot: Slot of the tape, the stage of a refresh, or the epoch that an update ends.
         serial: Serial of the check that issued the ticket.
         incarnation: Of the memory that issued it; no other redeems it.
         ref: Reference the action consumes; None before a forward's commit.

@@ -208,7 +208,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "F and dI committed in the domain since the weights last changed: the place in the "
         "declared order",
-        "commit_forward commit_dgrad commit_epoch restore",
+        "commit_forward commit_dgrad commit_update restore",
     ),
     _state(
         "order",
@@ -233,7 +233,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stage -> int",
         0,
         "F of the stage committed in this epoch",
-        "commit_forward commit_epoch restore",
+        "commit_forward commit_update restore",
     ),
     _state(
         "order",
@@ -241,7 +241,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stage -> int",
         0,
         "dI of the stage committed in this epoch",
-        "commit_dgrad commit_epoch restore",
+        "commit_dgrad commit_update restore",
     ),
     _state(
         "order",
@@ -345,7 +345,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 while the host has not seen the domain's device work finish",
         "reserve commit_refresh abort_refresh commit_forward abort_forward commit_dgrad "
-        "abort_dgrad commit_wgrad abort_wgrad post_receive read drain start_reduction commit_epoch",
+        "abort_dgrad commit_wgrad abort_wgrad post_receive read drain start_reduction check_update "
+        "commit_update abort_update",
     ),
     _state(
         "completion",
@@ -410,7 +411,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "one -> caller",
         None,
         "the stream that the optimizer's latest update ran on; arbitrary before the first",
-        "commit_epoch",
+        "check_update",
     ),
     _state(
         "completion",
@@ -419,7 +420,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 from the optimizer's latest update until the graph stream has waited for it, or the "
         "host has seen it finish",
-        "join drain commit_epoch",
+        "join drain check_update commit_update abort_update",
     ),
     # reduction
     _state(
@@ -444,7 +445,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "one -> int",
         0,
         "reductions that started in this epoch",
-        "start_reduction commit_epoch restore",
+        "start_reduction commit_update restore",
     ),
     # epoch
     _state(
@@ -453,7 +454,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stage -> int",
         0,
         "optimizer updates of the stage's weights",
-        "commit_epoch restore",
+        "commit_update restore",
     ),
     _state(
         "epoch",
@@ -461,7 +462,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stage -> int",
         0,
         "dW of the stage committed in this epoch",
-        "commit_wgrad commit_epoch restore",
+        "commit_wgrad commit_update restore",
     ),
     _state(
         "epoch",
@@ -479,6 +480,22 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "last epoch in which the stage's gradients were declared whole; -1 for none",
         "drop finalize fail_reduction restore",
     ),
+    _state(
+        "epoch",
+        "optimizing",
+        "one -> ticket",
+        0,
+        "ticket of the optimizer's update in flight, or 0",
+        "check_update commit_update abort_update",
+    ),
+    _state(
+        "epoch",
+        "half_updated",
+        "one -> flag",
+        0,
+        "1 from a failed update until the next restore: some weights are updated, others are not",
+        "abort_update restore",
+    ),
     # persistence
     _state(
         "persistence",
@@ -495,7 +512,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "one -> int",
         0,
         "the last ticket issued; it never falls, not even at a restore",
-        "check_refresh check_forward check_dgrad check_wgrad",
+        "check_refresh check_forward check_dgrad check_wgrad check_update",
     ),
 )
 

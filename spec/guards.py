@@ -222,18 +222,29 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "completion.wrong-consumer",
     ),
     "fail_reduction": ("reduction.not-started",),
-    "commit_epoch": (
+    "check_update": (
         "ownership.live-tape",
         "version.in-flight",
+        "epoch.in-flight",
+        "epoch.half-updated",
         "epoch.wrong-epoch",
         "epoch.not-final",
         "completion.update-stream",
         "reduction.in-flight",
         "reduction.missing",
     ),
+    "commit_update": (
+        "epoch.unknown-ticket",
+        "epoch.unknown-ticket",
+    ),
+    "abort_update": (
+        "epoch.unknown-ticket",
+        "epoch.unknown-ticket",
+    ),
     "checkpoint": (
         "persistence.live-tape",
         "persistence.action-in-flight",
+        "persistence.half-updated",
         "persistence.mid-epoch",
         "order.poisoned",
         "persistence.device-work",
@@ -241,6 +252,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "persistence.mid-epoch",
     ),
     "restore": (
+        "epoch.in-flight",
         "ownership.in-flight",
         "version.in-flight",
         "persistence.device-work",

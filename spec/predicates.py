@@ -78,9 +78,9 @@ class Register:
     Several registers join into one:
 
     >>> promises = Register()
-    >>> @promises("epoch.current", "commit_epoch")
+    >>> @promises("epoch.current", "check_update")
     ... def current(st, h, a):
-    ...     '''The caller commits the epoch of the weights.'''
+    ...     '''The update names the epoch of the weights.'''
     >>> [predicate.name for predicate in Register(promises, invariants)]
     ['epoch.current', 'ownership.no-phantom']
 

@@ -122,8 +122,17 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition("fail_reduction(bucket)", "After a reduction failed: spoils its stages' epoch."),
     _transition(
-        "commit_epoch(epoch, caller)",
-        "With the optimizer's update, on the caller's stream: starts every stage's next epoch.",
+        "check_update(epoch, caller)",
+        "Before the optimizer's update, on the caller's stream: reserves the weights of every "
+        "stage.",
+    ),
+    _transition(
+        "commit_update(epoch, ticket)",
+        "After the update was enqueued whole: starts every stage's next epoch.",
+    ),
+    _transition(
+        "abort_update(epoch, ticket)",
+        "After the update failed: the weights are half updated until a restore.",
     ),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(

@@ -24,6 +24,7 @@ __all__ = [
     "NONE",
     "REFRESH",
     "RUNNING",
+    "UPDATE",
     "WGRAD",
     "WORDS",
     "Word",
@@ -35,6 +36,7 @@ FORWARD: Final = 1
 DGRAD: Final = 2
 WGRAD: Final = 3
 REFRESH: Final = 4
+UPDATE: Final = 5
 #: Progress of a reduction, after ``NONE``.
 RUNNING: Final = 1
 DONE: Final = 2
@@ -140,6 +142,8 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "one",
         weights="the number of optimizer updates of the weights",
+        optimizing="how many optimizer updates are in flight",
+        half_updated="1 when an update failed half way since the last restore",
         begun="how many reductions were started since the weights last changed",
         ref_slot="an arbitrary reference: its slot,",
         ref_generation="its generation,",
@@ -149,7 +153,8 @@ WORDS: Final[Mapping[str, Word]] = {
         ref_epoch="and that key's epoch",
         dead="1 when the work that it named is gone",
         ticket="an arbitrary ticket",
-        outstanding="the action that the ticket reserves: 0 none, 1 F, 2 dI, 3 dW, 4 refresh",
+        outstanding="the action that the ticket reserves: 0 none, 1 F, 2 dI, 3 dW, 4 refresh, "
+        "5 update",
         ticket_slot="the slot that the ticket reserves,",
         ticket_stage="or the stage",
         slot="an arbitrary slot",

@@ -25,7 +25,9 @@ from qeffect.spec.clauses import CLAUSES
 __all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
 
 #: Transitions that may quantify over a column: they end an epoch, and may cost the pool's size.
-BOUNDARY = frozenset({"finalize", "commit_epoch", "checkpoint", "restore"})
+BOUNDARY = frozenset(
+    {"finalize", "check_update", "commit_update", "abort_update", "checkpoint", "restore"}
+)
 
 #: What each rule forbids, and the reading that would break.
 RULES: Mapping[str, str] = {

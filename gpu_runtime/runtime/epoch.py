@@ -140,10 +140,12 @@ class EpochRuntime(RuntimeParts):
         norm: Norm | None = None,
     ) -> int:
         """
-        Commit the epoch and run the optimizer.
+        Run the optimizer and commit the epoch.
 
-        The commit's guards come before the update, so that a refusal leaves the weights alone. The
-        update runs on the graph stream, behind the caller's work and before the next replay.
+        The contract is asked before the update, so that a refusal leaves the weights alone. If the
+        optimizer raises, the weights are half updated, and no action or checkpoint is accepted
+        before a `restore`. The update runs on the graph stream, behind the caller's work and before
+        the next replay.
 
         Args:
             optimizer: The optimizer over the same stages.
@@ -162,10 +164,8 @@ class EpochRuntime(RuntimeParts):
         link = self.actions._enter(caller)
         late = self.config.counts_late
         counted = None if late else self.device_counts()
-        before = self.contract.epoch
         try:
-            epoch = self.contract.commit_epoch(caller=caller, counted=counted)
-            with self.handoff.scope():
+            with self.contract.update(caller=caller, counted=counted), self.handoff.scope():
                 skip = self._gate() if late else None
                 scale = None if norm is None else norm.scale(self.domain.device)
                 if norm is not None and norm.skipped:
@@ -175,18 +175,20 @@ class EpochRuntime(RuntimeParts):
                 self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()
+                self.forget_gradients()
         except BaseException:
-            if self.contract.epoch != before:  # an observer may also have raised after the commit
-                self.actions.broken = (
-                    f"the update to epoch {before + 1} failed after its commit: weights may be "
-                    "half updated; load a checkpoint into a fresh runtime"
-                )
+            self._abort_update()
             raise
         # The update was enqueued on the graph stream: its own order lets later replays wait for it.
         self.contract.join(link)
         self.actions._leave(link)
-        self.forget_gradients()
-        return epoch
+        return self.contract.epoch
+
+    def _abort_update(self) -> None:
+        """Abort an update whose check succeeded, but whose observer raised."""
+        for ticket in self.contract.outstanding():
+            if ticket.action == "update":
+                self.contract.abort(ticket)
 
     def _gate(self) -> torch.Tensor | None:
         """Let the device compare the actions that it ran with the committed ones."""

@@ -67,7 +67,7 @@ class Runtime(EpochRuntime):
         Require that no optimizer update failed half way since the last `restore`.
 
         Raises:
-            BackendError: An update failed after its commit; weights may be half updated.
+            BackendError: An update failed half way; weights may be half updated.
         """
         if self.actions.broken is not None:
             raise BackendError(self.actions.broken)
@@ -189,7 +189,6 @@ class Runtime(EpochRuntime):
             memory.table.rebuild()
         self.forget_gradients()
         self._committed.take()
-        self.actions.broken = None
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ launch takes two microseconds, so a lookup per action would be noticeable.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Final
 
 import attrs
 from torch import Tensor
@@ -52,6 +53,13 @@ class _Place:
     opens: bool | None = None
 
 
+#: Why no action may run after an update that failed half way.
+HALF_UPDATED: Final = (
+    "an update of the weights failed half way: some weights may be updated and others not; load a "
+    "checkpoint into a fresh runtime"
+)
+
+
 @attrs.define(eq=False)
 class GuardedActions:
     """
@@ -62,19 +70,19 @@ class GuardedActions:
         memories: Physical memory by stage.
         performer: Performs the physical part of each action.
         links: The kernel's link of each caller.
-        broken: Why no action may run any more; None while actions may run.
     """
 
     contract: Contract
     memories: Mapping[int, StageMemory]
     performer: Performer
     links: Mapping[Hashable, int]
-    broken: str | None = None
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
+    _half_updated: list[int] = attrs.field(init=False)  # the contract's column: each action looks
 
     def __attrs_post_init__(self) -> None:
+        self._half_updated = self.contract.memory.half_updated
         self._versioned = "version" in self.contract.transitions.relations
         for stage, memory in self.memories.items():
             self._slots.update((slot.index, slot) for slot in memory.table)
@@ -202,7 +210,7 @@ class GuardedActions:
             BackendError: The inputs do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
-        if place is None or self.broken is not None:
+        if place is None or self._half_updated[0]:
             place = self._place(key)
         memory = place.memory
         if inputs is not None:
@@ -258,7 +266,7 @@ class GuardedActions:
             BackendError: The gradients do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
-        if place is None or self.broken is not None:
+        if place is None or self._half_updated[0]:
             place = self._place(key)
         memory = place.memory
         if output_gradients is not None:
@@ -294,7 +302,7 @@ class GuardedActions:
                 `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
         """
         place = self._places.get(key.cell)
-        if place is None or self.broken is not None:
+        if place is None or self._half_updated[0]:
             place = self._known(key)
         self.contract.bind(key, place.memory.arena.present(key.microbatch))
 
@@ -307,7 +315,7 @@ class GuardedActions:
                 `ownership.matrix-coverage` if any matrix was not covered exactly once.
         """
         place = self._places.get(key.cell)
-        if place is None or self.broken is not None:
+        if place is None or self._half_updated[0]:
             place = self._known(key)
         memory, variant = place.memory, place.variant
         assert variant is not None  # a known key has a slot and a variant
@@ -372,11 +380,16 @@ class GuardedActions:
         """Declare that the reader of the input gradients is done; otherwise as `finish_outputs`."""
         self.contract.finish_read(key, ref, gradient=True, link=self.links[caller])
 
+    @property
+    def broken(self) -> str | None:
+        """Why no action may run any more; None while actions may run."""
+        return HALF_UPDATED if self._half_updated[0] else None
+
     # Inside
 
     def _memory(self, stage: int) -> StageMemory:
-        if self.broken is not None:
-            raise BackendError(self.broken)
+        if self._half_updated[0]:
+            raise BackendError(HALF_UPDATED)
         try:
             return self.memories[stage]
         except KeyError:
@@ -391,7 +404,7 @@ class GuardedActions:
 
     def _known(self, key: TapeKey) -> _Place:
         place = self._places.get(key.cell)
-        if place is not None and self.broken is None:
+        if place is not None and not self._half_updated[0]:
             return place
         memory = self._memory(key.stage)
         # The kernel refuses a block or an invocation that was never configured.
@@ -404,8 +417,8 @@ class GuardedActions:
 
     def _left(self, ref: TapeRef) -> Slot:
         """The slot of a reference that the kernel has just accepted."""
-        if self.broken is not None:
-            raise BackendError(self.broken)
+        if self._half_updated[0]:
+            raise BackendError(HALF_UPDATED)
         return self._slots[ref.slot]
 
     def _owned(self, key: TapeKey, *, reserved: bool) -> Slot:

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..action_blocks import Dgrad, Forward, Refresh, Wgrad
+from ..action_blocks import Dgrad, Forward, Refresh, Update, Wgrad
 from ..keys import TapeKey, TapeRef
 from .checks import Checks
+from .epochs import EpochCalls
 from .redemption import Redemption
 
 __all__ = ["Blocks"]
 
 
-class Blocks(Checks, Redemption):
+class Blocks(Checks, EpochCalls, Redemption):
     """The actions as context managers, whose classes are in `qeffect.action_blocks`."""
 
     def refresh(self, stage: int, link: int = 0) -> Refresh:
@@ -32,3 +33,12 @@ class Blocks(Checks, Redemption):
     def wgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Wgrad:
         """Guard dW: ``with contract.wgrad(key, ref) as w: ...; w.covered = matrices``."""
         return Wgrad(self, key, ref, options)
+
+    def update(self, **options: Any) -> Update:
+        """
+        Guard the optimizer's update: ``with contract.update(): optimizer.step()``.
+
+        If the block raises, the weights are half updated: neither an action nor a checkpoint is
+        accepted before a `restore`. The options are those of `check_update`.
+        """
+        return Update(self, options)

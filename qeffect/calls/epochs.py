@@ -1,5 +1,5 @@
 """
-Calls that end an epoch: finalize, reductions, and the commit with the devices' counts.
+Calls that end an epoch: finalize, reductions, and the update with the devices' counts.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from collections.abc import Hashable, Mapping
 
 from ..counts import DeviceCounts
 from ..threads import exclusive_call
+from ..tickets import Ticket
 from .parts import ContractParts
 
 __all__ = ["EpochCalls"]
 
 
 class EpochCalls(ContractParts):
-    """Finalize stages, reduce buckets, and commit the epoch."""
+    """Finalize stages, reduce buckets, and check and commit the update."""
 
     @exclusive_call
     def finalize(self, stage: int, link: int = 0) -> None:
@@ -90,31 +91,69 @@ class EpochCalls(ContractParts):
         guards_alone: bool = False,
     ) -> None:
         """
-        Ask whether `commit_epoch` would be accepted now; nothing changes and nothing is logged.
+        Ask whether an update would be accepted now; nothing changes and nothing is logged.
 
-        Every guard of the commit runs, so that the processes of a pipeline can consent before any
-        of them updates its weights.
+        Every guard of `check_update` runs, so that the processes of a pipeline can consent before
+        any of them updates its weights.
 
         Args:
-            epoch: As in `commit_epoch`.
-            caller: As in `commit_epoch`.
-            counted: As in `commit_epoch`; with ``late=True`` it may be given here too, and is
+            epoch: As in `check_update`.
+            caller: As in `check_update`.
+            counted: As in `check_update`; with ``late=True`` it may be given here too, and is
                 compared at once.
             guards_alone: Do not compare any device counts, nor require those of the last commit.
 
         Raises:
-            Refused, TypeError, ValueError: What `commit_epoch` would raise, in the same words.
+            Refused, TypeError, ValueError: What `check_update` would raise.
 
         >>> from qeffect import Contract, StageConfig
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
         >>> contract.check_commit()
         Traceback (most recent call last):
         ...
-        qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
+        qeffect.refusals.Refused: epoch.not-final in check_update: found ...
         """
-        self._epochs.check_commit(epoch, self._streams.caller("commit_epoch", caller))
+        updater = self._streams.caller("commit_epoch", caller)
+        self._epochs.ask("commit_epoch", epoch, updater)
         if not guards_alone:
             self._require_counts(counted, now=True)
+
+    @exclusive_call
+    def check_update(
+        self,
+        epoch: int | None = None,
+        *,
+        caller: Hashable | None = None,
+        counted: Mapping[Hashable, DeviceCounts] | None = None,
+    ) -> Ticket:
+        """
+        Reserve the weights of every stage for the optimizer's update.
+
+        `commit` the ticket after the update was enqueued on the caller's stream; `abort` it if the
+        update failed. After an abort the weights are half updated: only a `restore` goes on.
+        Between check and commit no action, checkpoint or restore is accepted.
+
+        Args:
+            epoch: The epoch that the update ends; by default the current one.
+            caller: Name of the stream that runs the update; every stage must have been finalized
+                on its links. By default the first caller.
+            counted: By state domain, what its device counted. Required with ``counted=True``,
+                unless ``late=True``: then `present_counts` takes it after the commit.
+
+        Returns:
+            The update's ticket.
+
+        Raises:
+            Refused: Work is live or in flight, a stage is not final, an earlier update failed, or
+                the device did not run exactly the committed actions: ``epoch.uncounted``,
+                ``epoch.device-count`` or ``epoch.device-order``. A guard's refusal comes before
+                those three.
+            TypeError, ValueError: The epoch is not an ``int``, no caller has that name, or the
+                counts do not match the contract's domains and stages.
+        """
+        updater = self._streams.caller("check_update", caller)
+        self._ask_counted("check_update", epoch, updater, counted)
+        return self._epochs.check(epoch, updater)
 
     @exclusive_call
     def commit_epoch(
@@ -125,37 +164,42 @@ class EpochCalls(ContractParts):
         counted: Mapping[Hashable, DeviceCounts] | None = None,
     ) -> int:
         """
-        Advance every stage to the next weight epoch; call it with the optimizer's update.
+        Check and commit the optimizer's update in one call, once the update was enqueued whole.
 
-        The update is device work: enqueue it on the caller's stream before any other call. No
-        refresh and no F is accepted until each graph stream has waited for that stream (`join`) or
-        the host has seen the update finish (`drain`). A checkpoint requires `drain`. Across
-        processes, the caller must make the commit a barrier.
+        Each process's optimizer must not have raised: if it did, call `check_update` and `abort`
+        instead, or use ``with contract.update()``.
+
+        The update is device work on the caller's stream. No refresh and no F is accepted until
+        each graph stream has waited for that stream (`join`) or the host has seen the update finish
+        (`drain`). A checkpoint requires `drain`. Across processes, the caller must make the update
+        a barrier.
 
         Args:
-            epoch: The epoch that ends; by default the current one.
-            caller: Name of the stream that runs the update; every stage must have been finalized
-                on its links. By default the first caller.
-            counted: By state domain, what its device counted. Required with ``counted=True``,
-                unless ``late=True``: then `present_counts` takes it after the commit.
+            epoch, caller, counted: As in `check_update`.
 
         Returns:
             The new epoch.
 
         Raises:
-            Refused: Work is live or in flight, a stage is not final, or the device did not run
-                exactly the committed actions: ``epoch.uncounted``, ``epoch.device-count`` or
-                ``epoch.device-order``. A guard's refusal comes before those three.
-            TypeError, ValueError: The epoch is not an ``int``, no caller has that name, or the
-                counts do not match the contract's domains and stages.
+            Refused, TypeError, ValueError: As `check_update`.
         """
         updater = self._streams.caller("commit_epoch", caller)
-        if self._counted is not None or counted is not None:
-            self._epochs.check_commit(epoch, updater)
-            self._require_counts(counted)
+        self._ask_counted("commit_epoch", epoch, updater, counted)
         if self._counted is not None:
             self._counted.committed()  # nothing refuses any more, and an observer may raise
         return self._epochs.commit(epoch, updater)
+
+    def _ask_counted(
+        self,
+        call: str,
+        epoch: int | None,
+        updater: int,
+        counted: Mapping[Hashable, DeviceCounts] | None,
+    ) -> None:
+        """Require that these counts let an update begin; every guard runs before."""
+        if self._counted is not None or counted is not None:
+            self._epochs.ask(call, epoch, updater)
+            self._require_counts(counted)
 
     def committed_counts(self) -> Mapping[Hashable, DeviceCounts]:
         """

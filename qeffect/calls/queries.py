@@ -49,6 +49,11 @@ class Queries(ContractParts):
         """The random number in every reference that this contract issues."""
         return int(self.memory.incarnation[0])
 
+    @property
+    def half_updated(self) -> bool:
+        """Whether an update of the weights failed half way since the last `restore`."""
+        return bool(self.memory.half_updated[0])
+
     def token(self, stage: int) -> int:
         """
         The effect token of the stage's domain: how many F and dI committed in this incarnation.

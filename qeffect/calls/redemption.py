@@ -62,7 +62,8 @@ class Redemption(Queries):
             For F, the reference of the new tape; otherwise None.
 
         Raises:
-            Refused: ``ownership.unknown-ticket``, ``ownership.work-not-queued``,
+            Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket``,
+                ``epoch.unknown-ticket``, ``ownership.work-not-queued``,
                 ``ownership.matrix-coverage``, ``version.fill-missing``, ``version.wrong-fill``,
                 ``version.fill-unasked``, ``order.scaling-updates`` or ``order.wrong-scales``.
 
@@ -119,6 +120,10 @@ class Redemption(Queries):
                     if filled is not None and st.reports_fills[slot] != 0:
                         names, of = sorted_fills(filled, self._epochs.current)
                     self._commit_refresh(st, slot, serial, names, of)
+                elif action == "update":
+                    self.transitions.commit_update(st, slot, serial)
+                    if self._counted is not None:
+                        self._counted.committed()
                 else:
                     raise IndexError(action)
             except Refused as refused:
@@ -135,7 +140,7 @@ class Redemption(Queries):
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
             if self._heard:
-                if self._counted is not None:
+                if self._counted is not None and action != "update":
                     self._counted.ran(action, slot)
                 if self._observer is not None:
                     counts = readable_count(updates), readable_count(scales)
@@ -152,11 +157,11 @@ class Redemption(Queries):
 
         The tape is dropped and the epoch spoiled: it can no longer commit. A failed F, dI or
         refresh also poisons the state domain, whose scaling state may be half updated (paper,
-        IV-E).
+        IV-E). A failed update leaves the weights half updated; only a `restore` goes on.
 
         Raises:
-            Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket`` or
-                ``version.left-out``.
+            Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket``,
+                ``epoch.unknown-ticket`` or ``version.left-out``.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
@@ -179,7 +184,7 @@ class Redemption(Queries):
             raise explain(refused, name, self.memory, (slot, ticket.serial)) from None
         except UNUSABLE:
             raise self._arguments.ticket("abort", ticket, self.incarnation) from None
-        if ticket.action != "refresh":
+        if ticket.action not in ("refresh", "update"):
             self._pool.reclaim(slot)
         if self._observer is not None:
             self._observer(name, (slot, ticket.serial), None)

@@ -20,7 +20,7 @@ from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
 from ..schedule.transport import QUEUES, RENDEZVOUS
-from ..text import counted
+from ..text import counted, decoded
 from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unused
 from .source import SHAPE, add_source, one_rank, read_source, read_transport, refuse_one_file
 
@@ -76,7 +76,7 @@ class Check:
             transport=read_transport(args, schedule),
         )
         if args.svg is not None:
-            write_text(args.svg, timeline(schedule, verdict.finding))
+            write_text(args.svg, decoded(timeline(schedule, verdict.finding)))
         if args.trace is not None:
             write_text(args.trace, trace_json(schedule, verdict.finding))
         data = {**verdict.record(), "complete": schedule.complete}

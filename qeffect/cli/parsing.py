@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from ..text import near
+from ..text import decoded, near
 from .command import UnusableError
 
 __all__ = ["Parser", "missing_commands"]
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         try:
             return kind(arg_string)
         except ValueError:
-            found = f"expected {_EXPECTED[kind]}, found {arg_string!r}"
+            found = f"expected {_EXPECTED[kind]}, found {decoded(arg_string)!r}"
             raise argparse.ArgumentError(action, found) from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -87,12 +87,14 @@ class Parser(argparse.ArgumentParser):
             return
         names = [str(choice) for choice in action.choices]
         if not isinstance(action, argparse._SubParsersAction):
-            found = f"expected one of {', '.join(names)}, found {value!r}{near(value, names)}"
+            given = decoded(str(value))
+            found = f"expected one of {', '.join(names)}, found {given!r}{near(value, names)}"
             raise argparse.ArgumentError(action, found)
         if value in self.missing:
             raise UnusableError(self.missing[value])
         self.error(
-            f"unknown command {value!r}; expected one of {', '.join(names)}{near(value, names)}"
+            f"unknown command {decoded(value)!r}; expected one of {', '.join(names)}"
+            f"{near(value, names)}"
         )
 
 

@@ -20,6 +20,7 @@ from ..schedule.steptime import Span, StepTime, step_time
 from ..schedule.timeline import timeline
 from ..schedule.trace import timed_trace_json
 from ..schedule.transport import Transport
+from ..text import decoded
 from .command import Outcome, Progress, UnusableError, refuse_unused
 from .source import add_source, one_rank, read_source, read_transport, refuse_one_file
 
@@ -126,7 +127,7 @@ def _time(args: argparse.Namespace, schedule: Schedule, transport: Transport) ->
     except ScheduleError as error:
         raise UnusableError(str(error)) from error
     if args.svg is not None:
-        write_text(args.svg, timeline(schedule, timed=timed))
+        write_text(args.svg, decoded(timeline(schedule, timed=timed)))
     if args.trace is not None:
         write_text(args.trace, timed_trace_json(timed))
     return timed

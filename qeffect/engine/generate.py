@@ -30,7 +30,9 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
         "start_reduction",
         "finish_reduction",
         "fail_reduction",
-        "commit_epoch",
+        "check_update",
+        "commit_update",
+        "abort_update",
     ),
     "restarts": ("checkpoint", "restore"),
 }

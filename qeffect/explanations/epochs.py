@@ -23,6 +23,11 @@ def _bucket(st: Any, a: Arguments) -> str:
     return f"bucket {a['bucket']} of stage {' and '.join(map(str, stages_of(st, a)))}"
 
 
+def _asked(a: Arguments) -> str:
+    """Say what was asked for during an update."""
+    return "a restore" if a["transition"] == "restore" else "another update"
+
+
 def _values(column: Any) -> Any:
     return column.values() if isinstance(column, dict) else column
 
@@ -74,14 +79,33 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"epoch {a['epoch']}",
         f"the weight epochs {st.weight_epoch}",
     ),
+    "epoch.in-flight": lambda st, a: (
+        f"{_asked(a)} during the update with ticket {st.optimizing[0]}",
+        "no update in flight",
+    ),
+    "epoch.half-updated": lambda st, a: (
+        "another update of half-updated weights",
+        "weights that a restore has made whole",
+    ),
+    "epoch.unknown-ticket": lambda st, a: (
+        f"update ticket {a['ticket']} of epoch {a['epoch']}",
+        f"ticket {st.optimizing[0]} of the weight epochs {st.weight_epoch}"
+        if st.optimizing[0]
+        else "no update in flight",
+    ),
     "persistence.live-tape": lambda st, a: (
         f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",
         "no live tape",
     ),
     "persistence.action-in-flight": lambda st, a: (
         f"in flight (domain: ticket) {nonzero_entries(st.busy) or 'none'}; refreshes in flight "
-        f"(stage: ticket) {nonzero_entries(st.refreshing) or 'none'}",
+        f"(stage: ticket) {nonzero_entries(st.refreshing) or 'none'}; update in flight (ticket) "
+        f"{st.optimizing[0] or 'none'}",
         "no action in flight",
+    ),
+    "persistence.half-updated": lambda st, a: (
+        "weights of which an update failed half way",
+        "weights that a restore has made whole",
     ),
     "persistence.mid-epoch": lambda st, a: (
         f"an epoch with {counted(sum(_values(st.forwards)), 'forward')} and "

@@ -1,5 +1,5 @@
 """
-The end of an epoch: finalized gradients, their reductions, and the commit.
+The end of an epoch: finalized gradients, their reductions, and the update.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..text import shown
+from ..tickets import Ticket, issue
 from .runner import FAILURES, Runner
 
 __all__ = ["Epochs"]
@@ -14,7 +15,7 @@ __all__ = ["Epochs"]
 
 class Epochs:
     """
-    Finalize, reductions and the commit.
+    Finalize, reductions and the update.
 
     Args:
         runner: Runs the transitions.
@@ -96,24 +97,33 @@ class Epochs:
             f"{[*self._buckets]}"
         )
 
-    def check_commit(self, epoch: int | None, caller: int) -> None:
-        """Run every guard of a commit over a copy of the memory."""
+    def ask(self, call: str, epoch: int | None, caller: int) -> None:
+        """Run every guard of an update over a copy of the memory."""
         runner = self._runner
-        given = (self._named(epoch), caller)
+        given = (self._named(call, epoch), caller)
         try:
-            runner.transitions.commit_epoch(runner.memory.copy(), *given)
+            runner.transitions.check_update(runner.memory.copy(), *given)
         except FAILURES as error:
-            raise runner.failure(error, "commit_epoch", given) from None
+            raise runner.failure(error, "check_update", given) from None
+
+    def check(self, epoch: int | None, caller: int) -> Ticket:
+        """Reserve the weights of every stage for the update and return its ticket."""
+        current = self._named("check_update", epoch)
+        serial = self._runner.run("check_update", current, caller)
+        return issue("update", None, current, serial, self._runner.memory.incarnation[0], None)
 
     def commit(self, epoch: int | None, caller: int) -> int:
-        """Advance every stage to the next weight epoch and return that epoch."""
-        current = self._named(epoch)
-        self._runner.run("commit_epoch", current, caller)
+        """Check and commit an update at once; return the new weight epoch."""
+        runner, current = self._runner, self._named("commit_epoch", epoch)
+        serial = runner.apply("check_update", current, caller)
+        runner.apply("commit_update", current, serial)  # a ticket in flight is never refused
+        runner.tell("check_update", (current, caller), serial)
+        runner.tell("commit_update", (current, serial), None)
         return current + 1
 
-    def _named(self, epoch: int | None) -> int:
+    def _named(self, call: str, epoch: int | None) -> int:
         """Return the given epoch, by default the current one."""
         if epoch is None:
             return self.current
-        self._runner.arguments.integer("commit_epoch", "epoch", epoch)
+        self._runner.arguments.integer(call, "epoch", epoch)
         return epoch

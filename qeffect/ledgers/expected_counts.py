@@ -113,7 +113,7 @@ class ExpectedCounts:
                 "counted: the contract was made with late=True; call present_counts after the "
                 "commit"
             )
-        self.require_compared("commit_epoch")
+        self.require_compared("check_update")
 
     def require_compared(self, transition: str) -> None:
         """Require that no commit awaits its counts."""
@@ -152,7 +152,7 @@ class ExpectedCounts:
         """Require that the counts agree; a refusal names the commit, also for late counts."""
         if counted is None:
             raise refused(
-                "epoch.uncounted", "commit_epoch", "no counts", "the counts of every state domain"
+                "epoch.uncounted", "check_update", "no counts", "the counts of every state domain"
             )
         if not isinstance(counted, Mapping):
             raise TypeError(f"counted: expected DeviceCounts by state domain, got {shown(counted)}")
@@ -174,7 +174,7 @@ class ExpectedCounts:
                     if ran != committed:
                         raise refused(
                             "epoch.device-count",
-                            "commit_epoch",
+                            "check_update",
                             f"stage {stage}: the device ran {ran} {action}",
                             f"{committed}, as many as were committed",
                         )
@@ -182,7 +182,7 @@ class ExpectedCounts:
             if counted[domain].digest != expected.digest:
                 raise refused(
                     "epoch.device-order",
-                    "commit_epoch",
+                    "check_update",
                     f"digest {counted[domain].digest:x} of the order that ran",
                     f"digest {expected.digest:x} of the committed order",
                 )

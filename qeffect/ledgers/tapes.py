@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ..destinations import Destination
 from ..explain import explain
+from ..explanations.words import entries_of
 from ..keys import TapeKey, TapeRef, reference
 from ..refusals import Refused
 from ..relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, RESERVED
@@ -79,9 +80,11 @@ class Tapes:
     def outstanding(self) -> tuple[Ticket, ...]:
         """Return every outstanding ticket, oldest first, rebuilt from the memory."""
         st = self._memory
-        refreshing = st.refreshing
-        stages = refreshing.items() if isinstance(refreshing, dict) else enumerate(refreshing)
-        found = [Ticket("refresh", None, s, n, st.incarnation[0]) for s, n in stages if n]
+        own, update = st.incarnation[0], st.optimizing[0]
+        found = [Ticket("refresh", None, s, n, own) for s, n in entries_of(st.refreshing) if n]
+        if update:
+            epochs = (epoch for _, epoch in entries_of(st.weight_epoch))  # all stages' is one
+            found.append(Ticket("update", None, next(epochs), update, own))
         found += [self._ticket(slot) for slot, serial in enumerate(st.held) if serial]
         return tuple(sorted(found, key=lambda ticket: ticket.serial))
 

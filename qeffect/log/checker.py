@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ..report import json_mistake
-from ..text import shown, within
+from ..text import decoded, shown, within
 from .fields import CLOSING, EVENT, HEADER, Field
 from .format import FIELDS, compact
 
@@ -25,7 +25,7 @@ class LogError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(within(message, 480))
+        super().__init__(within(decoded(message), 480))
 
 
 def parse(body: bytes, where: str) -> dict[str, Any]:

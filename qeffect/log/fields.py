@@ -32,7 +32,7 @@ from ..text import is_name
 __all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "VERSION", "Check", "Field"]
 
 MAGIC: Final = "event-log"
-VERSION: Final = 2
+VERSION: Final = 3
 
 #: Lines about a recorded step, which are no transitions, and their fields: it begins, is kept or
 #: dropped, and a kept one was committed as one.

@@ -24,6 +24,7 @@ __all__ = [
     "COLUMNS_ADDED",
     "COLUMNS_OF_FIRST",
     "COLUMNS_SINCE_FIRST",
+    "COLUMNS_SINCE_SECOND",
     "DIGEST_BYTES",
     "FIELDS",
     "FIRST",
@@ -31,6 +32,8 @@ __all__ = [
     "MAGIC",
     "MARKS",
     "OF_STAGE_IN_FIRST",
+    "SECOND",
+    "SINCE_SECOND",
     "VERSION",
     "compact",
     "describe",
@@ -39,6 +42,7 @@ __all__ = [
     "rebuild",
     "upgraded",
     "upgraded_header",
+    "upgraded_header_of_second",
 ]
 
 #: The first version. It has no evidence of fills, scaling updates or scales, and no stage that
@@ -100,6 +104,13 @@ COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrai
 COLUMNS_ADDED: Final = frozenset({"target_of", "input_of", "gradient_of"})
 #: Transitions that name a stage in the first version, and no link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
+#: The second version. Its `commit_epoch` is the check and the commit of an update in one line, and
+#: takes no ticket.
+SECOND: Final = 2
+#: Lines that the first two versions lack.
+SINCE_SECOND: Final = frozenset({"check_update", "commit_update", "abort_update", *MARKS})
+#: Columns that the closing line of the first two versions lacks; none is in force in their logs.
+COLUMNS_SINCE_SECOND: Final = frozenset({"optimizing", "half_updated"})
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 
@@ -194,6 +205,11 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     late = {"epoch": header["epoch"], "incarnation": header["incarnation"]}
     early = {name: value for name, value in header.items() if name not in late}
     return {**early, "version": VERSION, "stages": stages, "reductions": [], **late}
+
+
+def upgraded_header_of_second(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a header of the second version as this version writes it."""
+    return {**header, "version": VERSION}
 
 
 def header_of(contract: Contract, rank: int | None) -> dict[str, Any]:

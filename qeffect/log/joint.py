@@ -236,7 +236,7 @@ def _committed(events: Iterator[dict[str, Any]]) -> list[tuple[int, _Step]]:
         transition = event.get("transition")
         if transition == "restore":
             own, found = [], [pair for pair in found if pair[0] < event["epoch"]]
-        elif transition == "commit_epoch":
+        elif transition in ("commit_update", "commit_epoch"):
             found.append((event["epoch"], _Step(tuple(own))))
             own = []
         elif transition in _COMPUTED or transition in ("read", "post_receive", "finish_receive"):
@@ -297,7 +297,7 @@ def _uneven(logs: Sequence[_Log]) -> JointReport | None:
                 same,
                 rank=log.rank,
                 clause=clause.id,
-                action="commit_epoch",
+                action="commit_update",
                 message=f"rank {log.rank} committed {_span(theirs)}, rank {logs[0].rank} "
                 f"{_span(ours)}: all ranks must commit, or none.",
                 expected=_span(ours),

@@ -25,15 +25,20 @@ from .format import (
     COLUMNS_ADDED,
     COLUMNS_OF_FIRST,
     COLUMNS_SINCE_FIRST,
+    COLUMNS_SINCE_SECOND,
     DIGEST_BYTES,
     FIRST,
     OF_STAGE_IN_FIRST,
+    SECOND,
+    SINCE_SECOND,
+    VERSION,
     compact,
     fingerprints,
     header_of,
     rebuild,
     upgraded,
     upgraded_header,
+    upgraded_header_of_second,
 )
 from .reader import Converters
 from .step_replay import RepeatError, StepReplay
@@ -46,6 +51,11 @@ _BEGIN: Final = b'{"qeffect":"event-log",'
 _MARK: Final = b',"digest":"'
 _TAIL: Final = b'"}\n'
 _END: Final = len(_MARK) + 2 * DIGEST_BYTES + len(_TAIL)
+#: What a line of the second version may hold that this version writes otherwise, or that the second
+#: version lacks.
+_CHANGED: Final = re.compile(
+    rb'"transition":"(?:commit_epoch|%s)"' % b"|".join(sorted(n.encode() for n in SINCE_SECOND))
+)
 _SEALED: Final = re.compile(rb',"digest":"[0-9a-f]{16}"}\n')
 #: What a line of the wrong shape may provoke in the functions that read or apply it.
 _STUMBLES: Final = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
@@ -97,7 +107,17 @@ class Player:
         self.events = 0
         self.rank: int | None = None
         self.contract: Contract | None = None
-        self.first = False
+        self.version = VERSION
+
+    @property
+    def first(self) -> bool:
+        """Whether the log is of the first version."""
+        return self.version == FIRST
+
+    @property
+    def former(self) -> bool:
+        """Whether the log is of the first or the second version."""
+        return self.version != VERSION
 
     @property
     def epoch(self) -> int:
@@ -140,8 +160,11 @@ class Player:
         where = self._where(1)
         header = parse(body, where)
         if header.get("version") == FIRST and type(header["version"]) is int:
+            self.version = FIRST
             header = self._upgraded(header, where, upgraded_header)
-            self.first = True
+        elif header.get("version") == SECOND and type(header["version"]) is int:
+            self.version = SECOND
+            header = self._upgraded(header, where, upgraded_header_of_second)
         check_header(header, where)
         self.rank = header["rank"]
         try:
@@ -164,8 +187,9 @@ class Player:
         """Apply every line after the header; a replay spends its time in this loop."""
         st = contract.memory
         converters = Converters(contract)
+        former, first = self.former, self.first
         steps = StepReplay(contract, converters.arguments)
-        plans = converters.plans(steps.functions())
+        plans = converters.plans(steps.functions(), former=former)
         update, hexdigest = chain.update, chain.hexdigest
         decode = json.JSONDecoder(parse_float=_stumble, parse_constant=_stumble).raw_decode
         number = 1
@@ -176,7 +200,7 @@ class Player:
             if line[-_END:] != sealed:
                 self._broken(number, line, sealed)
             update(sealed)
-            if self.first:
+            if former and (first or _CHANGED.search(body)):
                 body = self._as_now(number, body)
             try:
                 text = (body + b"}").decode()
@@ -229,7 +253,7 @@ class Player:
             found = "another log's header" if more.startswith(_BEGIN) else "another line"
             raise Violation("log.closing", number + 1, "events", found, "the end of the log")
 
-    # A log of the first version
+    # A log of a former version
 
     def _upgraded(
         self,
@@ -240,19 +264,34 @@ class Player:
         try:
             return upgrade(line)
         except _STUMBLES as error:
-            raise LogError(f"{where} is not a line of version {FIRST}: {error}") from None
+            raise LogError(f"{where} is not a line of version {self.version}: {error}") from None
 
     def _as_now(self, number: int, body: bytes) -> bytes:
-        """Spell a line of the first version as this version does."""
+        """Spell a line of a former version as this version does."""
         where = self._where(number)
         event = parse(body, where)
         if "events" in event:
             return body
-        if event.get("transition") in OF_STAGE_IN_FIRST:
+        transition = event.get("transition")
+        if transition in SINCE_SECOND:
+            raise LogError(f"{where} is not a line of version {self.version}: {transition}")
+        if self.first and transition in OF_STAGE_IN_FIRST:
             event = self._upgraded(event, where, self._of_bucket)
-        elif event.get("transition") == "commit_epoch":
-            event = self._upgraded(event, where, self._with_caller)
-        return compact(self._upgraded(event, where, upgraded))[:-1].encode()
+        elif transition == "commit_epoch":
+            if self.first:
+                event = self._upgraded(event, where, self._with_caller)
+            event = self._upgraded(event, where, self._as_update)
+        if self.first:
+            event = self._upgraded(event, where, upgraded)
+        return compact(event)[:-1].encode()
+
+    def _as_update(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return a commit as the check of its update; the plan also commits the update."""
+        assert self.contract is not None
+        if [*event] != ["seq", "transition", "epoch", "caller"]:
+            raise ValueError(f"its fields are {[*event]}")
+        serial = self.contract.memory.serial[0] + 1
+        return {**event, "transition": "check_update", "result": serial}
 
     def _of_bucket(self, event: dict[str, Any]) -> dict[str, Any]:
         """Return a reduction of a stage as one of its bucket, on the stream that finalized it."""
@@ -362,6 +401,8 @@ class Player:
 
     def _close(self, number: int, closing: Mapping[str, Any], contract: Contract) -> None:
         state = fingerprints(contract.snapshot())
+        if self.former:
+            state = {n: digest for n, digest in state.items() if n not in COLUMNS_SINCE_SECOND}
         if self.first:
             state = {n: digest for n, digest in state.items() if n not in COLUMNS_SINCE_FIRST}
             told = closing["state"].items()

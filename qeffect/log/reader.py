@@ -92,12 +92,15 @@ class Converters:
             **{name: field.choices for name, field in EVENT.items() if field.choices},
         }
 
-    def plans(self, marks: Mapping[str, Callable[..., Any]]) -> dict[str, Plan]:
+    def plans(
+        self, marks: Mapping[str, Callable[..., Any]], *, former: bool = False
+    ) -> dict[str, Plan]:
         """
         Return how to apply each line.
 
         Args:
             marks: What applies each line about a recorded step; it takes the sequence number too.
+            former: The log is of a former version: the check of an update also commits the update.
         """
         converts: dict[str, Callable[[Any], Any]] = {
             "key": self.key,
@@ -108,11 +111,14 @@ class Converters:
             "covered": tuple,
             "incarnation": self.incarnations.__getitem__,
         }
-        functions = self.contract.transitions.functions
+        functions: dict[str, Callable[..., Any]] = dict(self.contract.transitions.functions)
+        functions["restore"] = self.restore
+        if former:
+            functions["check_update"] = self.commit_epoch
         return {
             name: (
                 spelling(name),
-                self.restore if name == "restore" else functions[name],
+                functions[name],
                 tuple(
                     (i, self.allowed(name, field))
                     for i, field in enumerate(FIELDS[name])
@@ -130,6 +136,19 @@ class Converters:
             name: (spelling(name), marks[name], (), (), 2 + len(fields))
             for name, fields in MARKS.items()
         }
+
+    def commit_epoch(self, st: Any, epoch: int, caller: int) -> int:
+        """
+        Check and commit an update, as one line of a former version does, which took no ticket.
+
+        Raises:
+            Refused: By the check.
+        """
+        functions = self.contract.transitions.functions
+        serial: int = functions["check_update"](st, epoch, caller)
+        functions["commit_update"](st, epoch, serial)
+        st.serial[0] = serial - 1
+        return serial
 
     def restore(self, st: Any, epoch: int, incarnation: int) -> None:
         """

@@ -103,7 +103,7 @@ class StepReplay:
             raise RepeatError("log.step", "a step is kept", "that it began")
         events, self.events = tuple(self.events), None
         names = [name for name, _ in events]
-        if {*names} - RECUR or names.count("commit_epoch") != 1:
+        if {*names} - RECUR or names.count("commit_update") != 1:
             raise RepeatError("log.step", "a step is kept", "transitions of one step that recurs")
         self._steps[self._began] = _Kept(self._start, events)
         for began in [*self._steps][:-KEPT_STEPS]:

@@ -323,13 +323,24 @@ def finish_reduction_writes(st: State, bucket, link):
     st.consumer[0] = st.caller_at[link]
 
 
-def commit_epoch_before_persistence_guards(st: State, epoch, caller):
+def check_update_before_persistence_guards(st: State, epoch, caller):
     if st.consumer[0] != caller:
         raise Refused("completion.update-stream")
 
 
-def commit_epoch_writes(st: State, epoch, caller):
+def check_update_writes(st: State, epoch, caller):
     st.updater[0] = caller
+    st.fill(st.unawaited, 1)
+    st.fill(st.undrained, 1)
+
+
+def commit_update_writes(st: State, epoch, ticket):
+    # Part of the update may have been enqueued after a join or a drain.
+    st.fill(st.unawaited, 1)
+    st.fill(st.undrained, 1)
+
+
+def abort_update_writes(st: State, epoch, ticket):
     st.fill(st.unawaited, 1)
     st.fill(st.undrained, 1)
 

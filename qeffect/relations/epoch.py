@@ -10,12 +10,20 @@ from .columns import Column
 from .constants import NEVER, State
 
 #: ``weight_epoch`` counts a stage's optimizer updates; ``spoiled`` and ``final`` are the last epoch
-#: in which a stage was spoiled or finalized.
+#: in which a stage was spoiled or finalized. ``optimizing`` is the ticket of the update in flight,
+#: or 0; ``half_updated`` is 1 from a failed update until the next restore.
+#:
+#: While an update is in flight, or failed half way, every action of the epoch ran. So other clauses
+#: refuse every action: each F by ``ownership.repeated-forward``, each refresh by
+#: ``version.late-refresh`` or ``version.already-fresh``. Only a second update and a restore need
+#: guards here.
 STATE = {
     "weight_epoch": Column("stage"),
     "wgrads": Column("stage"),
     "spoiled": Column("stage", initial=NEVER),
     "final": Column("stage", initial=NEVER),
+    "optimizing": Column("one", "ticket"),
+    "half_updated": Column("one", "flag"),
 }
 
 
@@ -77,16 +85,50 @@ def fail_reduction_writes(st: State, bucket):
     st.final[t] = NEVER
 
 
-def commit_epoch_guards(st: State, epoch, caller):
+def check_update_guards(st: State, epoch, caller):
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
 
 
-def commit_epoch_writes(st: State, epoch, caller):
+def check_update_writes(st: State, epoch, caller):
+    ticket = st.serial[0] + 1
+    st.optimizing[0] = ticket
+
+
+def commit_update_guards(st: State, epoch, ticket):
+    if st.optimizing[0] == 0 or st.optimizing[0] != ticket:
+        raise Refused("epoch.unknown-ticket")
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("epoch.unknown-ticket")
+
+
+def commit_update_writes(st: State, epoch, ticket):
+    st.optimizing[0] = 0
     st.fill(st.weight_epoch, epoch + 1)
     st.fill(st.wgrads, 0)
+
+
+def abort_update_guards(st: State, epoch, ticket):
+    if st.optimizing[0] == 0 or st.optimizing[0] != ticket:
+        raise Refused("epoch.unknown-ticket")
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("epoch.unknown-ticket")
+
+
+def abort_update_writes(st: State, epoch, ticket):
+    st.optimizing[0] = 0
+    st.half_updated[0] = 1
+
+
+def restore_before_ownership_guards(st: State, epoch, incarnation):
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
 
 
 def restore_writes(st: State, epoch, incarnation):
@@ -94,3 +136,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.wgrads, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)
+    st.half_updated[0] = 0

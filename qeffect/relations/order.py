@@ -150,7 +150,7 @@ def finalize_guards(st: State, stage, link):
         raise Refused("order.incomplete")
 
 
-def commit_epoch_writes(st: State, epoch, caller):
+def commit_update_writes(st: State, epoch, ticket):
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)

@@ -429,7 +429,7 @@ def drop_writes(st: State, key, ref):
     release(st, slot)
 
 
-def commit_epoch_guards(st: State, epoch, caller):
+def check_update_guards(st: State, epoch, caller):
     if not st.every(st.consumers, 0):
         raise Refused("ownership.live-tape")
 

@@ -19,8 +19,10 @@ STATE = {"incarnation": Column("one")}
 def checkpoint_before_order_guards(st: State):
     if not st.every(st.consumers, 0):
         raise Refused("persistence.live-tape")
-    if not st.every(st.refreshing, 0):
+    if not st.every(st.refreshing, 0) or st.optimizing[0] != 0:
         raise Refused("persistence.action-in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("persistence.half-updated")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
 

@@ -59,14 +59,14 @@ def fail_reduction_writes(st: State, bucket):
     st.reducing[bucket] = 0
 
 
-def commit_epoch_before_persistence_guards(st: State, epoch, caller):
+def check_update_before_persistence_guards(st: State, epoch, caller):
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")
     if not st.every(st.reduced, epoch):
         raise Refused("reduction.missing")
 
 
-def commit_epoch_writes(st: State, epoch, caller):
+def commit_update_writes(st: State, epoch, ticket):
     st.started[0] = 0
 
 

@@ -30,3 +30,8 @@ def check_dgrad_writes(st: State, key, ref, token, link):
 def check_wgrad_writes(st: State, key, ref, link, destination, first):
     ticket = st.serial[0] + 1
     st.serial[0] = ticket
+
+
+def check_update_writes(st: State, epoch, caller):
+    ticket = st.serial[0] + 1
+    st.serial[0] = ticket

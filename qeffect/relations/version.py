@@ -154,7 +154,7 @@ def invalidate_writes(st: State, stage):
     st.cache_epoch[stage] = NEVER
 
 
-def commit_epoch_guards(st: State, epoch, caller):
+def check_update_guards(st: State, epoch, caller):
     if not st.every(st.refreshing, 0):
         raise Refused("version.in-flight")
 

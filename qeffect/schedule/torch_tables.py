@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ..text import near
 from .actions import Schedule, ScheduleError, shorten
 from .infer import MAX_ENTRIES, from_actions
 from .own_class import base_name, own_class
@@ -135,9 +136,10 @@ def class_name(name: str) -> str:
     for cls_name in CLASSES:
         if cls_name.lower().removeprefix("schedule") == wanted:
             return cls_name
+    like = [cls_name for cls_name in CLASSES if wanted and wanted in cls_name.lower()]
     raise ScheduleError(
         f"unknown schedule class {name!r}; expected one of {', '.join(CLASSES)}, or module:Class "
-        "for a subclass of yours"
+        "for a subclass of yours" + (f"; did you mean {like[0]}?" if like else near(name, CLASSES))
     )
 
 

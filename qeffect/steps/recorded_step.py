@@ -57,7 +57,8 @@ RECUR: Final = frozenset(
         "finalize",
         "start_reduction",
         "finish_reduction",
-        "commit_epoch",
+        "check_update",
+        "commit_update",
     }
 )
 
@@ -121,7 +122,7 @@ class RecordedStep:
         named = [transition for transition, _ in events]
         if odd := sorted({*named} - RECUR):
             raise ValueError(f"a step with {odd[0]} cannot be recorded: it would not recur")
-        if named.count("commit_epoch") != 1:
+        if named.count("commit_update") != 1:
             raise ValueError("a recorded step must commit its epoch exactly once")
         seen = TracedMemory(start.memory, transitions.columns)
         for transition, given in events:

@@ -25,7 +25,7 @@ the previous tenant's replays. The end of a transfer counts as work of the calle
 names, so that a replay neither reads a message before it has arrived nor overwrites a buffer that
 is still read. So does the copy of an input, which the reservation of its slot stands for.
 
-The optimizer's update is device work too. It runs on the stream of the caller that `commit_epoch`
+The optimizer's update is device work too. It runs on the stream of the caller that its check
 names, and that stream must have waited for every gradient. No graph stream reads the new weights
 before it has waited for that stream, and no checkpoint is taken before the host has seen the update
 finish.
@@ -156,17 +156,17 @@ put the waits on the streams.""",
             id="completion.update-stream",
             number="6.8",
             title="The optimizer's update runs where the gradients were awaited",
-            invariant="The stream of the update, named at the commit, is the stream that waited "
+            invariant="The stream of the update, named at its check, is the stream that waited "
             "for every gradient, named at finalize.",
-            transitions=("commit_epoch",),
+            transitions=("check_update",),
             argument="caller",
             unchanged="The weight epoch.",
             section="II-C",
             cause="The stream that `finalize` named waited for the gradients, but the optimizer "
             "runs on another stream that did not. The optimizer may read gradients that are still "
             "being written, and overwrite weights that are still being read.",
-            remedy="Name the stream of the finalized links in `commit_epoch(caller=...)`, and run "
-            "the optimizer on it.",
+            remedy="Name the stream of the finalized links as `caller` of `update`, `check_update` "
+            "or `commit_epoch`, and run the optimizer on it.",
         ),
         Clause(
             id="completion.update-to-graph",

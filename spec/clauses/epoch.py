@@ -14,11 +14,22 @@ PART = Part(
     title="Epoch",
     hidden="whether an optimizer step is whole",
     without="the optimizer consumes a step that lacks a microbatch, or one that failed in part",
-    holder="a count of dW, a mark of failure and a mark of finality per stage; an atomic commit",
+    holder="a count of dW, a mark of failure and a mark of finality per stage; an update that is "
+    "checked, then committed for all stages or aborted",
     intro="""\
-An epoch is one optimizer step. A stage is finalized when all its work is done, and the commit is
-atomic over all stages of the process: it advances every weight epoch or none. Across processes the
-caller makes it a barrier. Any failed or aborted action of a stage spoils its epoch: it can no
+An epoch is one optimizer step. A stage is finalized when all its work is done. The optimizer's
+update ends the epoch. It is an action like F: `check_update` reserves the weights of every stage,
+`commit_update` advances every weight epoch or none, and `abort_update` says that the update failed.
+`commit_epoch` is the check and the commit in one call, for an update that was enqueued whole.
+Across processes the caller makes the update a barrier.
+
+From its check to its commit the update may write any weight. Every action of the epoch has run
+then, so each F, dI, dW, bind and refresh is refused. A second update, a restore and a checkpoint
+have clauses of their own. An update that fails half way leaves some
+weights updated and others not, and nothing can tell which: the weights are *half updated*. Only a
+restore of the whole process goes on from there.
+
+Any failed or aborted action of a stage spoils its epoch: it can no
 longer be finalized, and only a restore begins it again. So does `invalidate` while a stage's cache
 is in use. `invalidate` states a fact, so it is accepted: if it were refused, the contract would
 treat a lost cache as fresh, and the next dI would read it. Afterwards every F and dI of the stage
@@ -26,8 +37,9 @@ is refused as stale; aborts, drops, drain and restore remain possible.
 
 A contract made with `counted=True` also compares what the device ran. With every action the device
 itself counts, by stage and kind, and folds the action into a digest that depends on the order. A
-commit presents the counts, and is refused if they differ from those of the committed actions. A
-ledger beside the transitions checks the last three clauses: they are tested, not proved.""",
+check of the update presents the counts, and is refused if they differ from those of the committed
+actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device-count` and
+`epoch.device-order`: these clauses are tested, not proved.""",
     clauses=(
         Clause(
             id="epoch.spoiled",
@@ -74,10 +86,10 @@ ledger beside the transitions checks the last three clauses: they are tested, no
         Clause(
             id="epoch.not-final",
             number="8.4",
-            title="A commit finds every stage final",
-            invariant="The commit happens when every stage of the process is final in the epoch "
-            "that it ends.",
-            transitions=("commit_epoch",),
+            title="An update finds every stage final",
+            invariant="The update begins when every stage of the process is final in the epoch "
+            "that the update ends.",
+            transitions=("check_update",),
             argument="",
             unchanged=_STAGE,
             section="IV-E",
@@ -87,10 +99,10 @@ ledger beside the transitions checks the last three clauses: they are tested, no
         Clause(
             id="epoch.wrong-epoch",
             number="8.5",
-            title="A commit names the epoch that it ends",
-            invariant="A commit names the weight epoch of every stage, whichever relations are "
+            title="An update names the epoch that it ends",
+            invariant="An update names the weight epoch of every stage, whichever relations are "
             "left out.",
-            transitions=("commit_epoch",),
+            transitions=("check_update",),
             argument="epoch",
             unchanged="The weight epoch of every stage.",
             section="III-C",
@@ -101,11 +113,12 @@ ledger beside the transitions checks the last three clauses: they are tested, no
         Clause(
             id="epoch.uncounted",
             number="8.6",
-            title="A commit brings what the device counted",
-            invariant="If the device counts its replays, a commit presents the counts of every "
-            "state domain. If the counts may come late (`late=True`), they are presented before "
-            "the next commit and before a checkpoint.",
-            transitions=("commit_epoch", "checkpoint"),
+            title="An update brings what the device counted",
+            invariant="If the device counts its replays, the check of an update presents the "
+            "counts of every state domain. If the counts may come late (`late=True`), they are "
+            "presented before "
+            "the next update and before a checkpoint.",
+            transitions=("check_update", "checkpoint"),
             argument="",
             unchanged=_COUNTED,
             section="design",
@@ -118,7 +131,7 @@ ledger beside the transitions checks the last three clauses: they are tested, no
             title="The device ran each action as often as it was committed",
             invariant="For every stage, the device ran as many refreshes, F, dI and dW as were "
             "committed since the incarnation began.",
-            transitions=("commit_epoch",),
+            transitions=("check_update",),
             argument="",
             unchanged=_COUNTED,
             section="design",
@@ -133,13 +146,52 @@ ledger beside the transitions checks the last three clauses: they are tested, no
             title="The device ran the actions in the order of their commits",
             invariant="The device ran the actions of a state domain, each in its own slot, in the "
             "order in which they were committed.",
-            transitions=("commit_epoch",),
+            transitions=("check_update",),
             argument="",
             unchanged=_COUNTED,
             section="design",
             cause="The graph of another slot or another stage was replayed, or actions were "
             "committed in another order than they were launched.",
             remedy="Launch the graph of the slot that the ticket names; commit in launch order.",
+        ),
+        Clause(
+            id="epoch.in-flight",
+            number="8.9",
+            title="One update of the weights at a time",
+            invariant="While an update is in flight, no second update and no restore begins.",
+            transitions=("check_update", "restore"),
+            argument="",
+            unchanged="The update in flight, and the weights.",
+            section="design",
+            cause="An update was checked and neither committed nor aborted.",
+            remedy="Commit the update after it was enqueued, abort it if it failed, or use "
+            "`with contract.update():`.",
+        ),
+        Clause(
+            id="epoch.half-updated",
+            number="8.10",
+            title="Half-updated weights are not updated again",
+            invariant="After an update failed half way, no update begins before a restore.",
+            transitions=("check_update",),
+            argument="",
+            unchanged="The weights, some of which are updated and others not.",
+            section="design",
+            cause="`optimizer.step` raised, for example out of memory, and the loop went on.",
+            remedy="Load the last checkpoint, or start the run again from it, then `restore` the "
+            "contract.",
+        ),
+        Clause(
+            id="epoch.unknown-ticket",
+            number="8.11",
+            title="An update's ticket is redeemed once",
+            invariant="Commit and abort of an update are accepted only with the ticket in flight "
+            "and the epoch of its check.",
+            transitions=("commit_update", "abort_update"),
+            argument="ticket",
+            unchanged="The weight epoch, and the update in flight.",
+            section="design",
+            cause="The update was already committed or aborted, or a restore came between.",
+            remedy="Let `with contract.update():` redeem the ticket.",
         ),
     ),
 )

@@ -459,10 +459,10 @@ ticket, once.""",
         Clause(
             id="ownership.live-tape",
             number="1.27",
-            title="A commit finds no live tape",
-            invariant="The optimizer's commit happens only if every slot of every stage of the "
+            title="An update finds no live tape",
+            invariant="The optimizer's update begins only if every slot of every stage of the "
             "process is free.",
-            transitions=("commit_epoch",),
+            transitions=("check_update",),
             argument="",
             unchanged="Every live tape, and the weight epoch.",
             section="IV-E",
@@ -511,7 +511,7 @@ ticket, once.""",
             title="F runs after the F of the stage that feeds it",
             invariant="If another stage of the process feeds the stage, F finds the live tape that "
             "this source's F of the same microbatch left.",
-            transitions=("check_forward", "configure"),
+            transitions=("check_forward",),
             argument="key",
             unchanged=_TENANT,
             section="design",
@@ -527,7 +527,7 @@ ticket, once.""",
             invariant="If the stage feeds another stage of the process, dI runs after this "
             "target's dI of the same microbatch has succeeded, in an epoch of the target that no "
             "failure has spoiled.",
-            transitions=("check_dgrad", "configure"),
+            transitions=("check_dgrad",),
             argument="key",
             unchanged=_TENANT,
             section="design",

@@ -17,10 +17,11 @@ PART = Part(
     holder="a checkpoint only when quiescent; a fresh incarnation and stale caches at a restore",
     intro="""\
 A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
-no reduction, no device work that the host has not seen finish. A restore loads the numerical state
-first, then begins a new *incarnation*: every slot is free, every generation zero, every reference
-issued before is refused, every weight cache is stale. That holds also when one checkpoint is
-restored twice, because the incarnation is a new random number that is never persisted.""",
+no reduction, no half-updated weights, no device work that the host has not seen finish. A restore
+loads the numerical state first, then begins a new *incarnation*: every slot is free, every
+generation zero, every reference issued before is refused, every weight cache is stale. That holds
+also when one checkpoint is restored twice, because the incarnation is a new random number that is
+never persisted.""",
     clauses=(
         Clause(
             id="persistence.live-tape",
@@ -52,7 +53,7 @@ restored twice, because the incarnation is a new random number that is never per
             id="persistence.action-in-flight",
             number="9.3",
             title="No checkpoint with an action in flight",
-            invariant="A checkpoint is taken when no F, dI or refresh is in flight.",
+            invariant="A checkpoint is taken when no F, dI, refresh or update is in flight.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,
@@ -112,6 +113,19 @@ restored twice, because the incarnation is a new random number that is never per
             cause="The number of stages, microbatches or slots, the destinations or the chosen "
             "relations changed between save and load; checkpoints preserve the topology.",
             remedy="Restore with the configuration of the run that saved it.",
+        ),
+        Clause(
+            id="persistence.half-updated",
+            number="9.8",
+            title="No checkpoint of half-updated weights",
+            invariant="After an update failed half way, no checkpoint is taken before a restore.",
+            transitions=("checkpoint",),
+            argument="",
+            unchanged=_WITHHELD,
+            section="design",
+            cause="`optimizer.step` raised, and the loop or an exit hook saved a checkpoint.",
+            remedy="Keep the last checkpoint that was saved before the failed update, and start "
+            "again from it.",
         ),
     ),
 )

@@ -63,8 +63,8 @@ run its dW and waits only for readers: the buffers do not change, and the epoch 
             number="7.3",
             title="Gradients in reduction are left alone",
             invariant="While a bucket's reduction is in flight, no second reduction of the bucket "
-            "starts, and nothing commits or restores.",
-            transitions=("start_reduction", "commit_epoch", "restore"),
+            "starts, and no update or restore begins.",
+            transitions=("start_reduction", "check_update", "restore"),
             argument="bucket",
             unchanged=_REDUCTIONS,
             section="IV-E",
@@ -117,10 +117,10 @@ run its dW and waits only for readers: the buffers do not change, and the epoch 
         Clause(
             id="reduction.missing",
             number="7.7",
-            title="A commit finds every reduction done",
-            invariant="The commit happens only if the reduction of every bucket finished in this "
+            title="An update finds every reduction done",
+            invariant="The update begins only if the reduction of every bucket finished in this "
             "epoch.",
-            transitions=("commit_epoch",),
+            transitions=("check_update",),
             argument="",
             unchanged="The weight epoch, and the reductions still owed.",
             section="IV-E",

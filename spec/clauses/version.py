@@ -104,12 +104,12 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             number="2.6",
             title="One refresh at a time",
             invariant="While a refresh of a stage's cache is in flight, that cache is neither "
-            "refreshed again nor invalidated, and nothing commits or restores.",
+            "refreshed again nor invalidated, and no update or restore begins.",
             transitions=(
                 "check_refresh",
                 "check_forward",
                 "invalidate",
-                "commit_epoch",
+                "check_update",
                 "restore",
             ),
             argument="stage",

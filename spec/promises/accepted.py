@@ -25,7 +25,7 @@ from ..constants import (
     TARGET_BIT,
 )
 from ..predicates import Register, implies
-from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
+from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, UPDATE, WGRAD
 from .words import Args, History, Index, State, Truth
 
 __all__ = ["STEPS"]
@@ -440,7 +440,7 @@ def reduction_after_replay(st: State, h: History, a: Args) -> Truth:
     return implies(mine, h.seen_gradients[0] == 1)
 
 
-@STEPS("completion.consumer-after-reduction", "commit_epoch", needs="reduction", b="bucket")
+@STEPS("completion.consumer-after-reduction", "check_update", needs="reduction", b="bucket")
 def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
     """The stream that finalized a stage, and reads its gradients, waited for their reductions."""
     waiter = st.caller_at[h.awaited_by[b]]
@@ -448,7 +448,7 @@ def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
     return first & (st.caller_at[h.finalized_by[st.tied_at[b]]] == waiter)
 
 
-@STEPS("completion.update-after-gradients", "commit_epoch")
+@STEPS("completion.update-after-gradients", "check_update")
 def update_after_gradients(st: State, h: History, a: Args) -> Truth:
     """The stream of the update has waited for each stage's latest dW."""
     finalizer = h.finalized_by[h.stage[0]]
@@ -540,24 +540,67 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 # The weights change
 
 
-@STEPS("epoch.commit", "commit_epoch", c="cell", g="stage", s="slot")
+@STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """The weights change only when every dW ran, no tape is live, and nothing was spoiled."""
+    """An update begins only when every dW ran, no tape is live, and nothing was spoiled."""
     ran = h.ran_wgrad[c] == 1
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
 
 
-@STEPS("order.commit", "commit_epoch", d="domain")
+@STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", g="stage", s="slot")
+def commit_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
+    """When an update ends, no action came between, and it names the weights that it replaces."""
+    idle = (h.owing[s] == 0) & (h.acting[s] == 0)
+    named = (a.epoch == h.weights[0]) & (a.epoch == st.weight_epoch[g])
+    return (h.ran_wgrad[c] == 1) & idle & named
+
+
+@STEPS("order.commit", "check_update", "commit_update", d="domain")
 def commit_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """No scaling update is in flight when the weights change."""
+    """No scaling update is in flight when the optimizer's update begins, and when it ends."""
     return h.running[d] == 0
 
 
-@STEPS("reduction.commit", "commit_epoch", b="bucket")
+@STEPS("reduction.commit", "check_update", "commit_update", b="bucket")
 def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
-    """The reduction of every bucket is done when the weights change."""
+    """The reduction of every bucket is done when the update begins, and when it ends."""
     return h.reduction[b] == DONE
+
+
+# From the check of an update to its commit, and after an update that failed half way
+
+
+@STEPS(
+    "epoch.whole-weights",
+    "reserve",
+    "check_forward",
+    "check_dgrad",
+    "check_wgrad",
+    "check_update",
+    "checkpoint",
+)
+def whole_weights(st: State, h: History, a: Args) -> Truth:
+    """No action and no checkpoint finds an update in flight, or half-updated weights."""
+    return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
+
+
+@STEPS("version.whole-weights", "check_refresh", needs="order")
+def whole_weights_quantized(st: State, h: History, a: Args) -> Truth:
+    """No refresh quantizes weights of an update in flight, or half-updated weights."""
+    return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
+
+
+@STEPS("arena.whole-weights", "bind")
+def whole_weights_bound(st: State, h: History, a: Args) -> Truth:
+    """No destination is bound during an update, or over half-updated weights."""
+    return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
+
+
+@STEPS("epoch.restore-between-updates", "restore")
+def restore_between_weight_updates(st: State, h: History, a: Args) -> Truth:
+    """Weights are replaced only when no update is in flight."""
+    return h.optimizing[0] == 0
 
 
 # A checkpoint and a restore
@@ -635,3 +678,9 @@ def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
     return implies(
         a.ticket == h.ticket[0], (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == a.stage)
     )
+
+
+@STEPS("tickets.update-redeems-its-own", "commit_update", "abort_update")
+def update_redeems_its_own(st: State, h: History, a: Args) -> Truth:
+    """The end of an update is accepted once, with the ticket of the check that began it."""
+    return implies(a.ticket == h.ticket[0], h.outstanding[0] == UPDATE) & (h.optimizing[0] == 1)

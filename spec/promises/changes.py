@@ -71,13 +71,13 @@ def generation_rises_at_release(st: State, after: State, a: Args, s: Index) -> T
 # Weights and caches
 
 
-@CHANGES("epoch.weights-advance", "commit_epoch", g="stage")
+@CHANGES("epoch.weights-advance", "commit_update", g="stage")
 def weights_advance(st: State, after: State, a: Args, g: Index) -> Truth:
     """A commit advances the weight epoch of every stage by one."""
     return after.weight_epoch[g] == st.weight_epoch[g] + 1
 
 
-@CHANGES("epoch.weights-kept", *_but("commit_epoch", "restore"), g="stage")
+@CHANGES("epoch.weights-kept", *_but("commit_update", "restore"), g="stage")
 def weights_kept(st: State, after: State, a: Args, g: Index) -> Truth:
     """No other transition moves a weight epoch."""
     return after.weight_epoch[g] == st.weight_epoch[g]

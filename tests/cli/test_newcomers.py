@@ -354,15 +354,23 @@ class TestMessages:
         plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PATH": "/usr/bin:/bin"}
         environ = plain | ({"PYTHONUTF8": "0"} if encoding == "ascii" else {})
         environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        done = subprocess.run(
-            [sys.executable, "-m", "qeffect", "check", path],
-            capture_output=True,
-            env=environ,
-            check=False,
-        )
+        spelled = "é.csv" if encoding == "utf-8" else "\\xe9.csv"
 
-        assert 0 == done.returncode, done.stderr
-        assert ("é.csv" if encoding == "utf-8" else "\\xe9.csv") in done.stdout.decode()
+        def ended(*words: str | Path) -> tuple[int, str]:
+            done = subprocess.run(
+                [sys.executable, "-m", "qeffect", *words],
+                capture_output=True,
+                env=environ,
+                check=False,
+            )
+            return done.returncode, (done.stdout + done.stderr).decode()
+
+        code, said = ended("check", path, "--svg", tmp_path / "o.svg")
+        assert (0, True) == (code, spelled in said), said
+        assert "é.csv" in (tmp_path / "o.svg").read_text(encoding="utf-8")
+        for words in (("replay", path), ("é.csv",), ("check", path, "--pp", "é.csv")):
+            code, said = ended(*words)
+            assert (2, True) == (code, spelled in said), said
 
 
 class TestWrongWords:
@@ -381,6 +389,7 @@ class TestWrongWords:
             ("check a.csv --micro-batches 3", "did you mean --microbatches? (see 'qeffect check"),
             ("chek a.csv", "unknown command 'chek'; expected one of check, faults, plan"),
             ("chek a.csv", "did you mean check?"),
+            ("check --torch zbv", "did you mean ScheduleZBVZeroBubble?"),
             ("check --te-order 1,x", "--te-order: rank 0, step 1: entry 'x'"),
             (
                 "check a.csv --max-outstanding-sends -1",

@@ -171,7 +171,7 @@ class TestLines:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"version":2', '"version":3', "field version: found 3; expected 2"),
+            ('"version":3', '"version":4', "field version: found 4; expected 3"),
             ('"rank":null', '"rank":-1', "field rank"),
             ('"tickets"', '"ticket"', "relations"),
             (

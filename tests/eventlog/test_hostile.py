@@ -427,6 +427,6 @@ class TestWithoutVersion:
 
     def test_an_epoch_commits_once(self) -> None:
         """The same commit again ends no epoch."""
-        event = '"transition":"commit_epoch","epoch":0,"caller":0'
+        event = '"transition":"check_update","epoch":0,"caller":0,"result":99'
 
-        assert ("epoch.wrong-epoch", "commit_epoch") == self.splice("commit_epoch", event)
+        assert ("epoch.wrong-epoch", "check_update") == self.splice("commit_update", event)

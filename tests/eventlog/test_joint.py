@@ -157,7 +157,7 @@ class TestMisfit:
         table = read_fixture(ZBV_COMMS)
         report = replay_together(logs(tmp_path, [table] * 2, [3, 2]))
 
-        assert ("epoch.wrong-epoch", 1, "commit_epoch") == (
+        assert ("epoch.wrong-epoch", 1, "commit_update") == (
             report.clause, report.rank, report.action
         )  # fmt: skip
         assert "rank 1 committed 2 epochs (0, 1), rank 0 3 epochs (0, 1, 2)" in str(report.message)

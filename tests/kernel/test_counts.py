@@ -434,7 +434,7 @@ class TestBadCounts:
         contract = Contract([stage(0)], counted=counts)
         said = []
         for ask in (contract.check_commit, contract.commit_epoch):
-            with pytest.raises(Refused, match=r"^epoch\.not-final in commit_epoch") as caught:
+            with pytest.raises(Refused, match=r"^epoch\.not-final in check_update") as caught:
                 ask(counted=counted)
             said.append(str(caught.value))
             with pytest.raises(TypeError, match=r"^commit_epoch: epoch must be an int"):

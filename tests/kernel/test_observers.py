@@ -65,6 +65,15 @@ def _microbatch(rig: Rig, m: int, s: int) -> Iterator[Callable[[], Any]]:
         yield partial(c.join, link)
 
 
+def _whole(rig: Rig) -> None:
+    """A whole epoch of every stage, up to its update."""
+    for s in (0, 1):
+        for m in (0, 1):
+            rig.microbatch(m, s)
+    for s in (0, 1):
+        rig.finish(s)
+
+
 def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
     """Every call that the observer hears of, each accepted in its turn."""
     c = rig.contract
@@ -136,6 +145,12 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
     yield lambda: rig.epoch()
     yield lambda: c.drain()
     yield lambda: c.checkpoint()
+    # An update that fails half way, after a whole epoch.
+    yield back
+    yield partial(_whole, rig)
+    yield check("update", c.check_update)
+    yield lambda: c.abort(tickets["update"])
+    yield back
 
 
 class _FullError(OSError):
@@ -189,7 +204,7 @@ def _require_agreement(contract: Contract) -> None:
         assert sorted(own) == vacant
     claimed = {st.cell_at[s]: s for s in slots if st.consumers[s] == RESERVED and not st.held[s]}
     assert contract._reserved == claimed
-    out = {n for n in (*st.held, *st.refreshing) if n}
+    out = {n for n in (*st.held, *st.refreshing, *st.optimizing) if n}
     assert {ticket.serial for ticket in contract.outstanding()} == out
 
 

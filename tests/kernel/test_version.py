@@ -258,7 +258,7 @@ class TestInFlight:
         rig.contract.invalidate(0)
         rig.contract.check_refresh(0)
 
-        with refused(rig, "version.in-flight", "commit_epoch"):
+        with refused(rig, "version.in-flight", "update"):
             rig.contract.commit_epoch()
 
 

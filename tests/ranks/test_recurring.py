@@ -450,7 +450,7 @@ def test_every_action_is_told_to_an_observer() -> None:
     first = [*told]
     assert not rank.step()
     assert first * 2 == told
-    assert {"check_forward", "commit_wgrad", "commit_epoch"} <= {*first}
+    assert {"check_forward", "commit_wgrad", "commit_update"} <= {*first}
     rank.contract.observer = None
     assert [rank.step() for _ in range(2)] == [False, True]
 

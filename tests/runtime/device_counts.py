@@ -99,7 +99,7 @@ class DeviceCountsCases:
         with pytest.raises(Refused) as caught:
             run.finish()
 
-        assert (clause, "commit_epoch") == (caught.value.clause, caught.value.transition)
+        assert (clause, "check_update") == (caught.value.clause, caught.value.transition)
         assert epoch == runtime.epoch
         for n, stage in runtime.stages.items():
             for before, now in zip(weights[n], parameters_of(stage), strict=True):
@@ -214,7 +214,7 @@ class LateCountsCases(DeviceCountsCases):
         with pytest.raises(Refused) as caught:
             run.finish()
 
-        assert (clause, "commit_epoch") == (caught.value.clause, caught.value.transition)
+        assert (clause, "check_update") == (caught.value.clause, caught.value.transition)
         assert self.unmoved(before, injected)
         with pytest.raises(Refused, match=clause):
             runtime.checkpoint()

@@ -225,13 +225,13 @@ class TestTheWholeStepIsAborted:
         injected.start_over(undisturbed)
 
     @pytest.mark.parametrize("late", [False, True])
-    def test_a_log_that_is_full_at_the_commit(self, late: bool) -> None:
-        """After a commit without its update, training does not continue."""
+    def test_a_log_that_is_full_at_the_check_of_the_update(self, late: bool) -> None:
+        """The check has happened and the update has not: nothing goes on from there."""
         injected = Injection(counts="next step" if late else None)
         injected.run.actions()
 
         def full(transition: str, *_: Any) -> None:
-            if transition == "commit_epoch":
+            if transition == "check_update":
                 raise OSError("full")
 
         injected.contract.observer = full
@@ -239,8 +239,51 @@ class TestTheWholeStepIsAborted:
             injected.run.finish()
         injected.contract.observer = None
 
-        with pytest.raises(BackendError, match="the update to epoch 2 failed after its commit"):
+        with pytest.raises(BackendError, match="an update of the weights failed half way"):
             injected.run.runtime.rebuild()
+        assert injected.contract.half_updated
+        assert () == injected.contract.outstanding()
+
+    def test_an_optimizer_that_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The epoch did not end, and neither an action nor a checkpoint is accepted."""
+        injected = Injection()
+        injected.run.actions()
+        epoch = injected.contract.epoch
+
+        def raising(*_: Any, **__: Any) -> None:
+            raise MemoryError("half way")
+
+        monkeypatch.setattr(injected.run.optimizer, "step", raising)
+        with pytest.raises(MemoryError, match=r"^half way$"):
+            injected.run.finish()
+
+        assert epoch == injected.contract.epoch
+        injected.run.runtime.drain()
+        with pytest.raises(BackendError, match="an update of the weights failed half way"):
+            injected.run.runtime.checkpoint()
+        with pytest.raises(Refused, match=r"^persistence\.half-updated"):
+            injected.contract.checkpoint()
+
+    def test_a_log_that_is_full_at_the_commit(self) -> None:
+        """The update was enqueued whole and its commit has happened: a rebuild goes on from it."""
+        injected = Injection()
+        injected.run.actions()
+        epoch = injected.contract.epoch
+
+        def full(transition: str, *_: Any) -> None:
+            if transition == "commit_update":
+                raise OSError("full")
+
+        injected.contract.observer = full
+        with pytest.raises(OSError, match=r"^full$"):
+            injected.run.finish()
+        injected.contract.observer = None
+
+        assert epoch + 1 == injected.contract.epoch
+        injected.run.runtime.rebuild()
+        assert epoch + 1 == injected.contract.epoch
+        injected.run.step()
+        assert epoch + 2 == injected.contract.epoch
 
     def test_a_reserved_slot_too(self, undisturbed: Recording) -> None:
         """A slot that was reserved for a receive is free again."""

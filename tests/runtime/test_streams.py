@@ -82,9 +82,9 @@ def test_the_update_runs_on_the_graph_stream_and_replays_wait_for_it() -> None:
 
     memory = runtime.contract.memory
     end = [name for name, _ in told]
-    assert [(True, "commit_epoch")] == placed
-    assert ["submit", "join", "commit_epoch", "join", "wait"] == end[-5:]
-    assert ("commit_epoch", (0, 0)) in told
+    assert [(True, "check_update")] == placed
+    assert ["submit", "join", "check_update", "commit_update", "join", "wait"] == end[-6:]
+    assert ("check_update", (0, 0)) in told
     assert [0] == memory.unawaited
     assert [1] == memory.undrained
 

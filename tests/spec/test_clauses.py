@@ -27,8 +27,8 @@ AROUND = {
         t for t, p in TRANSITIONS.items() if "key" in p and ("ref" in p or "slot" in p)
     },
     "persistence.configuration": {"restore"},
-    "epoch.uncounted": {"commit_epoch", "checkpoint"},
-    **{f"epoch.{c}": {"commit_epoch"} for c in ("device-count", "device-order")},
+    "epoch.uncounted": {"check_update", "checkpoint"},
+    **{f"epoch.{c}": {"check_update"} for c in ("device-count", "device-order")},
     # Compositions that leave the relation out consist of it.
     "version.left-out": {"check_refresh", "commit_refresh", "abort_refresh", "invalidate"},
     **{f"arena.{name}": {"configure"} for name in ("unknown-matrix", "duplicate-destination")},

@@ -111,12 +111,37 @@ def _refreshed(rig: Rig) -> Callable[[], Any]:
     return rig.contract.checkpoint
 
 
+def _whole(rig: Rig) -> None:
+    """A whole epoch, ready for its update."""
+    rig.contract = Rig(stage()).contract
+    for microbatch in (0, 1):
+        rig.microbatch(microbatch)
+    rig.contract.wait()
+    rig.contract.finalize(0)
+
+
+def _updating(rig: Rig) -> Callable[[], Any]:
+    """An update in flight, and another."""
+    _whole(rig)
+    rig.contract.check_update()
+    return rig.contract.check_update
+
+
+def _half_updated(rig: Rig) -> Callable[[], Any]:
+    """An update that failed half way, and another."""
+    _whole(rig)
+    rig.contract.abort(rig.contract.check_update())
+    return rig.contract.check_update
+
+
 #: For each clause without a rejected log, how to come before a call that it refuses.
 SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.device-count": _counting(0, 3),
     "epoch.device-order": _counting(0, 2),
     "epoch.uncounted": _counting(0, None),
     "epoch.not-final": lambda rig: rig.contract.commit_epoch,
+    "epoch.in-flight": _updating,
+    "epoch.half-updated": _half_updated,
     "order.scales-moved": _overtaken,
     "persistence.live-tape": _live,
     "persistence.mid-epoch": _refreshed,

@@ -42,7 +42,7 @@ SAMPLE = [
     ("check_wgrad", "arena.in-flight"),
     ("check_wgrad", "completion.caller-to-graph"),
     ("start_reduction", "reduction.incomplete"),
-    ("commit_epoch", "epoch.not-final"),
+    ("check_update", "epoch.not-final"),
     ("checkpoint", "persistence.live-tape"),
     ("abort_wgrad", "ownership.unknown-ticket"),
 ]

@@ -100,7 +100,7 @@ def test_what_never_happens_is_named() -> None:
     """A scope that leaves something out does not pass for one that has it."""
     missing = unwitnessed([run(standard_scopes()["pool-2-2-2"])])
 
-    assert "commit_epoch" in missing
+    assert "commit_update" in missing
     assert "check_forward: order.token" in missing
     assert "check_wgrad" not in missing
 
@@ -173,7 +173,8 @@ def test_no_invariant_breaks_in_any_composition(omit: tuple[str, ...]) -> None:
     assert (found.tally.accepted, found.tally.refused) == (checked.accepted, checked.refused)
     assert len(found.seen) == len(checked.parents)
     accepted = {space.moves[index].label for index in found.tally.accepted}
-    assert {"commit_wgrad", "abort_wgrad", "finalize", "commit_epoch", "restore"} <= accepted
+    updates = {"check_update", "commit_update", "abort_update"}
+    assert {"commit_wgrad", "abort_wgrad", "finalize", *updates, "restore"} <= accepted
 
 
 # A kernel with something taken out

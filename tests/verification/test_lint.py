@@ -225,4 +225,5 @@ def restore_writes(st, epoch, incarnation):
 
     def test_only_the_ends_of_an_epoch_quantify_over_a_column(self) -> None:
         """Only the ends of an epoch may quantify over a column."""
-        assert {"finalize", "commit_epoch", "checkpoint", "restore"} == BOUNDARY
+        updates = {"check_update", "commit_update", "abort_update"}
+        assert {"finalize", *updates, "checkpoint", "restore"} == BOUNDARY

@@ -79,14 +79,15 @@ class TestRun:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The constants of a module that happens to be loaded change no schedule."""
-        before = machine.run(20, seed=3)
+        schedules = by_profile(dev=8, ci=20)
+        before = machine.run(schedules, seed=3)
         (tmp_path / "constants_of_another.py").write_text(
             "NUMBERS = [" + ", ".join(str(n * n) for n in range(200, 300)) + "]\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "constants_of_another", raising=False)
         importlib.import_module("constants_of_another")
-        after = machine.run(20, seed=3)
+        after = machine.run(schedules, seed=3)
 
         assert (before.actions, before.accepted, before.refused) == (
             after.actions,
@@ -119,7 +120,7 @@ class TestRun:
 
     def test_a_seed_names_a_run(self) -> None:
         """The same seed makes the same calls; another makes others."""
-        schedules = by_profile(dev=15, ci=60)
+        schedules = by_profile(dev=6, ci=60)
         first, again, other = (machine.run(schedules, seed=seed) for seed in (3, 3, 4))
 
         assert (first.actions, first.refused) == (again.actions, again.refused)

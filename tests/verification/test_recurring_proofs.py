@@ -50,7 +50,7 @@ def test_what_moves_is_what_a_recorded_step_moves_and_the_tickets_in_flight() ->
     assert not {*COUNTERS} & tickets
 
 
-@pytest.mark.parametrize("transition", ["check_dgrad", "commit_forward", "commit_epoch"])
+@pytest.mark.parametrize("transition", ["check_dgrad", "commit_forward", "check_update"])
 def test_a_move_commutes(full: Composition, transition: str) -> None:
     """For any number of slots, stages, links and epochs; `qeffect prove` asks every transition."""
     goals = [

@@ -82,9 +82,9 @@ class TestReach:
     @pytest.mark.parametrize(
         ("what", "longest"),
         [
-            (lambda s: "commit_epoch" in _names(s), 30),
+            (lambda s: "commit_update" in _names(s), 30),
             pytest.param(
-                lambda s: _names(s).count("commit_epoch") > 1,
+                lambda s: _names(s).count("commit_update") > 1,
                 60,
                 marks=pytest.mark.ci,  # as long as all others together
             ),

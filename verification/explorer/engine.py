@@ -182,9 +182,8 @@ class Engine:
     ) -> Iterator[Arrival]:
         move = self.moves[index]
         name = move.steps[1]
-        place = next(
-            move.arguments[a] for a in ("ref.slot", "slot", "stage") if a in move.arguments
-        )
+        places = ("ref.slot", "slot", "stage", "epoch")
+        place = _now(draft, next(move.arguments[a] for a in places if a in move.arguments))
         arguments: dict[str, Value] = {f"arg.{TRANSITIONS[name][0]}": place, "arg.ticket": ticket}
         arguments |= {
             f"arg.{a}": _now(draft, move.arguments[a]) for a in TRANSITIONS[name] if a in EVIDENCE
@@ -322,6 +321,8 @@ def _pinned(move: Move) -> dict[tuple[str, int], int]:
 def _owed(chunk: Chunk, move: Move) -> Value:
     """Where the ticket in flight that the move redeems is one of the move's own action."""
     action = move.label.partition("_")[2]
+    if action == "update":
+        return True
     if action == "refresh":
         stage = move.arguments["stage"]
         assert isinstance(stage, int)

@@ -150,6 +150,8 @@ class Maker:
         elif {"stage", "ticket"} <= parameters:
             for stage in range(self.n["stage"]):
                 yield from self.ticket(parameters, "stage", "refreshing", stage, transition)
+        elif {"epoch", "ticket"} <= parameters:
+            yield from self.update(parameters)
         elif "stage" in parameters:
             for stage in range(self.n["stage"]):
                 links = self.links(self.config["domain_of"][stage])
@@ -351,6 +353,23 @@ class Maker:
         in_flight = (Where(column, member, 0, equal=False),)
         yield Frame(right, {}, tuple(wrong), in_flight)
         idle = (Where(column, member, 0),)
+        yield Frame({**right, "ticket": Rel("serial", 0, 1)}, {}, (), idle, fits=False)
+        yield Frame({**right, "ticket": 0}, {}, (), idle, fits=False)
+
+    def update(self, parameters: set[str]) -> Iterator[Frame]:
+        """The ticket of an update in flight; a wrong one is none, unissued, or of another epoch."""
+        right: dict[str, Value] = {
+            "epoch": Rel("weight_epoch", 0),
+            "ticket": Rel("optimizing", 0),
+        }
+        wrong: list[Wrong] = [
+            ({"ticket": 0}, ()),
+            ({"ticket": Rel("serial", 0, 1)}, ()),
+            ({"epoch": Rel("weight_epoch", 0, 1)}, ()),
+            ({"epoch": Rel("weight_epoch", 0, -1)}, ()),
+        ]
+        yield Frame(right, {}, tuple(wrong), (Where("optimizing", 0, 0, equal=False),))
+        idle = (Where("optimizing", 0, 0),)
         yield Frame({**right, "ticket": Rel("serial", 0, 1)}, {}, (), idle, fits=False)
         yield Frame({**right, "ticket": 0}, {}, (), idle, fits=False)
 

@@ -19,7 +19,7 @@ from .scopes import Scope, configuration, sizes
 __all__ = ["TICKETS", "Field", "OutOfRangeError", "Packing", "Words", "ranges"]
 
 #: Columns that hold tickets in flight, or 0.
-TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing")
+TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing", "optimizing")
 
 #: Packed states: one row for each word, one column for each state.
 Words = NDArray[np.int64]
@@ -45,7 +45,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     updates = 2 * sum(scope.cells)
     tapes = sum(scope.slots) * scope.generation_max
     most = max(scope.cells) if "order" not in scope.omit else tapes
-    ticket = (0, n["slot"] + n["stage"] if scope.tickets else 0)
+    ticket = (0, n["slot"] + n["stage"] + 1 if scope.tickets else 0)
     bounds = {
         "consumers": (0, RESERVED),
         "generation": (0, scope.generation_max),

@@ -120,7 +120,7 @@ class Quotient:
             self._ranks(draft)
         if touched & {"named", "consumer", "weight_epoch"} and "named" in self.kept:
             self._consumer(draft)
-        if touched & {"updater", "unawaited"} and "updater" in self.kept:
+        if touched & {"updater", "unawaited", "optimizing"} and "updater" in self.kept:
             self._updater(draft)
         if touched & {"cursor", "tenants"} and "cursor" in self.kept:
             self._empty_pools(draft)
@@ -203,7 +203,8 @@ class Quotient:
         draft.changed["consumer", 0] = select(past, 0, draft.entry("consumer", 0))
 
     def _updater(self, draft: Draft) -> None:
-        waits: Value = False
+        # An update in flight is unawaited again at its end.
+        waits: Value = draft.entry("optimizing", 0) != 0 if "optimizing" in self.kept else False
         for domain in range(self.n["domain"]):
             waits = waits | (draft.entry("unawaited", domain) != 0)
         draft.changed["updater", 0] = select(waits, draft.entry("updater", 0), 0)

@@ -83,7 +83,9 @@ _REDUCE: Final = (
     "start_reduction",
     "finish_reduction",
     "fail_reduction",
-    "commit_epoch",
+    "check_update",
+    "commit_update",
+    "abort_update",
 )
 
 #: The transitions from an F to the commit of gradients of which two stages write one.
@@ -99,7 +101,9 @@ _SHARE: Final = (
     "commit_wgrad",
     "abort_wgrad",
     "finalize",
-    "commit_epoch",
+    "check_update",
+    "commit_update",
+    "abort_update",
 )
 
 #: The transitions from a refresh to the optimizer's update and the next refresh.
@@ -120,7 +124,9 @@ _UPDATE: Final = (
     "wait",
     "drain",
     "finalize",
-    "commit_epoch",
+    "check_update",
+    "commit_update",
+    "abort_update",
     "checkpoint",
 )
 
@@ -136,7 +142,9 @@ _CLOSING: Final = (
     "start_reduction",
     "finish_reduction",
     "fail_reduction",
-    "commit_epoch",
+    "check_update",
+    "commit_update",
+    "abort_update",
     "checkpoint",
     "restore",
 )

@@ -51,7 +51,7 @@ class Step:
     Args:
         move: The move.
         arguments: Arguments of its first transition, as the composed function takes them.
-        place: Slot or stage that a second transition redeems the ticket at.
+        place: Slot, stage or epoch that a second transition redeems the ticket at.
         evidence: The second transition's evidence.
     """
 
@@ -81,7 +81,8 @@ def step_of(move: Move, stage_of: Sequence[int], read: Read) -> Step:
     arguments = tuple(_argument(p, values, stage_of) for p in TRANSITIONS[move.steps[0]])
     if len(move.steps) == 1:
         return Step(move, arguments)
-    place = values.get("ref.slot", values.get("slot", values.get("stage", -1)))
+    names = ("ref.slot", "slot", "stage", "epoch")
+    place = next((values[name] for name in names if name in values), -1)
     evidence = tuple(values[p] for p in TRANSITIONS[move.steps[1]] if p in EVIDENCE)
     return Step(move, arguments, place, evidence)
 

@@ -200,6 +200,12 @@ def update_runs(st: State, h: History, d: Index) -> Truth:
     return implies(h.updating[d] != 0, told)
 
 
+@HISTORY("completion.update-on-its-stream")
+def update_on_its_stream(st: State, h: History) -> Truth:
+    """The contract knows the stream of the update in flight."""
+    return implies(st.optimizing[0] != 0, st.updater[0] == h.updated_on[0])
+
+
 @HISTORY("completion.awaited-by-consumer", needs="reduction", b="bucket")
 def awaited_by_consumer(st: State, h: History, b: Index) -> Truth:
     """The stream that waited for a bucket's reduction is the consumer of the gradients."""

@@ -61,6 +61,9 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
     # was lost, and the scaling updates that the fill had seen.
     **_each("one", "weights"),
+    # Updates in flight, and whether one failed half way since the last restore.
+    **_each("one", "optimizing"),
+    **_each("one", "half_updated", values="flag"),
     **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
     **_each("stage", "fills", "filled_after"),
     **_each("stage", "lost", values="flag"),

@@ -11,7 +11,17 @@ from __future__ import annotations
 from qeffect.spec.constants import NO_SLOT
 from qeffect.spec.predicates import Register, implies
 
-from .words import History, Index, State, Truth, in_flight, now, retained, wgrad_in_flight
+from .words import (
+    History,
+    Index,
+    State,
+    Truth,
+    in_flight,
+    now,
+    retained,
+    updating_or_half,
+    wgrad_in_flight,
+)
 
 __all__ = ["HISTORY"]
 
@@ -74,6 +84,41 @@ def final_is_whole(st: State, h: History, g: Index) -> Truth:
 def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
     """A stage that was finalized is final, or was spoiled since."""
     return (h.finals[g] == 0) | (st.final[g] == now(st, g)) | (st.spoiled[g] == now(st, g))
+
+
+# The update: every action of the epoch ran before its check, so none is left to run
+
+
+@HISTORY("epoch.one-update")
+def one_update(st: State, h: History) -> Truth:
+    """At most one update is in flight, and the contract knows whether one failed half way."""
+    idle = (st.optimizing[0] == 0) & (h.optimizing[0] == 0)
+    flying = (st.optimizing[0] != 0) & (h.optimizing[0] == 1)
+    return (idle | flying) & (st.half_updated[0] == h.half_updated[0])
+
+
+@HISTORY("epoch.update-of-whole-stages", g="stage")
+def update_of_whole_stages(st: State, h: History, g: Index) -> Truth:
+    """Every dW ran while an update is in flight, and after one failed half way."""
+    return implies(updating_or_half(st), st.wgrads[g] == st.cells[g])
+
+
+@HISTORY("epoch.update-without-tapes", s="slot")
+def update_without_tapes(st: State, h: History, s: Index) -> Truth:
+    """No tape is live while an update is in flight, and after one failed half way."""
+    return implies(updating_or_half(st), st.consumers[s] == 0)
+
+
+@HISTORY("version.update-without-refresh", needs="order", g="stage")
+def update_without_refresh(st: State, h: History, g: Index) -> Truth:
+    """No refresh is in flight while an update is, and after one failed half way."""
+    return implies(updating_or_half(st), st.refreshing[g] == 0)
+
+
+@HISTORY("reduction.update-of-reduced", b="bucket")
+def update_of_reduced(st: State, h: History, b: Index) -> Truth:
+    """Every bucket is reduced while an update is in flight, and after one failed half way."""
+    return implies(updating_or_half(st), st.reduced[b] == now(st, st.stage_at[b]))
 
 
 # Arena

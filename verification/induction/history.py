@@ -25,7 +25,7 @@ from qeffect.spec.constants import (
 )
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
-from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
+from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, UPDATE, WGRAD
 
 from .effects import (
     begin,
@@ -343,18 +343,38 @@ def fail_reduction(st: State, h: History, bucket: Any) -> None:
     h.spoiled[st.tied_at[bucket]] = h.weights[0]
 
 
-def commit_epoch(st: State, h: History, epoch: Any, caller: Any) -> None:
-    """The optimizer updates the weights of every stage of the process, once, on one stream."""
-    h.weights[0] = h.weights[0] + 1
+def check_update(st: State, h: History, epoch: Any, caller: Any, ticket: Any) -> None:
+    """The optimizer begins to update the weights of every stage, on one stream."""
+    h.optimizing[0] = h.optimizing[0] + 1
     h.updated_on[0] = caller
     st.fill(h.updating, 1)
     st.fill(h.device, 1)
+    reserve_ticket(h, ticket, UPDATE, h.ticket_slot[0], h.ticket_stage[0])
+
+
+def commit_update(st: State, h: History, epoch: Any, ticket: Any) -> None:
+    """Every weight of the process was updated once; part of the work was enqueued just now."""
+    h.optimizing[0] = h.optimizing[0] - 1
+    h.weights[0] = h.weights[0] + 1
+    st.fill(h.updating, 1)
+    st.fill(h.device, 1)
     forget_epoch(st, h)
+    redeem(h, ticket)
+
+
+def abort_update(st: State, h: History, epoch: Any, ticket: Any) -> None:
+    """Some weights were updated, others were not; part of the work was enqueued just now."""
+    h.optimizing[0] = h.optimizing[0] - 1
+    h.half_updated[0] = 1
+    st.fill(h.updating, 1)
+    st.fill(h.device, 1)
+    redeem(h, ticket)
 
 
 def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     """Numerical state comes from a checkpoint; streams, events, slots and pools are new."""
     h.weights[0] = epoch
+    h.half_updated[0] = 0
     forget_epoch(st, h)
     st.fill(h.cached, NEVER)
     st.fill(h.spoiled, NEVER)
@@ -412,7 +432,9 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         start_reduction,
         finish_reduction,
         fail_reduction,
-        commit_epoch,
+        check_update,
+        commit_update,
+        abort_update,
         restore,
     )
 }

@@ -121,6 +121,12 @@ def one_epoch(st: State, a: Index, b: Index) -> Truth:
     return st.weight_epoch[a] == st.weight_epoch[b]
 
 
+@MEMORY("epoch.none-over-half-updated")
+def none_over_half_updated(st: State) -> Truth:
+    """No update is in flight over half-updated weights."""
+    return (st.optimizing[0] == 0) | (st.half_updated[0] == 0)
+
+
 @MEMORY("ownership.forwarded-by-now", c="cell")
 def forwarded_by_now(st: State, c: Index) -> Truth:
     """No cell was forwarded in an epoch to come."""
@@ -171,6 +177,12 @@ def issued_to_refresh(st: State, g: Index) -> Truth:
     """Every ticket in flight on a stage's cache was issued."""
     refreshing = (0 <= st.refreshing[g]) & (st.refreshing[g] <= st.serial[0])
     return refreshing & (0 <= st.filling[g]) & (st.filling[g] <= st.serial[0])
+
+
+@MEMORY("tickets.issued-to-update")
+def issued_to_update(st: State) -> Truth:
+    """The ticket of an update in flight was issued."""
+    return (0 <= st.optimizing[0]) & (st.optimizing[0] <= st.serial[0])
 
 
 @MEMORY("tickets.one-stage", a="stage", b="stage")

@@ -19,7 +19,7 @@ from qeffect.spec.constants import (
     WGRAD_BIT,
 )
 from qeffect.spec.predicates import Register, implies
-from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, WGRAD
+from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, UPDATE, WGRAD
 
 from .words import History, Index, State, Truth, awaits, live, now, retained
 
@@ -159,6 +159,13 @@ def nothing_else_refreshes(st: State, h: History, g: Index) -> Truth:
     """The ticket of a refresh in flight is outstanding, as a refresh of that stage."""
     mine = (st.refreshing[g] == h.ticket[0]) & (h.ticket[0] != 0)
     return implies(mine, (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == g))
+
+
+@HISTORY("tickets.outstanding-update")
+def outstanding_update(st: State, h: History) -> Truth:
+    """An outstanding update is the update in flight, and conversely."""
+    mine = (st.optimizing[0] == h.ticket[0]) & (h.ticket[0] != 0)
+    return (h.outstanding[0] == UPDATE) == mine
 
 
 @HISTORY("tickets.none-before-issue")

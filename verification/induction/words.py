@@ -32,6 +32,7 @@ __all__ = [
     "now",
     "retained",
     "update_in_flight",
+    "updating_or_half",
     "wgrad_in_flight",
 ]
 
@@ -60,6 +61,11 @@ def update_in_flight(st: State, slot: Index) -> Truth:
     """The action in flight updates scaling state: it is an F or a dI."""
     forward_or_dgrad = (st.consumers[slot] == RESERVED) | awaits(st, slot, DGRAD_BIT)
     return in_flight(st, slot) & live(st, slot) & forward_or_dgrad
+
+
+def updating_or_half(st: State) -> Truth:
+    """An update of the weights is in flight, or one failed half way since the last restore."""
+    return (st.optimizing[0] != 0) | (st.half_updated[0] != 0)
 
 
 def now(st: State, stage: Index) -> Any:

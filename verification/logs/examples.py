@@ -33,6 +33,8 @@ UNREACHED: Final = frozenset(
         "persistence.live-tape",
         "persistence.mid-epoch",
         "epoch.not-final",
+        "epoch.in-flight",
+        "epoch.half-updated",
         "version.left-out",
         "epoch.uncounted",
         "epoch.device-count",

@@ -38,7 +38,7 @@ REASONS: Final[Mapping[str, str]] = {
     "read again, and nothing before it outlives a restore",
 }
 #: Transitions whose effect a restore does not undo.
-LASTING: Final = frozenset({"commit_epoch", "checkpoint"})
+LASTING: Final = frozenset({"commit_update", "checkpoint"})
 _SYNCHRONIZE: Final = frozenset({"submit", "join", "wait"})
 
 

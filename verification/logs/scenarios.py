@@ -516,6 +516,23 @@ def reported_evidence() -> list[str]:
     return d.log.close()
 
 
+def updates() -> list[str]:
+    """An update checked and committed in two calls, and one that fails half way."""
+    d = RecordedCaller([StageConfig(0, 1, 1, matrices=MATRICES)], incarnation=0x5EED_0C00)
+    d.refresh(0)
+    d.whole(0, 0)
+    d.finalize(0)
+    with d.contract.update():
+        pass
+    d.contract.drain()
+    d.contract.checkpoint()
+    d.refresh(0)
+    d.whole(0, 0)
+    d.finalize(0)
+    d.fail(d.contract.update())
+    return d.log.close()
+
+
 def recurring_steps() -> list[str]:
     """A step that is recorded and then committed as one, twice, with a drain between."""
     d = RecordedCaller(
@@ -564,6 +581,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         lost_cache,
         without_version_order_arena,
         reported_evidence,
+        updates,
         recurring_steps,
     )
 }

@@ -338,7 +338,7 @@ def telling(process: Process, actions: tuple[Action, ...]) -> tuple[Action, ...]
     changed = []
     for name, given in actions:
         named = dict(zip(TRANSITIONS[name], given, strict=True))
-        if "ticket" in named and name.startswith("commit_"):
+        if "ticket" in named and _NOISE.keys() & named.keys():
             stage = named["stage"] if "stage" in named else memory.slot_stage[named["slot"]]
             for told in _NOISE.keys() & named.keys():
                 flag = _REPORTED.get(told, "carried_scales")

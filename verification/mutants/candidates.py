@@ -70,7 +70,9 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
         for slot in own:
             yield from _of_slot(run, slot, link)
     epoch = st.weight_epoch[run.process.stages[0].stage]
-    yield "commit_epoch", {"epoch": epoch, "caller": st.consumer[0]}
+    yield "check_update", {"epoch": epoch, "caller": st.consumer[0]}
+    for name in ("commit_update", "abort_update"):
+        yield name, {"epoch": epoch, "ticket": st.optimizing[0]}
     yield "checkpoint", {}
     yield "restore", {"epoch": epoch, "incarnation": st.incarnation[0] + 1}
     for link in range(len(st.submitted)):
@@ -149,7 +151,9 @@ def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[An
         yield value + 1
         yield value - 1
     elif name == "ticket":
-        yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing} - {value}
+        yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing, *st.optimizing} - {
+            value
+        }
     elif name == "bucket":
         yield from (bucket for bucket in range(len(st.stage_at)) if bucket != value)
     elif name == "caller":

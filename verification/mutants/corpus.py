@@ -221,6 +221,8 @@ def corpus(omit: tuple[str, ...]) -> Corpus:
 
 def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the commit after a check tells of an action that did what was asked for."""
+    if transition == "check_update":
+        return ()
     st = run.laid.memory
     stage = named["stage"] if "stage" in named else named["key"].stage
     whole, epoch = st.matrices[stage], st.weight_epoch[stage]
@@ -327,7 +329,8 @@ class _Scout:
         if verb == "check" and self.dice.random() < 0.7:
             named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
             slot = named.get("slot", getattr(named.get("ref"), "slot", None))
-            place = named["stage"] if action == "refresh" else slot
+            place = {"refresh": "stage", "update": "epoch"}.get(action)
+            place = slot if place is None else named[place]
             evidence = _evidence(run, transition, named)
             then: Action = (f"commit_{action}", (place, ticket, *evidence))
             done.append(then)

@@ -173,7 +173,13 @@ def _without(verdict: Verdict, probe: Probe, position: int) -> Probe | None:
 
 def _redeems(action: Action) -> bool:
     verb, _, rest = action[0].partition("_")
-    return verb in ("commit", "abort") and rest in ("forward", "dgrad", "wgrad", "refresh")
+    return verb in ("commit", "abort") and rest in (
+        "forward",
+        "dgrad",
+        "wgrad",
+        "refresh",
+        "update",
+    )
 
 
 def _renumbered(action: Action, removed: int) -> Action:

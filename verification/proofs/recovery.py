@@ -31,12 +31,13 @@ ENDED: Final[Mapping[str, tuple[str, str]]] = {
     "abort_dgrad": ("held", "slot"),
     "abort_wgrad": ("held", "slot"),
     "abort_refresh": ("refreshing", "stage"),
+    "abort_update": ("optimizing", "one"),
     "fail_reduction": ("reducing", "bucket"),
     "drain": ("undrained", "domain"),
 }
 
 #: What a step never begins. A drain comes last, so that what aborts enqueued is drained.
-_UNDER_WAY: Final = ("held", "refreshing", "reducing")
+_UNDER_WAY: Final = ("held", "refreshing", "optimizing", "reducing")
 _SETTLED: Final = (*_UNDER_WAY, "undrained")
 
 
@@ -59,13 +60,15 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
     facts = [*words.assumed("abort_forward"), *mine, ticket != 0]
     ways = [_conditions(composition, name) for name in tape]
     yield _goal("a step back is accepted", "abort", facts, z3.Not(z3.Or(ways)))
-    for name in ("abort_refresh", "fail_reduction", "drain"):
+    for name in ("abort_refresh", "abort_update", "fail_reduction", "drain"):
         column, index = ENDED[name]
-        where = enc.const(f"arg.{index}", index)
-        value = getattr(st, column)[enc.sym(where)].term
+        where = 0 if index == "one" else enc.sym(enc.const(f"arg.{index}", index))
+        value = getattr(st, column)[where].term
         facts = list(words.assumed(name))
-        if name == "abort_refresh":
+        if name in ("abort_refresh", "abort_update"):
             facts += [value == ticket, ticket != 0]
+            if name == "abort_update":
+                facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)
         elif name == "fail_reduction":
             facts += [value != 0]
         refused = z3.Not(_conditions(composition, name))
@@ -76,21 +79,22 @@ def _one_fewer(composition: Composition) -> Iterator[Goal]:
     """An accepted step ends what it is for, and leaves everything else as it is or ended."""
     words, enc = composition.vocabulary, composition.encoding
     for name, (column, index) in ENDED.items():
-        where = enc.const(f"arg.{index}", index)
         kept = _SETTLED if name == "drain" else _UNDER_WAY
         for path in composition.paths[name]:
             if path.clause is not None:
                 continue
             facts = [*path.tests, *words.assumed(name)]
-            ended = z3.Select(path.columns[column], where) == 0
+            term = path.columns[column]
+            at = enc.const(f"arg.{index}", index) if z3.is_array(term) else None
+            ended = _entry(term, at) == 0
             yield _goal("a step back ends one thing", name, facts, z3.Not(ended), path)
             for other in kept:
                 after, before = path.columns[other], path.before[other]
                 if after.eq(before):
                     continue
-                member = enc.const("var.i", STATE[other].index)
-                left = z3.Select(after, member)
-                same = z3.Implies(left != 0, left == z3.Select(before, member))
+                member = enc.const("var.i", STATE[other].index) if z3.is_array(after) else None
+                left = _entry(after, member)
+                same = z3.Implies(left != 0, left == _entry(before, member))
                 yield _goal("a step back begins nothing", name, facts, z3.Not(same), path)
 
 
@@ -102,12 +106,20 @@ def _restored(composition: Composition) -> Iterator[Goal]:
     for name in _SETTLED:
         column = STATE[name]
         term = enc.column(name, column)
+        if column.index == "one":
+            facts.append(term == 0)
+            continue
         index = enc.const("var.i", column.index)
         facts += enc.close({"var.i": column.index}, z3.Select(term, index) == 0)
     facts.append(enc.const("arg.incarnation", "int") != st.incarnation[0].term)
     for path in composition.paths["restore"]:
         if path.clause is not None:
             yield _goal("a restore is accepted at last", "restore", facts, path.condition, path)
+
+
+def _entry(term: Term, index: Term | None) -> Term:
+    """Return an entry of a column; a column of one entry has no index."""
+    return term if index is None else z3.Select(term, index)
 
 
 def _conditions(composition: Composition, transition: str) -> Term:

@@ -11,7 +11,7 @@ import z3
 
 from qeffect.engine.stage import STATE
 from qeffect.relations.constants import NEVER
-from qeffect.spec.world import DGRAD, FORWARD, REFRESH, WGRAD
+from qeffect.spec.world import DGRAD, FORWARD, REFRESH, UPDATE, WGRAD
 
 from ..induction.ghosts import GHOSTS
 from ..judging import MANDATORY
@@ -30,7 +30,13 @@ __all__ = [
     "widths",
 ]
 
-_KINDS = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD, "refresh": REFRESH}
+_KINDS = {
+    "forward": FORWARD,
+    "dgrad": DGRAD,
+    "wgrad": WGRAD,
+    "refresh": REFRESH,
+    "update": UPDATE,
+}
 
 #: The claims about generations: invariants, and the step that compares generations.
 _SPEAKING = frozenset({"ownership.generation-bounded", "ownership.reference"})
@@ -121,14 +127,17 @@ def tickets(composition: Composition) -> Iterator[Goal]:
         verb, _, action = transition.partition("_")
         if verb not in ("commit", "abort") or action not in _KINDS:
             continue
-        place = "stage" if action == "refresh" else "slot"
         facts = [
             h.outstanding[0].term == _KINDS[action],
             enc.const("arg.ticket", "ticket") == h.ticket[0].term,
-            enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term,
             *words.assumed(transition),
         ]
-        facts += _whole(composition, transition)
+        if action == "update":
+            facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)
+        else:
+            place = "stage" if action == "refresh" else "slot"
+            facts.append(enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term)
+            facts += _whole(composition, transition)
         for path in paths:
             if path.clause is not None:
                 yield _never("a ticket is honoured", "commit", path, facts, {"version"})

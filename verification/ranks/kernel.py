@@ -33,7 +33,9 @@ __all__ = ["KERNEL_SCOPES", "Matched", "RankView", "match", "seen"]
 #: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
 KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
 #: What counts as live: a tape, an action in flight, a reduction that runs.
-_LIVE: Final = ("consumers", "refreshing", "busy", "reducing")
+_LIVE: Final = ("consumers", "refreshing", "busy", "reducing", "optimizing")
+#: The two transitions of an update that did not fail.
+_UPDATE: Final = ("check_update", "commit_update")
 #: The epochs in which stages were finalized and buckets reduced.
 _WHOLE: Final = ("final", "reduced")
 
@@ -81,12 +83,14 @@ class Matched:
 def seen(st: Any) -> RankView:
     """Return what the protocol knows of a kernel's memory."""
     epochs = _entries(st.weight_epoch)
+    half = any(_entries(st.half_updated))
     assert len(set(epochs)) == 1, "a commit is atomic over the stages of a process"
     return RankView(
         epoch=epochs[0],
         live=any(any(_entries(getattr(st, name))) for name in _LIVE if hasattr(st, name)),
-        spoiled=any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
-        whole=all(
+        spoiled=half or any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
+        whole=not half
+        and all(
             epoch == epochs[0]
             for name in _WHOLE
             if hasattr(st, name)
@@ -127,7 +131,7 @@ def match(
 
 def _commits(engine: Engine) -> list[int]:
     """Return the positions of the moves that commit an epoch."""
-    return [i for i, move in enumerate(engine.moves) if move.steps == ("commit_epoch",)]
+    return [i for i, move in enumerate(engine.moves) if move.steps == _UPDATE]
 
 
 def _difference(engine: Engine, words: Words) -> str:
@@ -164,7 +168,7 @@ def _told(
 
 def _viewed() -> tuple[str, ...]:
     """The columns that the protocol's view of a contract is read off."""
-    return (*_LIVE, *_WHOLE, "spoiled", "weight_epoch")
+    return (*_LIVE, *_WHOLE, "spoiled", "half_updated", "weight_epoch")
 
 
 class _Views:
@@ -211,7 +215,7 @@ def _wrong(
         return "whole and spoiled"
     if clause is not None and after != before:
         return "a refusal changed it"
-    if tuple(steps) == ("commit_epoch",):
+    if tuple(steps) == _UPDATE:
         may = before.whole and not before.live
         if right and may != (clause is None):
             return "a commit is accepted if the epoch is whole and nothing is live, and only then"

@@ -229,22 +229,26 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
 
     def propose(shadow: Shadow, pick: Pick) -> Call | None:
         """Propose a spent, forged or foreign ticket, or the right ticket with wrong evidence."""
-        flights = [f.ticket for f in shadow.flights.values()]
+        flights = shadow.tickets()
         spent = [t for t in shadow.old_tickets if t.action == action]
         wrong: list[Ticket] = []
         for ticket in flights:
             if ticket.action != action:
-                place = _any_stage(shadow, pick) if kind == "refresh" else pick(len(shadow.slots))
-                place = place if "refresh" in (action, ticket.action) else ticket.slot
+                places = {"refresh": _any_stage(shadow, pick), "update": shadow.epoch}
+                place = places.get(kind, pick(len(shadow.slots)))
+                if not {"refresh", "update"} & {action, ticket.action}:
+                    place = ticket.slot
                 wrong.append(evolve(ticket, action=action, slot=place))
                 continue
             wrong.append(evolve(ticket, serial=ticket.serial + 1))
             wrong.append(evolve(ticket, incarnation=ticket.incarnation ^ 1))
-            if action != "refresh":
+            if action == "update":
+                wrong.append(evolve(ticket, slot=ticket.slot + 1))
+            elif action != "refresh":
                 wrong.append(evolve(ticket, slot=(ticket.slot + 1) % len(shadow.slots)))
         tickets = spent[-3:] + wrong
         mine = [t for t in flights if t.action == action]
-        if end == "commit" and mine and pick(2):
+        if end == "commit" and action != "update" and mine and pick(2):
             whole, told = evidence(shadow, mine[0]), reports(shadow, mine[0])
             wrong_told = _wrong_reports(shadow, mine[0], told)
             right = Call(transition, {"ticket": mine[0], "evidence": whole, **told})
@@ -342,8 +346,8 @@ _ATTEMPTS: dict[str, Callable[[Shadow, Pick], Call | None]] = {
     ),
     "drain": lambda shadow, pick: Call("drain"),
     "finalize": _finalize,
-    "commit_epoch": lambda shadow, pick: Call(
-        "commit_epoch",
+    "check_update": lambda shadow, pick: Call(
+        "check_update",
         {
             "epoch": shadow.epoch + (pick(8) == 7),
             "caller": shadow.process.callers[pick(len(shadow.process.callers))],

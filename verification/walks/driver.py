@@ -200,7 +200,7 @@ class Driver(RandomWalk):
         self._note(call, "", result)
         self._expect_events(call)
         self.happened(call, result)
-        closing = call.transition in ("commit_epoch", "restore")
+        closing = call.transition in ("commit_update", "restore")
         if not self.focus and (closing or len(self.steps) % _EVERY == 0):
             self.agree()
         return result
@@ -208,7 +208,7 @@ class Driver(RandomWalk):
     def _expect_refusal(self, call: Call, wrong: list[str]) -> None:
         before = self.contract.snapshot()
         guard = call.transition, wrong[0]
-        redeems = call.transition.startswith("commit_") and call.transition != "commit_epoch"
+        redeems = call.transition.startswith("commit_")
         if redeems and "unknown" not in wrong[0] and "left-out" not in wrong[0]:
             self._expect_wrong_evidence(call, wrong[0], before)
             return
@@ -291,11 +291,13 @@ class Driver(RandomWalk):
             slot = result.slot
         if isinstance(result, Ticket):
             told = f"ticket {result.serial}"
-            if result.action != "refresh":
+            if result.action not in ("refresh", "update"):
                 told += f" in slot {result.slot}"
         else:
             told = str(result) if isinstance(result, TapeRef) else ""
-        if "refresh" in call.transition or (slot is not None and slot >= len(self.shadow.slots)):
+        if call.transition.endswith(("refresh", "update")) or (
+            slot is not None and slot >= len(self.shadow.slots)
+        ):
             slot = None
         self.steps.append(CallRecord(call, refused, slot, told))
 

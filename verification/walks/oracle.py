@@ -636,7 +636,7 @@ def _fail_reduction(shadow: Shadow, bucket: int | str) -> Findings:
         yield "reduction.not-started"
 
 
-def _commit_epoch(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
+def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
     stages = shadow.stages.values()
     if shadow.live():
         yield "ownership.live-tape"
@@ -644,6 +644,10 @@ def _commit_epoch(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "version.in-flight"
     if any(domain.running for domain in shadow.domains):
         yield "order.in-flight"
+    if shadow.update is not None:
+        yield "epoch.in-flight"
+    if shadow.half_updated:
+        yield "epoch.half-updated"
     if epoch != shadow.epoch:
         yield "epoch.wrong-epoch"
     if epoch != shadow.epoch or not all(stage.final for stage in stages):
@@ -656,13 +660,26 @@ def _commit_epoch(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "reduction.missing"
 
 
+def _end_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
+    mine = shadow.update
+    if ticket.incarnation != shadow.incarnation:
+        yield "ownership.unknown-ticket"
+    elif mine is None or (ticket.serial, ticket.slot) != (mine.serial, mine.slot):
+        yield "epoch.unknown-ticket"
+
+
 def _checkpoint(shadow: Shadow) -> Findings:
     stages = shadow.stages.values()
     if shadow.live():
         yield "persistence.live-tape"
+    if shadow.update is not None:
+        yield "persistence.action-in-flight"
     if shadow.uses("version"):
         if any(stage.filling is not None for stage in stages):
             yield "persistence.action-in-flight"
+    if shadow.half_updated:
+        yield "persistence.half-updated"
+    if shadow.uses("version"):
         if any(domain.refreshed is not None for domain in shadow.domains):
             yield "persistence.mid-epoch"
     if shadow.uses("order"):
@@ -682,6 +699,8 @@ def _restore(shadow: Shadow, checkpoint: Any, incarnation: int, fresh: bool) -> 
     if [c.stage for c in checkpoint.stages] != [c.stage for c in shadow.process.stages]:
         yield "persistence.configuration"
     if not fresh:
+        if shadow.update is not None:
+            yield "epoch.in-flight"
         if any(slot.flight is not None for slot in shadow.slots):
             yield "ownership.in-flight"
         if any(stage.filling is not None for stage in shadow.stages.values()):
@@ -718,7 +737,9 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "start_reduction": _start_reduction,
     "finish_reduction": _finish_reduction,
     "fail_reduction": _fail_reduction,
-    "commit_epoch": _commit_epoch,
+    "check_update": _check_update,
+    "commit_update": _end_update,
+    "abort_update": _end_update,
     "checkpoint": _checkpoint,
     "restore": _restore,
     **dict.fromkeys(("commit_refresh", "commit_forward", "commit_dgrad", "commit_wgrad"), _commit),

@@ -152,7 +152,7 @@ def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
 
 
 #: What the transitions call each action.
-NAMES = {"F": "forward", "dI": "dgrad", "dW": "wgrad", "refresh": "refresh"}
+NAMES = {"F": "forward", "dI": "dgrad", "dW": "wgrad", "refresh": "refresh", "update": "update"}
 #: The action of each of those names.
 ACTIONS = {name: action for action, name in NAMES.items()}
 
@@ -239,7 +239,7 @@ def _closings(shadow: Shadow) -> Iterator[Call]:
             yield Call("start_reduction", {"bucket": bucket, "link": link})
         yield Call("finish_reduction", {"bucket": bucket, "link": reader_of(shadow, bucket)})
     updater = shadow.process.callers[0] if shadow.reader is None else shadow.reader
-    yield Call("commit_epoch", {"epoch": shadow.epoch, "caller": updater})
+    yield Call("check_update", {"epoch": shadow.epoch, "caller": updater})
 
 
 def _possible(shadow: Shadow, call: Call) -> bool:
@@ -261,7 +261,7 @@ def progress(shadow: Shadow, pick: Pick) -> Plan | None:
         for call in source(shadow)
         if _possible(shadow, call)
     ]
-    landings = [committed(shadow, flight.ticket) for flight in shadow.flights.values()]
+    landings = [committed(shadow, ticket) for ticket in shadow.tickets()]
     choices = landings + calls
     if not choices:
         return None
@@ -401,7 +401,7 @@ def _one(call: Call) -> Plan:
 def damage(shadow: Shadow, pick: Pick) -> Plan | None:
     """Return a plan in which something fails."""
     calls = [
-        *(_abort(flight.ticket) for flight in shadow.flights.values()),
+        *(_abort(ticket) for ticket in shadow.tickets()),
         *(Call("drop", {"key": key_of(slot), "ref": shadow.ref(slot)}) for slot in shadow.live()),
         *(Call("fail_reduction", {"bucket": bucket}) for bucket in shadow.reductions),
         Call("purge", {"epoch": shadow.epoch}),
@@ -418,8 +418,8 @@ def recover(
     fresh = bool(pick(2))
     checkpoint = checkpoints[pick(len(checkpoints))]
     if not fresh:
-        for flight in list(shadow.flights.values()):
-            yield _abort(flight.ticket) if pick(2) else committed(shadow, flight.ticket)
+        for ticket in shadow.tickets():
+            yield _abort(ticket) if pick(2) else committed(shadow, ticket)
         for bucket, it in shadow.reductions.items():
             if it.running:
                 yield Call("fail_reduction", {"bucket": bucket})

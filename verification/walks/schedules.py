@@ -89,7 +89,7 @@ class Schedule:
 def _slot(call: Call) -> int | None:
     for name in ("slot", "ref", "ticket"):
         value = call.arguments.get(name)
-        if isinstance(value, Ticket) and value.action == "refresh":
+        if isinstance(value, Ticket) and value.action in ("refresh", "update"):
             return None
         if value is not None:
             return int(getattr(value, "slot", value))
@@ -141,7 +141,8 @@ class ScheduleWalk(RandomWalk):
         if phase == "check" and kind:
             self.serial += 1
             ref = given.get("ref")
-            where = given["stage"] if kind == "refresh" else ref.slot if ref else given["slot"]
+            place = {"refresh": "stage", "update": "epoch"}.get(kind, "slot")
+            where = ref.slot if ref else given[place]
             return Ticket(
                 ACTIONS[kind], given.get("key"), where, self.serial, shadow.incarnation, ref
             )

@@ -72,6 +72,9 @@ class Shadow:
         #: the latest update of the weights.
         self.reader: Hashable | None = None
         self.updated: tuple[Hashable, int] | None = None
+        #: The update in flight, and whether one failed half way.
+        self.update: Ticket | None = None
+        self.half_updated = False
         self.domains = [Domain() for _ in self.domain_names]
         self.pools = [Pool() for _ in range(max(self.pool_of) + 1)]
         self.links = [
@@ -93,11 +96,17 @@ class Shadow:
     def quiet(self) -> bool:
         """Whether nothing is in flight, half done or broken."""
         return not (
-            self.flights
+            self.tickets()
+            or self.half_updated
             or any(domain.poisoned or domain.refreshed is not None for domain in self.domains)
             or any(reduction.running for reduction in self.reductions.values())
             or any(stage.spoiled for stage in self.stages.values())
         )
+
+    def tickets(self) -> list[Ticket]:
+        """The ticket of every action in flight, the update's last."""
+        found = [flight.ticket for flight in self.flights.values()]
+        return found if self.update is None else [*found, self.update]
 
     def uses(self, relation: str) -> bool:
         """Whether the process uses a relation."""
@@ -418,9 +427,29 @@ class Shadow:
         for stage in self.writers(bucket):
             stage.final, stage.spoiled = False, True
 
-    def _commit_epoch(self, _: Any, epoch: int, caller: Hashable) -> None:
+    def _check_update(self, ticket: Ticket, epoch: int, caller: Hashable) -> None:
+        self.update = ticket
+        self.updated = (caller, self.clock)
+        for domain in self.domains:
+            domain.device = True
+
+    def _end_update(self, ticket: Ticket) -> None:
+        """Whatever of the update was enqueued, the last of it was enqueued by now."""
+        assert self.updated is not None
+        self.update, self.updated = None, (self.updated[0], self.clock)
+        self.old_tickets.append(ticket)
+        del self.old_tickets[:-16]
+        for domain in self.domains:
+            domain.device = True
+
+    def _abort_update(self, _: Any, ticket: Ticket) -> None:
+        self._end_update(ticket)
+        self.half_updated = True
+
+    def _commit_update(self, _: Any, ticket: Ticket, evidence: Any = ()) -> None:
+        self._end_update(ticket)
         self.epoch += 1
-        self.reader, self.updated = None, (caller, self.clock)
+        self.reader = None
         for stage in self.stages.values():
             stage.forwards = stage.dgrads = stage.wgrads = 0
             stage.final = False
@@ -429,7 +458,7 @@ class Shadow:
         self.begun.clear()
         self.backward.clear()
         for domain in self.domains:
-            domain.of_epoch, domain.device = 0, True
+            domain.of_epoch = 0
         self.bound.clear()
         self.written.clear()
 

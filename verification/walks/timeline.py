@@ -14,7 +14,7 @@ from ..calls import Call
 
 __all__ = ["CallRecord", "schedule_text", "timeline_text"]
 
-_KINDS = {"forward": "F", "dgrad": "I", "wgrad": "W", "refresh": "R"}
+_KINDS = {"forward": "F", "dgrad": "I", "wgrad": "W", "refresh": "R", "update": "C"}
 _COLUMNS = 24
 
 
@@ -68,14 +68,14 @@ _LETTERS = {
     "start_reduction": "a(",
     "finish_reduction": "a)",
     "fail_reduction": "ax",
-    "commit_epoch": "C",
     "checkpoint": "K",
     "restore": "R",
 }
 _LEGEND = (
-    "F I W forward, dgrad, wgrad and R refresh: ( checked, ) committed, x aborted; ! refused; "
+    "F I W forward, dgrad, wgrad, R refresh and C update: ( checked, ) committed, x aborted; "
+    "! refused; "
     "v reserve, b bind, r read, d done reading, D drop, P purge, i invalidate, s submit, "
-    "j join, w wait, h host drains the device, Z finalize, a reduction, C commit, K checkpoint, "
+    "j join, w wait, h host drains the device, Z finalize, a reduction, K checkpoint, "
     "R restore"
 )
 

@@ -42,10 +42,15 @@ class NullContract:
     def finalize(self, stage: int, link: int) -> None:
         """Accept."""
 
-    def commit_epoch(self, *, caller: Hashable, counted: object = None) -> int:
+    @contextmanager
+    def update(self, *, caller: Hashable, counted: object = None) -> Iterator[None]:
         """Count."""
+        yield
         self.epoch += 1
-        return self.epoch
+
+    def outstanding(self) -> tuple[()]:
+        """Nothing is reserved."""
+        return ()
 
 
 def remove_contract(runtime: Runtime) -> None:

@@ -12,7 +12,15 @@ NumPy. A composition that leaves relations out is made at run time.
 from __future__ import annotations
 
 from .dgrad import abort_dgrad, check_dgrad, commit_dgrad
-from .epochs import commit_epoch, fail_reduction, finalize, finish_reduction, start_reduction
+from .epochs import (
+    abort_update,
+    check_update,
+    commit_update,
+    fail_reduction,
+    finalize,
+    finish_reduction,
+    start_reduction,
+)
 from .forward import abort_forward, check_forward, commit_forward
 from .refresh import abort_refresh, check_refresh, commit_refresh
 from .restarts import checkpoint, restore
@@ -25,17 +33,19 @@ __all__ = [
     "abort_dgrad",
     "abort_forward",
     "abort_refresh",
+    "abort_update",
     "abort_wgrad",
     "bind",
     "check_dgrad",
     "check_forward",
     "check_refresh",
+    "check_update",
     "check_wgrad",
     "checkpoint",
     "commit_dgrad",
-    "commit_epoch",
     "commit_forward",
     "commit_refresh",
+    "commit_update",
     "commit_wgrad",
     "drain",
     "drop",

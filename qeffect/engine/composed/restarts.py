@@ -22,8 +22,10 @@ def checkpoint(st):
     # persistence.checkpoint_before_order_guards
     if not st.every(st.consumers, 0):
         raise Refused("persistence.live-tape")
-    if not st.every(st.refreshing, 0):
+    if not st.every(st.refreshing, 0) or st.optimizing[0] != 0:
         raise Refused("persistence.action-in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("persistence.half-updated")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
     # order.checkpoint_guards
@@ -42,9 +44,12 @@ def restore(st, epoch, incarnation):
     """
     After the numerical state was loaded: starts a new incarnation with stale caches.
 
-    Guards: ownership, version, persistence, reduction.
+    Guards: epoch, ownership, version, persistence, reduction.
     Writes: ownership, version, order, arena, capture, completion, reduction, epoch, persistence.
     """
+    # epoch.restore_before_ownership_guards
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
     # ownership.restore_guards
     if not st.every(st.held, 0):
         raise Refused("ownership.in-flight")
@@ -99,5 +104,6 @@ def restore(st, epoch, incarnation):
     st.fill(st.wgrads, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)
+    st.half_updated[0] = 0
     # persistence.restore_writes
     st.incarnation[0] = incarnation
