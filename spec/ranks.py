@@ -66,6 +66,8 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "said": (("rank",), "1 once the rank has published its reason"),
     "ended": (("rank",), "1 if the rank stopped by itself in its attempt"),
     "told": (("rank",), "the rank that the stopping rank named as the cause"),
+    "reasoned": (("attempt",), "1 when a rank of the attempt published a reason of its own"),
+    "reason": (("attempt",), "the first such rank"),
     "halted": (("attempt",), "1 when the attempt has a cause to end"),
     "cause": (("attempt",), "the rank that is the cause"),
     "cause_lost": (("attempt",), "1 if that rank only lost a connection"),
@@ -259,6 +261,12 @@ def tells_the_cause(st: Any, r: Any) -> Any:
     """A rank that stops by itself names the cause of its attempt, and the attempt has a cause."""
     n = st.life[r]
     return implies(st.ended[r] == 1, (st.halted[n] == 1) & (st.told[r] == st.cause[n]))
+
+
+@RANK_PROMISES("ranks.stop-is-explained", r="rank")
+def stop_is_explained(st: Any, r: Any) -> Any:
+    """A rank that stops by itself has published why."""
+    return implies(st.ended[r] == 1, st.said[r] == 1)
 
 
 @RANK_PROMISES("ranks.cause-before-loss", n="attempt")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..backends.protocol import BackendError
+from .bounded import bounded
 
 __all__ = ["agree_on_attempt", "first_line"]
 
@@ -33,7 +33,7 @@ _OFFER, _CONFIRMED = "qeffect/offer", "confirmed"
 #: Seconds between two looks at the store: at least, and for each rank of the job.
 _POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
 #: Seconds past the deadline after which a store that has not answered is given up.
-_MARGIN_S = 2.0
+_MARGIN_S = 5.0
 
 
 def agree_on_attempt(store: Any, rank: int, world: int, deadline: float) -> str:
@@ -51,44 +51,38 @@ def agree_on_attempt(store: Any, rank: int, world: int, deadline: float) -> str:
         BackendError: A rank did not come in time, or the store is gone or does not answer.
     """
     meeting = _Meeting(store, rank, world)
-    # A store that is partitioned away answers neither with a value nor with an error.
-    thread = threading.Thread(target=meeting.run, args=(deadline,), daemon=True)
-    thread.start()
-    thread.join(deadline + _MARGIN_S)
-    if meeting.error is not None:
-        what = first_line(meeting.error)
-        raise BackendError(f"rank {rank}: the launcher's store is gone ({what})")
-    if thread.is_alive():
+    try:
+        name = bounded(lambda: meeting.run(deadline), deadline + _MARGIN_S)
+    except TimeoutError:
         raise BackendError(
             f"rank {rank}: the launcher's store did not answer within {deadline:g} s"
-        )
-    if not meeting.name:
+        ) from None
+    except RuntimeError as error:
+        what = first_line(error)
+        raise BackendError(f"rank {rank}: the launcher's store is gone ({what})") from error
+    if not name:
         raise BackendError(
             f"rank {rank}: expected {world} ranks within {deadline:g} s; missing: {meeting.missing}"
         )
-    return meeting.name
+    return name
 
 
 class _Meeting:
-    """One rank's part in the agreement; `name` is empty until it is confirmed."""
+    """One rank's part in the agreement."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
-        self.name, self.missing = "", "rank 0"
-        self.error: RuntimeError | None = None
+        self.missing = "rank 0"
         self._seen: set[str] = set()
         self._taken: dict[str, Any] = {}
 
-    def run(self, deadline: float) -> None:
-        """Look at the store until the name is confirmed or the deadline has passed."""
+    def run(self, deadline: float) -> str:
+        """Return the name once it is confirmed; empty if the deadline has passed."""
         until = time.monotonic() + deadline
-        try:
-            look = self._offering() if self.rank == 0 else self._accepting
-            while not (name := look()) and time.monotonic() < until:
-                time.sleep(max(_POLL_S, self.world * _POLL_A_RANK_S))
-            self.name = name
-        except RuntimeError as error:
-            self.error = error
+        look = self._offering() if self.rank == 0 else self._accepting
+        while not (name := look()) and time.monotonic() < until:
+            time.sleep(max(_POLL_S, self.world * _POLL_A_RANK_S))
+        return name
 
     def _offering(self) -> Callable[[], str]:
         """Offer a name; the result confirms it once every other rank has its place."""

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from qeffect.schedule.actions import Atom, Schedule
 
+from .bounded import bounded
 from .causes import (
     Cause,
     DisagreementError,
@@ -56,6 +57,8 @@ __all__ = [
 
 _UNSAID = -1
 _POLL_S = 1e-3
+_MARGIN_S = 10.0
+"""Seconds past the grace after which a store that does not answer is given up."""
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
@@ -246,22 +249,25 @@ class Consent:
         self.ending = True
         verdict = verdict_of(error, epoch, atom, passed, self.channels.posted(), at)
         verdict["row"] = self.ranks.index(self.rank) if self.rank in self.ranks else None
-        with suppress(RuntimeError):  # the store may have died with a rank
-            self.store.set(f"verdict/{self.rank}", json.dumps(verdict))
+        said = json.dumps(verdict)
+        with suppress(RuntimeError, TimeoutError):  # the store may have died with a rank
+            bounded(lambda: self.store.set(f"verdict/{self.rank}", said), self.grace)
         self.close()
         try:
-            verdicts = Verdicts(self._collect(), self.world, self.every, self.table)
-            mine = verdicts.cause(epoch)
-            # The first rank to decide writes the cause, and all ranks read it.
-            agreed = self.store.compare_set("cause", "", json.dumps(attrs.asdict(mine)))
-            return StoppedError(Cause(**json.loads(agreed)))
-        except RuntimeError as broken:
+            return StoppedError(bounded(lambda: self._decide(epoch), self.grace + _MARGIN_S))
+        except (RuntimeError, TimeoutError) as broken:
             text = f"rank {self.rank}, step {epoch}, {verdict['action']}: {verdict['text']}"
             lost = " ".join(str(broken).split())[:80]
             return StoppedError(
                 Cause("lost", self.rank, None, verdict["action"], None,
                       f"{text}; the ranks' common store is gone ({lost})", False)
             )  # fmt: skip
+
+    def _decide(self, epoch: int) -> Cause:
+        """Choose a cause; the first rank to choose writes it, and all ranks read it."""
+        verdicts = Verdicts(self._collect(), self.world, self.every, self.table)
+        mine = json.dumps(attrs.asdict(verdicts.cause(epoch)))
+        return Cause(**json.loads(self.store.compare_set("cause", "", mine)))
 
     def stopped(self) -> bool:
         """Whether any rank has published why it cannot continue."""

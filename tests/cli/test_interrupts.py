@@ -27,7 +27,6 @@ LONG = {
     "explore --scope pool-4-5-4": "Exploring. ",
     "explore --scope pool-4-5-4 --batch": "Exploring. ",
     "prove": "Proving. ",
-    "prove --only check_dgrad": "Mutants. ",
     "ranks": "Proving. ",
     "bench": "Measuring. ",
 }
@@ -123,6 +122,21 @@ def test_every_long_command_ends_at_once(
     seconds, out, err = interrupted(process, whole_group)
 
     lines = [line for line in err.splitlines() if not line.startswith(LONG[command])]
+    assert (INTERRUPTED, "", ["qeffect: interrupted"]) == (process.returncode, out, lines)
+    assert seconds < LIMIT_S
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
+def test_mutants_end_at_once(whole_group: bool, processes: list[subprocess.Popen[str]]) -> None:
+    """While mutants are tried in reachable states, which takes long and says little."""
+    process = started("prove --only check_dgrad")
+    processes.append(process)
+    time.sleep(5.0)
+    assert process.poll() is None
+
+    seconds, out, err = interrupted(process, whole_group)
+
+    lines = [line for line in err.splitlines() if not line.startswith("Mutants. ")]
     assert (INTERRUPTED, "", ["qeffect: interrupted"]) == (process.returncode, out, lines)
     assert seconds < LIMIT_S
 

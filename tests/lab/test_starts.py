@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -144,6 +145,40 @@ class TestHere:
         assert told == [(1, "3.1"), (1, "3.2")]
         with pytest.raises(UnusableError, match="2 processes were started for --pp 4"):
             RankStarts.here(4, "cpu", tmp_path)
+
+
+@pytest.mark.ci
+def test_ranks_that_nobody_keeps_a_store_for_meet_in_rank_0s(tmp_path: Path) -> None:
+    """Started by hand, with torchrun's variables alone: both starts, each in new processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from qeffect.gpu_runtime.lab.runner.starts import RankStarts\n"
+        "from tests.lab import start_bodies\n"
+        "ranks = RankStarts.here(2, 'cpu', Path(sys.argv[1]))\n"
+        "found = [ranks.start(start_bodies.meeting).require()[0] for _ in range(2)]\n"
+        "print(json.dumps(found))\n"
+    )
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(tmp_path / rank)],
+                env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [json.loads(process.communicate(timeout=100)[0]) for process in ranks]
+    assert [[start["rank"] for start in own] for own in said] == [[0, 0], [1, 1]]
+    pids = [[start["pids"] for start in own] for own in said]
+    assert pids[0] == pids[1]
+    assert len({pid for start in pids[0] for pid in start}) == 4
 
 
 def test_profiles_are_added_to_the_rows_that_were_measured(tmp_path: Path) -> None:

@@ -7,15 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.ranks import consent as consent_module
 from qeffect.gpu_runtime.ranks.attempt import agree_on_attempt
+from qeffect.gpu_runtime.ranks.consent import Consent
+from qeffect.schedule.tables import read_fixture
 
 KEEPS_STORE = """
 import torch.distributed as dist, time
@@ -128,12 +135,9 @@ def test_who_is_missing_is_named() -> None:
         few.found[3].result()
 
 
-@pytest.mark.parametrize(
-    ("sent", "words"),
-    [(signal.SIGSTOP, "did not answer within 1 s"), (signal.SIGKILL, "store is gone")],
-)
-def test_a_store_that_does_not_answer_ends_the_wait(sent: int, words: str) -> None:
-    """A call of the library to a host that is partitioned away returns neither way."""
+@contextmanager
+def lost_store(sent: int) -> Iterator[dist.TCPStore]:
+    """A connection to a store in a process that a signal was sent to."""
     with subprocess.Popen([sys.executable, "-c", KEEPS_STORE], stdout=subprocess.PIPE) as keeper:
         assert keeper.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), is_master=False)
@@ -141,7 +145,33 @@ def test_a_store_that_does_not_answer_ends_the_wait(sent: int, words: str) -> No
             os.kill(keeper.pid, sent)
             if sent == signal.SIGKILL:
                 keeper.wait()
-            with pytest.raises(BackendError, match=words):
-                agree_on_attempt(store, 1, 2, 1.0)
+            yield store
         finally:
             keeper.kill()
+            for thread in threading.enumerate():  # those left behind return now
+                if thread.name == "bounded":
+                    thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [(signal.SIGSTOP, "did not answer within 1 s"), (signal.SIGKILL, "store is gone")],
+)
+def test_a_store_that_does_not_answer_ends_the_wait(sent: int, words: str) -> None:
+    """A call of the library to a host that is partitioned away returns neither way."""
+    with lost_store(sent) as store, pytest.raises(BackendError, match=words):
+        agree_on_attempt(store, 1, 2, 1.0)
+
+
+def test_a_stop_whose_store_does_not_answer_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the verdict nor the other ranks' verdicts are waited for without end."""
+    monkeypatch.setattr(consent_module, "_MARGIN_S", 1.0)
+    table = read_fixture("Schedule1F1B_pp2_vpp1_m4.comms.csv")
+    channels = SimpleNamespace(posted=dict, let_go=lambda: None, close=lambda: None)
+    with lost_store(signal.SIGSTOP) as store:
+        consent = Consent(store, None, 0, 2, (), cast(Any, channels), table, [0, 1], grace=0.5)
+        began = time.monotonic()
+        cause = consent.stop(RuntimeError("here"), 3, None, 0).cause
+    assert time.monotonic() - began < 10
+    assert (cause.kind, cause.rank, cause.recoverable) == ("lost", 0, False)
+    assert "RuntimeError: here; the ranks' common store is gone (no answer within" in cause.text

@@ -320,7 +320,7 @@ class TestCompare:
         assert 2 == main(["compare", *arguments])
 
         (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith("qeffect: argument --")
+        assert said.startswith(f"qeffect: {arguments[0]}: expected ")
 
 
 class Threads:

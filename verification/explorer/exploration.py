@@ -29,6 +29,7 @@ Canonical = Callable[[Words], Words]
 _CHUNK: Final = 1 << 15  # a chunk's entries then stay in a core's cache
 _SETTLE: Final = 1 << 22  # arrivals to gather before duplicates are removed
 _SALTS: Final = 4
+_FEW: Final = 50  # an estimate begins with one in so many of the states
 
 
 @define
@@ -136,6 +137,13 @@ def _explore(
     engine: Engine, salt: int, symmetry: bool, progress: Progress | None, total: int
 ) -> Exploration:
     count = Countdown("states", total)
+
+    def told(states: int) -> str:
+        """The states so far; how long the rest takes is not known from the first few."""
+        if not total:
+            return f"states={states:,}"
+        return f"{count(states) if states * _FEW > total else f'{states:,} of {total:,} states'},"
+
     canonical = canonical_words(engine.packing) if symmetry else None
     seen = StateSet(engine.packing.num_words, salt)
     found = Exploration(engine, [], seen, canonical)
@@ -150,9 +158,8 @@ def _explore(
                 arrived = distinct(canonical(arrived), salt)
             fresh.append(seen.missing(arrived))
             if progress is not None:
-                states = f"{count(len(seen))}," if total else f"states={len(seen):,}"
                 moves = found.tally.accepted.total()
-                progress(f"Exploring. {states} transitions={moves:,} depth={found.depth}")
+                progress(f"Exploring. {told(len(seen))} transitions={moves:,} depth={found.depth}")
         frontier = fresh[0] if len(fresh) == 1 else distinct(np.concatenate(fresh, axis=1), salt)
         if found.tally.broken is not None:
             break

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import z3
 from attrs import define, field
 
 from qeffect.engine.stage import transitions
 
 from ..coverage import GUARDS, TRANSITION_NAMES, refusal_name
 from ..symbolic import Encoding, path_table
+from ..symbolic.solver import answer, new_solver
 from .drafts import Chunk
 from .exploration import Exploration
 from .report import ExploreReport
@@ -161,8 +161,8 @@ def untaken(explorations: Iterable[Exploration]) -> list[str]:
     for paths in path_table(transitions(), Encoding.integers()).values():
         for path in paths:
             if path.clause is None and (path.transition, path.index) not in taken:
-                solver = z3.Solver()
+                solver = new_solver("finite")
                 solver.add(*path.tests)
-                if solver.check() != z3.unsat:
+                if answer(solver) != "unsat":
                     missing.append(f"{path.transition}#{path.index}")
     return missing

@@ -112,6 +112,8 @@ def run(
     if only is None:
         prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
+    elif progress is not None:
+        progress("Mutants. Trying them in reachable states.")
     count = Countdown("mutants", len(chosen))
     for site in chosen:
         report.verdicts.append(judge(mutant(site)))

@@ -13,6 +13,7 @@ import z3
 
 from ..symbolic import Path
 from ..symbolic.encoding import ARGUMENTS, STAGE_OF
+from ..symbolic.solver import answer, new_solver
 from ..symbolic.terms import Term
 from .ground import BITS, Grounding, Known, Value
 from .obligations import Composition, Obligation
@@ -63,7 +64,7 @@ class Unrolling:
         self.composition = composition
         self.words = composition.vocabulary
         self.ground = Grounding(composition.encoding)
-        self.solver = z3.SolverFor("QF_BV")
+        self.solver = new_solver("bits")
         self.accepting: list[Path] = [
             path for paths in composition.paths.values() for path in paths if path.clause is None
         ]
@@ -174,7 +175,7 @@ class Unrolling:
         Not every such state is reached, and integers that wrap lead from many to a violation. But
         a violation that no such state leads to needs no search among the states that are reached.
         """
-        solver = z3.SolverFor("QF_BV")
+        solver = new_solver("bits")
         before = {STAGE_OF: self.states[0][STAGE_OF]}
         for name, base in self._base.items():
             before[name] = self.ground.fresh(f"{name}@any", base.sort())
@@ -197,11 +198,11 @@ class Unrolling:
         while left:
             some = z3.Bool(f"one of {len(left)}")
             solver.add(z3.Implies(some, z3.Or(list(left.values()))))
-            verdict = solver.check(some)
-            if verdict == z3.unsat:
+            verdict = answer(solver, [some])
+            if verdict == "unsat":
                 break
             # With what an unknown leaves open, and all that the model breaks at once.
-            model = solver.model() if verdict == z3.sat else None
+            model = solver.model() if verdict == "sat" else None
             hit = {n for n, name in left.items() if model is None or z3.is_true(model[name])}
             found |= hit
             left = {n: name for n, name in left.items() if n not in hit}
@@ -220,7 +221,7 @@ class Unrolling:
             asked = [term for n, term in enumerate(broken) if n in self.suspects]
         self.solver.push()
         self.solver.add(z3.Or(asked))
-        verdict = str(self.solver.check())
+        verdict = answer(self.solver)
         self.solver.pop()
         if verdict == "unsat":
             self._settled = self.depth
@@ -234,7 +235,7 @@ class Unrolling:
             for choice, path in zip(self.taken[-1], self.accepting, strict=True)
             if path.transition == transition
         ]
-        return str(self.solver.check(z3.Or(choices)))
+        return answer(self.solver, [z3.Or(choices)])
 
 
 def _either(test: Term, yes: Value, no: Value) -> Any:

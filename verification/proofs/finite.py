@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import z3
 
+from ..symbolic.solver import answer, new_solver
 from .obligations import Composition
 
 __all__ = ["SCOPE", "refuted", "solver_of"]
@@ -32,7 +33,7 @@ SCOPE: Final[Mapping[str, int]] = {
 def solver_of(composition: Composition) -> Any:
     """Return a solver with all that holds in every state before a transition."""
     words = composition.vocabulary
-    solver = z3.SimpleSolver()
+    solver = new_solver("finite")
     solver.add(words.counted())
     for claim in (*words.configuration(), *words.invariants(words.before)):
         solver.add(list(words.close(claim)))
@@ -61,8 +62,8 @@ def refuted(composition: Composition, transition: str, solver: Any) -> Iterator[
         solver.push()
         solver.add(path.condition, *words.assumed(transition))
         failing = []
-        if solver.check(z3.Or(denials)) == z3.sat:
+        if answer(solver, [z3.Or(denials)]) == "sat":
             pairs = zip(claims, denials, strict=True)
-            failing = [claim.name for claim, denied in pairs if solver.check(denied) == z3.sat]
+            failing = [claim.name for claim, denied in pairs if answer(solver, [denied]) == "sat"]
         solver.pop()
         yield from failing

@@ -18,6 +18,7 @@ from typing import Any, Final
 import z3
 from attrs import define, field
 
+from ..symbolic.solver import TIMEOUT, answer, new_solver
 from ..symbolic.terms import Term
 from .obligations import Composition, Goal, Obligation
 from .vocabulary import Claim
@@ -95,7 +96,7 @@ class Z3:
         *,
         seed: int = 0,
         proved: Proved | None = None,
-        timeout: int = 10_000,
+        timeout: int = TIMEOUT,
     ) -> None:
         self.composition = composition
         self.seed = seed
@@ -116,13 +117,7 @@ class Z3:
         return self._solvers[key]
 
     def _new_solver(self, lemmas: frozenset[str], effort: int | None) -> Any:
-        solver = z3.Solver()
-        solver.set("auto_config", False)
-        solver.set("mbqi", False)
-        solver.set("timeout", self.timeout)
-        if effort is not None:
-            solver.set("rlimit", effort)
-        solver.set("random_seed", self.seed)
+        solver = new_solver("quantified", seed=self.seed, timeout=self.timeout, effort=effort)
         solver.add(self._trusted)
         words = self.composition.vocabulary
         for name in sorted(lemmas):
@@ -141,7 +136,7 @@ class Z3:
         began = time.perf_counter()
         solver = self._new_solver(lemmas, effort)
         solver.add(*goal.facts, goal.denied, *more)
-        verdict = str(solver.check())
+        verdict = answer(solver)
         if verdict == "unsat" and self.proved is not None:
             self.proved.add(goal, lemmas, frozenset(fact.get_id() for fact in goal.facts))
         return verdict, time.perf_counter() - began
@@ -235,7 +230,7 @@ class Z3:
         """
         solver.add([_named(fact) for fact in facts])
         solver.add(goal.denied)
-        verdict = str(solver.check([_name(fact) for fact in goal.facts]))
+        verdict = answer(solver, [_name(fact) for fact in goal.facts])
         if verdict == "unsat" and self.proved is not None and lemmas is not None:
             used = {name.get_id() for name in solver.unsat_core()}
             ids = (fact.get_id() for fact in goal.facts if _name(fact).get_id() in used)

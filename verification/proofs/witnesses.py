@@ -16,6 +16,7 @@ from qeffect.relations.constants import INPUT_BITS, RESERVED
 
 from ..coverage import COVERED, UNTAKEN
 from ..symbolic import Path
+from ..symbolic.solver import answer, new_solver
 from ..symbolic.terms import Term, raw
 from .finite import solver_of
 from .obligations import Composition, Obligation
@@ -72,7 +73,7 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
         for path in paths:
             began = time.perf_counter()
             # Not pushed: what the solver learns of one path helps it with the next.
-            verdict = str(solver.check(path.condition, *assumed))
+            verdict = answer(solver, (path.condition, *assumed))
             covered = not composition.omit and _is_covered(composition, path)
             yield Obligation(
                 "is covered" if covered else "is taken",
@@ -108,6 +109,6 @@ def _condition(composition: Composition, name: str) -> Term:
 
 
 def _implies(path: Path, condition: Term) -> bool:
-    solver = z3.SimpleSolver()
+    solver = new_solver("finite")
     solver.add(path.condition, z3.Not(condition))
-    return bool(solver.check() == z3.unsat)
+    return answer(solver) == "unsat"

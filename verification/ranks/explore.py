@@ -306,6 +306,13 @@ class _Search:
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
         if name == "offer":  # names that nobody has drawn are alike
             return all(state.drawn_in[a] != NOBODY for a in range(given[1]))
+        if name == "decide":  # the lowest of several alike, as the runtime does
+            r, p = given
+            kinds = [
+                1 + state.lost[q] if state.life[q] == state.life[r] and state.said[q] else 0
+                for q in range(p + 1)
+            ]
+            return kinds[p] not in kinds[:p]
         if name in ("post_send", "post_receive"):
             posted = state.sent if name == "post_send" else state.taken
             return bool(posted[given[:2]] < len(state.members["place"]))

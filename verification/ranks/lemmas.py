@@ -64,6 +64,7 @@ def flags(st: Any, r: Any) -> Any:
     return (
         ((st.up[r] == 0) | (st.up[r] == 1))
         & ((st.whole[r] == 0) | (st.whole[r] == 1))
+        & ((st.lost[r] == 0) | (st.lost[r] == 1))
         & (st.phase[r] >= BETWEEN)
         & (st.phase[r] <= AGREED)
         & (st.step[r] >= 0)
@@ -269,27 +270,57 @@ def channel_of_step(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.halted-or-not", n="attempt")
 def halted_or_not(st: Any, n: Any) -> Any:
-    """An attempt has a cause to end, or has none."""
-    return (st.halted[n] == 0) | (st.halted[n] == 1)
+    """An attempt has a cause to end, or has none; likewise a reason."""
+    return ((st.halted[n] == 0) | (st.halted[n] == 1)) & (
+        (st.reasoned[n] == 0) | (st.reasoned[n] == 1)
+    )
 
 
-@LEMMAS("ranks.said-halts", r="rank")
-def said_halts(st: Any, r: Any) -> Any:
-    """A rank that has said why it leaves is of an attempt that has a cause."""
-    said = (st.life[r] != NOBODY) & (st.said[r] == 1)
-    return implies(said, st.halted[st.life[r]] == 1)
+@LEMMAS("ranks.said-leaves", r="rank")
+def said_leaves(st: Any, r: Any) -> Any:
+    """A rank publishes a reason only if it cannot go on."""
+    return implies(st.said[r] == 1, st.leaving[r] == 1)
+
+
+@LEMMAS("ranks.closed-said", r="rank")
+def closed_said(st: Any, r: Any) -> Any:
+    """A rank that runs and has closed its connections has published why."""
+    return implies((st.up[r] == 1) & (st.open[r] == 0), st.said[r] == 1)
+
+
+@LEMMAS("ranks.reasons-count", r="rank")
+def reasons_count(st: Any, r: Any) -> Any:
+    """A rank that published a reason of its own is of an attempt that has one."""
+    said = (st.life[r] != NOBODY) & (st.said[r] == 1) & (st.lost[r] == 0)
+    return implies(said, st.reasoned[st.life[r]] == 1)
+
+
+@LEMMAS("ranks.reason-stands")
+def reason_stands(st: Any) -> Any:
+    """The first rank with a reason of its own in the newest attempt has not started again."""
+    n = st.attempt[0]
+    w = st.reason[n]
+    return implies(
+        (n > 0) & (st.reasoned[n] == 1), (st.life[w] == n) & (st.said[w] == 1) & (st.lost[w] == 0)
+    )
+
+
+@LEMMAS("ranks.nothing-of-attempts-to-come", n="attempt")
+def nothing_of_attempts_to_come(st: Any, n: Any) -> Any:
+    """No reason was published in an attempt that has not begun."""
+    return implies(n > st.attempt[0], st.reasoned[n] == 0)
 
 
 @LEMMAS("ranks.closed-for-a-reason", r="rank")
 def closed_for_a_reason(st: Any, r: Any) -> Any:
-    """A started rank whose connections are closed crashed, or its attempt has a cause."""
+    """Connections are closed because a rank of the attempt crashed, or had a reason of its own."""
     n = st.life[r]
     closed = (n != NOBODY) & (st.open[r] == 0)
-    return implies(closed, (st.halted[n] == 1) | (st.gone[n] == 1))
+    return implies(closed, (st.reasoned[n] == 1) | (st.gone[n] == 1))
 
 
 @LEMMAS("ranks.lost-for-a-reason", r="rank")
 def lost_for_a_reason(st: Any, r: Any) -> Any:
-    """A rank that lost a connection lost it to a rank that crashed, or one that said why."""
+    """A rank that lost a connection lost it because a rank crashed, or had a reason of its own."""
     n = st.life[r]
-    return implies(st.lost[r] == 1, (st.halted[n] == 1) | (st.gone[n] == 1))
+    return implies(st.lost[r] == 1, (st.reasoned[n] == 1) | (st.gone[n] == 1))

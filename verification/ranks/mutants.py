@@ -31,9 +31,8 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
     ("consent", "phase"): "a rank consents and goes on with its step",
     ("refuse", "leaving"): "a rank whose contract refused stays",
     ("publish", "kept"): "a checkpoint gets its name without its parts",
-    ("say", "halted"): "a later cause replaces the first one",
     ("close", "open"): "a rank ends and wakes nobody",
-    ("close", "told"): "a rank ends without reading the cause",
+    ("end", "told"): "a rank ends without reading the cause",
 }
 
 

@@ -363,24 +363,58 @@ def wake(st: Any, r: Any, q: Any) -> None:
 
 @_transition("rank")
 def say(st: Any, r: Any) -> None:
-    """A rank publishes why it cannot go on; the first one of an attempt is its cause."""
+    """A rank publishes why it cannot go on."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.said[r] == 0))
     n = st.life[r]
-    first = st.halted[n] == 0
-    st.cause[n] = choose(first, r, st.cause[n])
-    st.cause_lost[n] = choose(first, st.lost[r], st.cause_lost[n])
-    st.halted[n] = 1
+    first = (st.lost[r] == 0) & (st.reasoned[n] == 0)
+    st.reason[n] = choose(first, r, st.reason[n])
+    st.reasoned[n] = choose(first, 1, st.reasoned[n])
     st.said[r] = 1
 
 
 @_transition("rank")
 def close(st: Any, r: Any) -> None:
-    """A rank closes its connections and ends, naming the attempt's cause."""
-    st.when((st.up[r] == 1) & (st.leaving[r] == 1))
-    st.need("cause-first", st.said[r] == 1)
+    """A rank that cannot go on closes its connections."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.open[r] == 1))
+    st.need("said-first", st.said[r] == 1)
+    st.open[r] = 0
+
+
+@_transition("rank", "rank")
+def decide(st: Any, r: Any, p: Any) -> None:
+    """
+    A stopping rank writes the cause that it finds, once it heard all ranks or waited its grace: a
+    rank with a reason of its own, else one that published nothing, else one that lost a connection.
+    """
+    n = st.life[r]
+    st.when((st.up[r] == 1) & (st.said[r] == 1) & (st.open[r] == 0))
+    st.need("first-writes", st.halted[n] == 0)
+    now = st.life[p] == n
+    own = now & (st.said[p] == 1) & (st.lost[p] == 0)
+    silent = (st.life[p] != n) | (st.said[p] == 0)
+    st.need(
+        "precedence",
+        own
+        | (
+            st.every(
+                "rank",
+                lambda q: implies((st.life[q] == n) & (st.said[q] == 1), st.lost[q] == 1),
+            )
+            & (silent | st.every("rank", lambda q: (st.life[q] == n) & (st.said[q] == 1)))
+        ),
+    )
+    st.cause[n] = p
+    st.cause_lost[n] = choose(silent, 0, st.lost[p])
+    st.halted[n] = 1
+
+
+@_transition("rank")
+def end(st: Any, r: Any) -> None:
+    """A rank reads the attempt's cause, and ends with it."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.open[r] == 0))
+    st.need("cause-first", st.halted[st.life[r]] == 1)
     st.told[r] = st.cause[st.life[r]]
     st.ended[r] = 1
-    st.open[r] = 0
     st.up[r] = 0
 
 

@@ -27,6 +27,7 @@ from qeffect.spec.ranks import RANK_PROMISES, RANK_STEPS
 
 from ..column_reads import ColumnReads
 from ..symbolic import Sym
+from ..symbolic.solver import TIMEOUT, answer, new_solver
 from .launches import LAUNCH_LEMMAS, LAUNCHES
 from .lemmas import CONFIGURATION, LEMMAS
 from .protocol import TRANSITIONS, Transition
@@ -71,8 +72,6 @@ PROTOCOLS: Final = (
 _CLAIMS: Final = {claim.name: claim for one in PROTOCOLS for claim in (*one.given, *one.invariants)}
 #: A claim with more variables is not instantiated for every combination of members.
 _MANY: Final = 3
-#: Milliseconds for one question.
-TIMEOUT: Final = 10_000
 
 
 @frozen
@@ -224,12 +223,10 @@ def _template(name: str) -> Any:
 
 
 def _ask(facts: list[Any], how: tuple[int, int]) -> str:
-    solver = z3.Solver()
     seed, timeout = how
-    solver.set("timeout", timeout)
-    solver.set("random_seed", seed)
+    solver = new_solver("quantified", seed=seed, timeout=timeout)
     solver.add(facts)
-    return str(solver.check())
+    return answer(solver)
 
 
 def _same(name: str, before: Symbols, after: Symbols) -> bool:

@@ -41,7 +41,7 @@ ENCODING: Final = Encoding(
 #: Columns of steps whose commit the hosts agree on, and of steps that are launches.
 COLUMNS: Final = {**RANK_COLUMNS, **LAUNCH_COLUMNS}
 #: Columns whose entries are ranks.
-_RANKED: Final = frozenset({"cause", "told", "lead"})
+_RANKED: Final = frozenset({"cause", "told", "lead", "reason"})
 #: Columns that no transition writes.
 CONFIGURED: Final = frozenset({"messages", "total", "lead"})
 #: Columns whose entries are `NOBODY` at first.

@@ -185,7 +185,8 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=LIMIT_S,
         metavar="S",
-        help=f"time limit per mode in seconds, doubled for ours (default {LIMIT_S:g})",
+        help="time limit in seconds of each of a mode's two starts, doubled for ours (default "
+        f"{LIMIT_S:g})",
     )
     add_rank_options(parser, rounds=3)
 

@@ -37,6 +37,7 @@ from ..comparisons.cases import Case
 from ..comparisons.sides import fresh_stages, record
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
+from ..runner.processes import first_line
 
 __all__ = ["add_probes_arguments", "find_pairing", "run_probes", "sanitizer_findings"]
 
@@ -242,7 +243,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
         try:
             return {"error": None, **interleaved.record_side(chosen)}
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"[:300]}
+            return {"error": first_line(error)}
     what, device, *rest = words
     backend = "transformer-engine" if device == "cuda" else "reference"
     if what == "attention":
@@ -253,8 +254,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
                 torch.cuda.synchronize()
         except Exception as error:
             # An illegal memory access is what the probe looks for.
-            lines = str(error).strip().splitlines() or [""]
-            return {"error": f"{type(error).__name__}: {lines[0]}"[:300]}
+            return {"error": first_line(error)}
         return {"error": None}
     return {"error": None, **_time_addresses(backend, device)}
 

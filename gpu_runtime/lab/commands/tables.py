@@ -30,7 +30,8 @@ from ...ranks.membership import Member, all_gather, join
 from ...ranks.processes import mute_unless_speaker
 from ...step.memory.numerical_state import same_bits
 from ..reports.report import ALIKE, Report, environment, read_part, require_alike, require_place
-from ..runner.profiles import SIDE_ERRORS, add_profiles, error_line
+from ..runner.processes import first_line
+from ..runner.profiles import SIDE_ERRORS, add_profiles
 from ..runner.rank_process import Findings
 from ..runner.timing import RoundPlan, time_side
 from ..sides.pipelines import backend_on, build_side, isolation
@@ -234,7 +235,7 @@ def measure_row(
         try:
             found = _measure_side(member, args, row, references, rows)
         except SIDE_ERRORS as error:
-            return {**row.name, "error": error_line(error)}
+            return {**row.name, "error": first_line(error)}
     tokens = row.microbatches * job.config.sequence * job.config.batch
     return {**row.name, "error": None, "tokens": tokens, **found}
 

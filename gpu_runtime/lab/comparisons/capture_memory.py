@@ -20,6 +20,7 @@ from torch import Tensor
 from qeffect.refusals import Refused
 
 from ...runtime import Runtime, RuntimeConfig, mode_on
+from ..runner.processes import first_line
 from ..sides.step_loop import StepLoop
 from ..sides.unguarded import UnguardedActions, remove_contract
 from .cases import Case
@@ -116,8 +117,7 @@ def run_trial(
         found["nonfinite"] = recording.nonfinite
     except Exception as error:
         # An error of a corrupted replay is a result too; the process ends either way.
-        lines = str(error).strip().splitlines() or [""]
-        found["error"] = f"{type(error).__name__}: {lines[0]}"[:300]
+        found["error"] = first_line(error)
     return found
 
 

@@ -18,12 +18,13 @@ from ...step.plan.order import Order
 from ..sides.pipelines import LaunchSide, isolation, unit_bytes
 from ..sides.side import RankSide
 from ..statistics.traces import busy_times, launch_shares, matrix_copies, summarize
+from .processes import first_line
 from .rank_parts import device_ms, row_as_one_graph
 from .rank_process import Findings
 from .starts import RankStarts, Start
 from .timing import WARMUP, meet_idle
 
-__all__ = ["SIDE_ERRORS", "SideRow", "add_profiles", "error_line", "profile_row", "profile_rows"]
+__all__ = ["SIDE_ERRORS", "SideRow", "add_profiles", "profile_row", "profile_rows"]
 
 PROFILED = 2
 """Steps of each side under the profiler."""
@@ -58,12 +59,6 @@ class SideRow(Protocol):
 
     def make(self, member: Member) -> RankSide:
         """Build the side; every rank calls it."""
-
-
-def error_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
-    words = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {words[0] if words else ''}"
 
 
 def add_profiles(
@@ -109,7 +104,7 @@ def profile_rows(meet: Callable[[], Member], rows: Sequence[SideRow], findings: 
             try:
                 findings.add(profile_row(member, row))
             except SIDE_ERRORS as error:
-                findings.add({"error": error_line(error)})
+                findings.add({"error": first_line(error)})
 
 
 def profile_row(member: Member, row: SideRow) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""A deadline for calls that have none of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["bounded"]
+
+T = TypeVar("T")
+
+
+def bounded(call: Callable[[], T], seconds: float) -> T:
+    """
+    Return what a call returns, or give it up.
+
+    A query of a store on a host that is partitioned away returns neither a value nor an error. The
+    call runs in a thread that is left behind if it does not return; the thread does not keep the
+    process alive.
+
+    Args:
+        call: The call.
+        seconds: Timeout in seconds.
+
+    Raises:
+        TimeoutError: The call did not return in time.
+        BaseException: What the call raises.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="bounded", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return found[0]
