@@ -618,9 +618,10 @@ def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
     return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
 
 
-@STEPS("completion.quiescent", "checkpoint", "restore", d="domain")
-def quiescent_device(st: State, h: History, a: Args, d: Index) -> Truth:
-    """No device work is unfinished when state is saved or replaced."""
+@STEPS("completion.drained", "checkpoint", "restore", d="domain")
+def drained_device(st: State, h: History, a: Args, d: Index) -> Truth:
+    """The host has seen all device work finish when state is saved or replaced. A drain ends no
+    transfer and is no stream's wait."""
     return h.device[d] == 0
 
 

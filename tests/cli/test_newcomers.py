@@ -389,6 +389,8 @@ class TestWrongWords:
             ("check a.csv --micro-batches 3", "did you mean --microbatches? (see 'qeffect check"),
             ("chek a.csv", "unknown command 'chek'; expected one of check, faults, plan"),
             ("chek a.csv", "did you mean check?"),
+            ("runtime report tables --pp 0", "--pp must be at least 1, not 0"),
+            ("runtime report scale --pp 0 --device cpu", "--pp must be at least 1, not 0"),
             ("check --torch zbv", "did you mean ScheduleZBVZeroBubble?"),
             ("check --te-order 1,x", "--te-order: rank 0, step 1: entry 'x'"),
             (

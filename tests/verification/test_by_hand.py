@@ -9,7 +9,7 @@ import pytest
 from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
 from qeffect.stage_config import StageConfig
-from qeffect.verification.concrete import ConcreteRun
+from qeffect.verification.concrete_run import ConcreteRun
 from qeffect.verification.mutants import Site, sites_with
 from qeffect.verification.mutants.byhand import by_hand, telling
 from qeffect.verification.mutants.corpus import legal_schedules

@@ -68,8 +68,11 @@ def require_rounds(args: argparse.Namespace, *others: int) -> None:
     Require positive numbers.
 
     Raises:
-        UnusableError: `--rounds`, `--steps`, `--native-steps` or one of the others is below 1.
+        UnusableError: `--pp`, `--rounds`, `--steps`, `--native-steps` or another number is below 1.
     """
+    ranks = getattr(args, "pp", 1)
+    if ranks < 1:
+        raise UnusableError(f"--pp must be at least 1, not {ranks}")
     if (least := min(args.rounds, args.steps, args.native_steps, *others)) < 1:
         names = ["--rounds", "--steps", "--native-steps"] + ["--microbatches"] * bool(others)
         raise UnusableError(
