@@ -205,6 +205,8 @@ def read_json(path: Path) -> Any:
     Raises:
         UnusableError: The file cannot be read or is not JSON; the message names file and reason.
     """
+    from .text import json_mistake, unreadable  # here: `commit` also works where this file is alone
+
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

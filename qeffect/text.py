@@ -1,5 +1,5 @@
 """
-Words of messages: untrusted text escaped and shortened to one line, and errors of the system.
+The words of messages: untrusted text escaped and shortened to one line, and errors of files.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Write the composition of all relations as checked-in source, and check that it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -83,7 +83,7 @@ def write() -> list[str]:
 
 
 def _front() -> str:
-    imports = "".join(_import(f".{page}", sorted(names)) for page, names in sorted(PAGES.items()))
+    imports = "".join(_imported(f".{page}", sorted(names)) for page, names in sorted(PAGES.items()))
     return f'''"""
 The transitions of the contract, each as one flat function: all guards before the first write.
 
@@ -100,21 +100,12 @@ NumPy. A composition that leaves relations out is made at run time.
 {_names(sorted(TRANSITIONS))}'''
 
 
-def _import(module: str, names: Sequence[str]) -> str:
-    """Return an import as the formatter writes it: a line, or a line for each name."""
-    line = f"from {module} import {', '.join(names)}\n"
-    if len(line) <= 101:
-        return line
-    each = "".join(f"    {name},\n" for name in names)
-    return f"from {module} import (\n{each})\n"
-
-
 def _page(joined: Mapping[str, ComposedText]) -> str:
     names = {name: value for one in joined.values() for name, value in one.names.items()}
     constants = sorted(name for name, value in names.items() if isinstance(value, int))
     imports = "from ...refusals import Refused\n" if "Refused" in names else ""
     if constants:
-        imports += _import("...relations.constants", constants)
+        imports += _imported("...relations.constants", constants)
     if imports:
         imports += "\n"
     functions = "".join(f"\n\n{one.text}" for one in joined.values())
@@ -122,6 +113,14 @@ def _page(joined: Mapping[str, ComposedText]) -> str:
     if len(title) > 100:
         title = f"The composed transitions from {next(iter(joined))} to {list(joined)[-1]}."
     return f'"""\n{title}\n\n{_WRITTEN}\n"""\n\n{_FUTURE}\n{imports}{_names(joined)}{functions}'
+
+
+def _imported(module: str, names: list[str]) -> str:
+    """Return an import as the formatter would spell it."""
+    line = f"from {module} import {', '.join(names)}\n"
+    if len(line) <= 101:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")\n"
 
 
 def _listed(names: list[str]) -> str:
