@@ -22,8 +22,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .text import json_mistake, unreadable
-
 __all__ = [
     "UnusableError",
     "commit",
