@@ -442,7 +442,7 @@ def test_what_the_actions_are_given_is_looked_at(
 def test_half_updated_weights_are_refused_by_the_contract_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An update failed half way: the step is not committed as one, with the runtime's look or not."""
+    """After an update failed half way no step is committed as one, whoever looks first."""
     rank = begun()
     rank.contract.memory.half_updated[0] = 1
     with pytest.raises(BackendError, match="failed half way"):
