@@ -53,6 +53,8 @@ SCOPE_STATES: Final[Mapping[str, int]] = {
     "domains-messages": 196,
     "callers-messages": 6_148,
     "callers-copies": 1_684,
+    "stages-fed": 406,
+    "stages-exchange": 608,
     "stage-buckets": 119,
     "callers-update": 140,
     "stages-tied": 1_182,

@@ -24,7 +24,7 @@ TWO_CALLERS = Process(
 OPERANDS = (
     ("check_refresh", "st.refreshed[d] != stage", "version.refresh-interrupted"),
     ("commit_forward", "reports != 0", "version.fill-unasked"),
-    ("check_dgrad", "st.receives[s] & BACK_BIT != 0", "completion.transfer-to-graph"),
+    ("check_dgrad", "needs & BACK_BIT != 0", "completion.transfer-to-graph"),
 )
 
 

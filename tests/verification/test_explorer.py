@@ -34,6 +34,8 @@ COUNTS = {
     "domains-messages": (196, 1_596, 8_260, 10),
     "callers-messages": (6_148, 54_768, 188_000, 17),
     "callers-copies": (1_684, 14_344, 30_380, 16),
+    "stages-fed": (406, 1_448, 25_146, 12),
+    "stages-exchange": (608, 2_624, 59_166, 24),
     "stage-buckets": (119, 695, 2_366, 13),
     "callers-update": (140, 1_035, 2_493, 19),
     "stages-tied": (1_182, 8_437, 41_683, 17),

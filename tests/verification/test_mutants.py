@@ -30,10 +30,10 @@ pytestmark = pytest.mark.slow
 
 
 #: Deleted in turn: change these when the contract changes, after reading what survives.
-MUTANTS = {"guard": 179, "operand": 178, "update": 206, "condition": 14}
-KILLED = 577
+MUTANTS = {"guard": 188, "operand": 187, "update": 221, "condition": 16}
+KILLED = 612
 #: Legal schedules that the corpus has; making them takes long for a module that is only collected.
-SCHEDULES = 178
+SCHEDULES = 197
 
 ROOT = Path(__file__).parents[2]
 
