@@ -31,7 +31,7 @@ RECORDED = $(if $(RECORD),--record $(RECORD))
 
 # What takes minutes: every proof, every mutant, every deleted guard, prove from the wheel.
 slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow $(RECORDED)
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow -n auto --dist loadgroup $(RECORDED)
 
 # What takes longest: the rest of the matrix, in both layouts; `test` has what pairs it is made of.
 nightly: $(VENV)/.test

@@ -14,6 +14,7 @@ from .destinations import Destination, require_disjoint
 from .engine.concrete_memory import Memory
 from .engine.stage import Transitions
 from .keys import Cell
+from .local_edges import local_edges, require_edges_kept
 from .order_search import SlotPlaces, require_feasible
 from .refusals import refused
 from .relations.constants import GENERATION_MAX
@@ -79,9 +80,10 @@ def lay_out(
     Raises:
         TypeError, ValueError: A stage is configured twice; a declared order is not a permutation
             or is infeasible with the slots and pools; or the configuration needs a relation that
-            was left out.
-        Refused: Destinations overlap, two matrices share a destination without declaring it, or a
-            matrix of a microbatch has no destination or two.
+            was left out; or stages feed each other in a way that cannot run.
+        Refused: A declared order runs against an edge within the process; destinations overlap;
+            two matrices share a destination without declaring it; or a matrix of a microbatch has
+            no destination or two.
     """
     for config in stages:
         if not isinstance(config, StageConfig):
@@ -118,6 +120,8 @@ def lay_out(
     pools, ranks = _pools(stages, slots, domains, capture_order, numbers)
     cells = [cell for config in stages for cell in config.cells()]
     sharers = share_destinations(stages)
+    edges = local_edges(stages)
+    inputs = edges.inputs(cells)
     destination_of, buffer_of, buffers = placements(stages)
     shared_of = shared_buffers(stages, sharers, buffer_of, buffers)
     members = {
@@ -127,6 +131,7 @@ def lay_out(
     bucket_stages = share_buckets(stages)
     buckets_of = {name: b for b, name in enumerate(bucket_stages)}
     for name, order in (declared or {}).items():
+        require_edges_kept(name, [(kind, cell) for kind, cell in order], edges)
         alone = "capture" not in functions.relations
         places = SlotPlaces(slots, range(len(pools)) if alone else pools, _ranks(ranks, alone))
         require_feasible(name, [(kind, cell) for kind, cell in order], places)
@@ -155,9 +160,13 @@ def lay_out(
             "domain_at": [domains[name] for _, name in links],
             "caller_at": [callers.index(caller) for caller, _ in links],
             "owes": by_stage({c.stage: c.consumers() for c in stages}),
-            "receives": by_stage({c.stage: c.messages() for c in stages}),
+            "receives": by_stage({c.stage: c.messages() | edges.needs(c.stage) for c in stages}),
             "matrices": by_stage({c.stage: c.matrices for c in stages}),
             "cells": by_stage({c.stage: len(c.cells()) for c in stages}),
+            "target_of": by_stage(edges.targets),
+            "input_of": inputs,
+            # Configured and never written, so that one object serves as both without an edge.
+            "gradient_of": edges.gradients(cells) if edges.sources != edges.targets else inputs,
             "declared": has_order,
             "forward_at": forward_at,
             "dgrad_at": dgrad_at,

@@ -26,13 +26,11 @@ __all__ = [
     "UnusableError",
     "commit",
     "environment",
-    "json_mistake",
     "package",
     "program",
     "read_json",
     "require_folder",
     "require_place",
-    "unreadable",
     "write_json",
     "write_text",
 ]
@@ -205,6 +203,8 @@ def read_json(path: Path) -> Any:
     Raises:
         UnusableError: The file cannot be read or is not JSON; the message names file and reason.
     """
+    from .text import json_mistake, unreadable  # here: `commit` also works where this file is alone
+
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -215,40 +215,6 @@ def read_json(path: Path) -> Any:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"{path}: expected JSON, found {json_mistake(error)}") from None
-
-
-def unreadable(error: OSError | ValueError) -> str:
-    """Say why a file cannot be read, and what to do."""
-    remedies: dict[type[Exception], str] = {
-        FileNotFoundError: "check its name",
-        IsADirectoryError: "name a file in it",
-    }
-    remedy = remedies.get(type(error), "check its name and its permissions")
-    return f"cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}"
-
-
-def json_mistake(error: ValueError | RecursionError) -> str:
-    """
-    Say what a JSON parser found, without Python's own words.
-
-    Args:
-        error: What ``bytes.decode`` or ``json.loads`` raised, or a hook of it.
-
-    >>> json_mistake(json.JSONDecodeError("Expecting value", "", 0))
-    'an empty file'
-    """
-    if isinstance(error, RecursionError):
-        return "a deeply nested value"
-    if isinstance(error, UnicodeDecodeError):
-        return f"a byte that is not UTF-8, at byte {error.start}"
-    if isinstance(error, json.JSONDecodeError):
-        if not error.doc.strip():
-            return "an empty file"
-        said = error.msg[:1].lower() + error.msg[1:]
-        return f"a mistake at line {error.lineno}, column {error.colno} ({said})"
-    if "integer string conversion" in str(error):
-        return "an integer of thousands of digits"
-    return str(error)
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

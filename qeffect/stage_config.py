@@ -23,7 +23,7 @@ _MOST: Final = 1 << 20
 
 #: Declarations that plain data name only if they are made, so that older logs and checkpoints stay
 #: as they are; by name, the value of a stage without the declaration.
-ADDED: Final[Mapping[str, Any]] = {"copies_input": False}
+ADDED: Final[Mapping[str, Any]] = {"copies_input": False, "feeds": None}
 
 
 def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
@@ -161,6 +161,11 @@ class StageConfig:
         copies_input: A caller's stream copies the forward's input into the slot, for example from
             the host. `Contract.reserve` then stands for the copy: F runs only in a slot that its
             key has reserved, after the graph stream has waited for the link of the reservation.
+        feeds: The stage of this process whose input is this stage's output, as in interleaved and
+            V-shaped schedules. F of that target then runs after F of this stage with the same
+            microbatch, and dI of this stage after dI of the target. Without messages
+            (`receives_input` of the target, `receives_gradient` of this stage) both stages need
+            one state domain.
             Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
 
@@ -198,6 +203,7 @@ class StageConfig:
     buffers: tuple[tuple[str, str], ...] = field(default=(), converter=_placed)
     tied: tuple[str, ...] = field(default=(), converter=_names)
     copies_input: bool = field(default=False, validator=_flag)
+    feeds: int | None = field(default=None, validator=optional(_at_least(0)))
 
     def __attrs_post_init__(self) -> None:
         if (count := self.microbatches * self.blocks * self.invocations) > _MOST:

@@ -1,14 +1,26 @@
 """
-Escape and shorten untrusted text, so that a message is one line and moves no cursor.
+The words of messages: untrusted text escaped and shortened to one line, and errors of files.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, Final
 
-__all__ = ["counted", "decoded", "escaped", "is_name", "near", "shown", "spelled", "within"]
+__all__ = [
+    "counted",
+    "decoded",
+    "escaped",
+    "is_name",
+    "json_mistake",
+    "near",
+    "shown",
+    "spelled",
+    "unreadable",
+    "within",
+]
 
 #: Longest excerpt of a log in a message, in characters.
 _LONGEST: Final = 300
@@ -109,3 +121,37 @@ def shown(value: Any) -> str:
         name = type(value).__name__
         return f"a value of class {name} that cannot be printed ({type(error).__name__})"
     return within(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def unreadable(error: OSError | ValueError) -> str:
+    """Say why a file cannot be read, and what to do."""
+    remedies: dict[type[Exception], str] = {
+        FileNotFoundError: "check its name",
+        IsADirectoryError: "name a file in it",
+    }
+    remedy = remedies.get(type(error), "check its name and its permissions")
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}; {remedy}"
+
+
+def json_mistake(error: ValueError | RecursionError) -> str:
+    """
+    Say what a JSON parser found, without Python's own words.
+
+    Args:
+        error: What ``bytes.decode`` or ``json.loads`` raised, or a hook of it.
+
+    >>> json_mistake(json.JSONDecodeError("Expecting value", "", 0))
+    'an empty file'
+    """
+    if isinstance(error, RecursionError):
+        return "a deeply nested value"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a byte that is not UTF-8, at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        if not error.doc.strip():
+            return "an empty file"
+        said = error.msg[:1].lower() + error.msg[1:]
+        return f"a mistake at line {error.lineno}, column {error.colno} ({said})"
+    if "integer string conversion" in str(error):
+        return "an integer of thousands of digits"
+    return str(error)

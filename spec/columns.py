@@ -535,13 +535,32 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "receives",
         "stage -> mask",
-        "messages, or the copy of the input, that F and dI of a tape need; bits as in `arrived`",
+        "messages, or the copy of the input, that F and dI of a tape need, with bits as in "
+        "`arrived`; 4 if another stage of the process makes the input, 8 if another makes the "
+        "gradient",
     ),
     _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each exactly once"),
     _configured(
         "cells",
         "stage -> int",
         "number of the stage's cells, which is its number of tapes per epoch",
+    ),
+    _configured(
+        "target_of",
+        "stage -> stage",
+        "the stage of this process whose input is the stage's output; the stage itself if none is",
+    ),
+    _configured(
+        "input_of",
+        "cell -> cell",
+        "the cell of the source whose F makes the input of the cell's F; the cell itself if the "
+        "stage has no source",
+    ),
+    _configured(
+        "gradient_of",
+        "cell -> cell",
+        "the cell of the target whose dI makes the gradient that the cell's dI uses; the cell "
+        "itself if the stage has no target",
     ),
     _configured(
         "declared", "domain -> flag", "1 if the order of the domain's F and dI is declared"

@@ -11,6 +11,7 @@ from typing import Final
 __all__ = [
     "ADDS",
     "BACK_BIT",
+    "BEFORE_DGRAD",
     "COPY_BIT",
     "DGRAD_BIT",
     "GRAD_BIT",
@@ -25,6 +26,8 @@ __all__ = [
     "OVERWRITES",
     "READ_BITS",
     "RESERVED",
+    "SOURCE_BIT",
+    "TARGET_BIT",
     "WGRAD_BIT",
 ]
 
@@ -51,6 +54,15 @@ BACK_BIT: Final = 2  # a receive of the output's gradient
 COPY_BIT: Final = 16  # a copy of the forward's input, enqueued with the reservation of its slot
 INPUT_BITS: Final = 17  # every way of the input into a slot: ``IN_BIT`` and ``COPY_BIT``
 READ_BITS: Final = 12  # every read: ``OUT_BIT`` and ``GRAD_BIT``
+
+#: How F and dI of a stage get what they need from another stage of the process: its F makes the
+#: input, or its dI the gradient.
+SOURCE_BIT: Final = 4
+TARGET_BIT: Final = 8
+
+#: What the mask of a tape shares with this one until the tape's dI has committed: ``DGRAD_BIT``, or
+#: ``RESERVED`` before its forward has.
+BEFORE_DGRAD: Final = 17
 
 #: How a dW writes its stage's own buffer and the buffer shared with another stage. If the stage
 #: shares no buffer, both are the same buffer, and only ``ADDS`` and ``OVERWRITES`` apply.

@@ -110,7 +110,11 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition("join(link)", "The graph stream waits for all work that the caller submitted."),
     _transition("wait(link)", "The caller waits for all replays of the graph stream."),
-    _transition("drain(domain)", "The host has seen the domain's device work finish."),
+    _transition(
+        "drain(domain)",
+        "The host has seen the domain's device work finish. Each transfer still ends by its own "
+        "call, and each stream still waits by its own.",
+    ),
     _transition("finalize(stage, link)", "After a stage's last dW: declares its gradients whole."),
     _transition(
         "start_reduction(bucket, link)",

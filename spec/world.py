@@ -89,6 +89,8 @@ WORDS: Final[Mapping[str, Word]] = {
         covered="the matrices that the cell's latest dW wrote",
         binds="how often the cell's destination was bound since the weights last changed",
         bound_to="the destination that was bound last",
+        output_read="1 once a read of the cell's output began since the weights last changed",
+        gradient_read="the same of its input gradient",
     ),
     **_words(
         "stage",

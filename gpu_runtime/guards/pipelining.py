@@ -195,6 +195,7 @@ class GuardedSchedule:
                     sends_gradient=before,
                     receives_input=before,
                     receives_gradient=behind,
+                    feeds=index + 1 if index + 1 in local else None,
                     reduces=self._reductions.reduces[index],
                 )
             )

@@ -208,6 +208,7 @@ class Assembly:
             sends_gradient=readers and any(s.differentiable for s in stage.inputs),
             receives_input=row is not None and row.receives_input(index),
             receives_gradient=row is not None and row.receives_gradient(index),
+            feeds=(self.config.feeds if row is None else row.feeds).get(index),
             reduces=self._guarded_reducer is not None,
             reports_fills=reports.filled is not None,
             reports_updates=reports.updates is not None,

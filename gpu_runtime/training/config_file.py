@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from qeffect.report import UnusableError, json_mistake, unreadable
-from qeffect.text import near
+from qeffect.report import UnusableError
+from qeffect.text import json_mistake, near, unreadable
 
 from .config import TABLES, Config
 

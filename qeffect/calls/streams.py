@@ -73,7 +73,10 @@ class StreamCalls(ContractParts):
         """
         Record that the host has seen all device work of every domain finish.
 
-        Before a `restore` that must include every transfer, since `restore` forgets transfers that
-        are still under way.
+        A drain permits a checkpoint and a restore, and replaces the graph streams' wait for the
+        optimizer's update. It does not replace `wait`, `finish_read` or `finish_receive`: the
+        contract does not know on which stream a transfer was enqueued, or whether the host waited
+        for that stream. End every transfer before a `restore`, which forgets transfers that are
+        still under way.
         """
         self._streams.drain()

@@ -87,10 +87,13 @@ def half_name(name: str) -> Half | None:
 @cache
 def half_source(function: FunctionType) -> ast.FunctionDef:
     """Return the syntax tree of one half, or of a helper that halves call."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    node = tree.body[0]
+    source = textwrap.dedent(inspect.getsource(function))
+    node = ast.parse(source).body[0]
     if not isinstance(node, ast.FunctionDef):
         raise CompositionError(f"{function.__qualname__} is not a plain function")
+    for statement in node.body:
+        segment = ast.get_source_segment(source, statement) or ""
+        vars(statement)["spelled"] = textwrap.dedent(" " * statement.col_offset + segment)
     return node
 
 
@@ -361,7 +364,16 @@ def _text(node: ast.AST) -> str:
     return ast.unparse(node)
 
 
+def _spelled(statement: ast.stmt) -> str:
+    """Return a statement's source; a long one is broken into lines as its half breaks it."""
+    text = _text(statement)
+    if max(map(len, text.splitlines())) <= _WIDTH - 4:
+        return text
+    kept = str(vars(statement).get("spelled", ""))
+    return kept if ast.unparse(ast.parse(kept)) == text else text
+
+
 def _lines(statements: list[ast.stmt]) -> list[str]:
     """Return statements as indented source, strings in double quotes."""
-    text = "\n".join(map(_text, statements)).replace("'", '"')
+    text = "\n".join(map(_spelled, statements)).replace("'", '"')
     return textwrap.indent(text, "    ").splitlines()

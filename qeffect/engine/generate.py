@@ -83,9 +83,7 @@ def write() -> list[str]:
 
 
 def _front() -> str:
-    imports = "".join(
-        f"from .{page} import {', '.join(sorted(names))}\n" for page, names in sorted(PAGES.items())
-    )
+    imports = "".join(_imported(f".{page}", sorted(names)) for page, names in sorted(PAGES.items()))
     return f'''"""
 The transitions of the contract, each as one flat function: all guards before the first write.
 
@@ -107,11 +105,7 @@ def _page(joined: Mapping[str, ComposedText]) -> str:
     constants = sorted(name for name, value in names.items() if isinstance(value, int))
     imports = "from ...refusals import Refused\n" if "Refused" in names else ""
     if constants:
-        line = f"from ...relations.constants import {', '.join(constants)}\n"
-        if len(line) > 101:  # as the formatter would
-            each = "".join(f"    {name},\n" for name in constants)
-            line = f"from ...relations.constants import (\n{each})\n"
-        imports += line
+        imports += _imported("...relations.constants", constants)
     if imports:
         imports += "\n"
     functions = "".join(f"\n\n{one.text}" for one in joined.values())
@@ -119,6 +113,14 @@ def _page(joined: Mapping[str, ComposedText]) -> str:
     if len(title) > 100:
         title = f"The composed transitions from {next(iter(joined))} to {list(joined)[-1]}."
     return f'"""\n{title}\n\n{_WRITTEN}\n"""\n\n{_FUTURE}\n{imports}{_names(joined)}{functions}'
+
+
+def _imported(module: str, names: list[str]) -> str:
+    """Return an import as the formatter would spell it."""
+    line = f"from {module} import {', '.join(names)}\n"
+    if len(line) <= 101:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")\n"
 
 
 def _listed(names: list[str]) -> str:

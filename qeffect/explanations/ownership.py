@@ -68,6 +68,35 @@ def _tape(st: Any, slot: int) -> str:
     )
 
 
+def _fed_by(st: Any, a: Arguments) -> str:
+    """Spell the key whose F makes the input of a call's key."""
+    return spell(a["key"].epoch, st.input_of[a["key"].cell])
+
+
+def _fed(st: Any, a: Arguments) -> str:
+    """Spell the key whose dI makes the gradient of a call's key."""
+    return spell(a["key"].epoch, st.gradient_of[a["key"].cell])
+
+
+def _other_cell(st: Any, a: Arguments) -> Any:
+    """Return the cell whose read a receive within the process waits for."""
+    return (st.input_of if a["message"] == IN_BIT else st.gradient_of)[a["key"].cell]
+
+
+def _other_end(st: Any, a: Arguments) -> str:
+    """Spell what a receive within the process reads."""
+    what = "the output" if a["message"] == IN_BIT else "the input gradient"
+    return f"{what} of {spell(a['key'].epoch, _other_cell(st, a))}"
+
+
+def _whereabouts(st: Any, cell: Any) -> str:
+    """Spell where a cell's tape is."""
+    slot = st.slot_of[cell]
+    spoiled = st.spoiled[cell[0]] == st.weight_epoch[cell[0]]
+    told = _tape(st, slot) if slot >= 0 else "it has no tape"
+    return f"{told}; the epoch of stage {cell[0]} is spoiled" if spoiled else told
+
+
 def _redeems(a: Arguments) -> str:
     """Name the action whose ticket a commit or an abort redeems."""
     word = str(a["transition"]).partition("_")[2]
@@ -158,6 +187,20 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
             f"{asked(a)} with no {_transfers(_message(a))} posted",
             "a message that was posted and has arrived",
         )
+    ),
+    "ownership.input-not-made": lambda st, a: (
+        f"{asked(a)} before F of {_fed_by(st, a)}, or after that tape was lost",
+        f"F of {_fed_by(st, a)} first, and its tape live; "
+        f"{_whereabouts(st, st.input_of[a['key'].cell])}",
+    ),
+    "ownership.gradient-not-made": lambda st, a: (
+        f"{asked(a)} before dI of {_fed(st, a)}",
+        f"dI of {_fed(st, a)} first, in an epoch that no failure has spoiled; "
+        f"{_whereabouts(st, st.gradient_of[a['key'].cell])}",
+    ),
+    "ownership.receive-before-read": lambda st, a: (
+        f"the end of a {_transfers(a['message'])} of {a['key']}",
+        f"a read of {_other_end(st, a)} that has begun; {_whereabouts(st, _other_cell(st, a))}",
     ),
     "ownership.transfer-in-flight": lambda st, a: (
         f"{asked(a)} in slot {slot_of(a)} during a {_transfers(st.moving[slot_of(a)])}",

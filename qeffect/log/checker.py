@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ..report import json_mistake
-from ..text import decoded, shown, within
+from ..text import decoded, json_mistake, shown, within
 from .fields import CLOSING, EVENT, HEADER, Field
 from .format import FIELDS, compact
 

@@ -104,6 +104,7 @@ def _stage(value: Any) -> bool:
         and tuple(value) == tuple(n for n in _STAGE if n not in ADDED or n in value)
         and all(type(value[n]) is bool for n in _STAGE_FLAGS)
         and all(value.get(n, True) is True for n in _ADDED_FLAGS)
+        and _natural(value.get("feeds", 0))
         and all(map(_natural, (value[n] for n in _STAGE_COUNTS)))
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))

@@ -22,6 +22,7 @@ from ..text import counted, shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
 from .fields import MARKS
 from .format import (
+    COLUMNS_ADDED,
     COLUMNS_OF_FIRST,
     COLUMNS_SINCE_FIRST,
     COLUMNS_SINCE_SECOND,
@@ -407,6 +408,8 @@ class Player:
             told = closing["state"].items()
             old = {n: digest for n, digest in told if n not in COLUMNS_OF_FIRST}
             closing = {**closing, "state": old}
+        lacks = COLUMNS_ADDED - closing["state"].keys()
+        state = {name: digest for name, digest in state.items() if name not in lacks}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:
             raise Violation(

@@ -16,8 +16,7 @@ import attrs
 
 from qeffect.spec.clauses import CLAUSES
 
-from ..report import unreadable
-from ..text import counted
+from ..text import counted, unreadable
 from .checker import LogError
 from .player import MAX_LINE, Player, Violation
 

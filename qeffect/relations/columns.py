@@ -49,6 +49,9 @@ CONFIG = {
     "receives": Column("stage", "mask", None),  # messages that F and dI of a tape need
     "matrices": Column("stage", "opaque", None),  # the matrices a dW must cover
     "cells": Column("stage", "int", None),  # tapes of one epoch
+    "target_of": Column("stage", "stage", None),  # the stage that it feeds, or itself
+    "input_of": Column("cell", "cell", None),  # the cell whose F makes its input, or itself
+    "gradient_of": Column("cell", "cell", None),  # the cell whose dI makes its gradient, or itself
     "declared": Column("domain", "flag", None),  # 1: the order of F and dI is declared
     "forward_at": Column("cell", "int", None),  # declared position of the cell's F
     "dgrad_at": Column("cell", "int", None),  # declared position of the cell's dI

@@ -156,10 +156,11 @@ def check_dgrad_guards(st: State, key, ref, token, link):
     slot = ref.slot
     s = key.stage
     d = st.domain_of[s]
+    needs = st.receives[s]
     require_join(st, d, link)
     if st.waited[link] < st.produced[slot]:
         raise Refused("completion.graph-to-caller")
-    if st.receives[s] & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+    if needs & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
 
 

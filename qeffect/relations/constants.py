@@ -9,6 +9,7 @@ from typing import Any, Final
 from qeffect.spec.constants import (
     ADDS,
     BACK_BIT,
+    BEFORE_DGRAD,
     COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
@@ -23,12 +24,15 @@ from qeffect.spec.constants import (
     OVERWRITES,
     READ_BITS,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
     WGRAD_BIT,
 )
 
 __all__ = [
     "ADDS",
     "BACK_BIT",
+    "BEFORE_DGRAD",
     "COPY_BIT",
     "DGRAD_BIT",
     "GENERATION_MAX",
@@ -44,6 +48,8 @@ __all__ = [
     "OVERWRITES",
     "READ_BITS",
     "RESERVED",
+    "SOURCE_BIT",
+    "TARGET_BIT",
     "WGRAD_BIT",
     "State",
 ]

@@ -8,6 +8,7 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import (
     BACK_BIT,
+    BEFORE_DGRAD,
     COPY_BIT,
     DGRAD_BIT,
     GRAD_BIT,
@@ -17,6 +18,8 @@ from .constants import (
     NO_SLOT,
     OUT_BIT,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
     WGRAD_BIT,
     State,
 )
@@ -120,6 +123,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     e = key.epoch
     c = key.cell
     mask = st.consumers[slot]
+    needs = st.receives[s]
     if slot == NO_SLOT:
         raise Refused("ownership.pool-exhausted")
     if st.slot_stage[slot] != s:
@@ -136,8 +140,14 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
         raise Refused("ownership.transfer-in-flight")
-    if st.receives[s] & INPUT_BITS != 0 and st.arrived[slot] & INPUT_BITS == 0:
+    if needs & INPUT_BITS != 0 and st.arrived[slot] & INPUT_BITS == 0:
         raise Refused("ownership.receive-missing")
+    # The source's tape waits for this F: its own dI comes after the dI of this tape.
+    if needs & SOURCE_BIT != 0 and (
+        st.slot_of[st.input_of[c]] == NO_SLOT
+        or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
+    ):
+        raise Refused("ownership.input-not-made")
 
 
 def check_forward_writes(st: State, key, slot, token, link, refresh):
@@ -180,7 +190,10 @@ def abort_forward_writes(st: State, slot, ticket):
 def check_dgrad_guards(st: State, key, ref, token, link):
     slot = ref.slot
     s = key.stage
+    e = key.epoch
+    c = key.cell
     mask = st.consumers[slot]
+    needs = st.receives[s]
     require_reference(st, key, ref)
     if mask == RESERVED:
         raise Refused("ownership.not-forwarded")
@@ -188,8 +201,18 @@ def check_dgrad_guards(st: State, key, ref, token, link):
         raise Refused("ownership.duplicate-dgrad")
     if st.moving[slot] & BACK_BIT != 0:
         raise Refused("ownership.transfer-in-flight")
-    if st.receives[s] & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
+    if needs & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
         raise Refused("ownership.receive-missing")
+    # Without a tape the target's cell has run its dI, or has lost its tape to a failure.
+    if needs & TARGET_BIT != 0 and (
+        st.forwarded[st.gradient_of[c]] != e
+        or st.spoiled[st.target_of[s]] == e
+        or (
+            st.slot_of[st.gradient_of[c]] != NO_SLOT
+            and st.consumers[st.slot_of[st.gradient_of[c]]] & BEFORE_DGRAD != 0
+        )
+    ):
+        raise Refused("ownership.gradient-not-made")
 
 
 def check_dgrad_writes(st: State, key, ref, token, link):
@@ -341,10 +364,50 @@ def post_receive_writes(st: State, key, ref, message, link):
 def finish_receive_guards(st: State, key, ref, message, link):
     slot = ref.slot
     bit = message
+    s = key.stage
+    e = key.epoch
+    c = key.cell
+    mask = st.consumers[slot]
+    needs = st.receives[s]
     moving = st.moving[slot]
     require_transfer(st, key, ref, bit)
     if (bit != IN_BIT and bit != BACK_BIT) or moving & bit == 0:
         raise Refused("ownership.receive-not-posted")
+    # The end of a message that a lost tape waited for is no arrival.
+    if (
+        needs & SOURCE_BIT != 0
+        and mask != 0
+        and bit == IN_BIT
+        and (
+            st.slot_of[st.input_of[c]] == NO_SLOT
+            or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
+            or (
+                st.consumers[st.slot_of[st.input_of[c]]] & OUT_BIT != 0
+                and st.moving[st.slot_of[st.input_of[c]]] & OUT_BIT == 0
+            )
+        )
+    ):
+        raise Refused("ownership.receive-before-read")
+    if (
+        needs & TARGET_BIT != 0
+        and mask != 0
+        and bit == BACK_BIT
+        and (
+            st.forwarded[st.gradient_of[c]] != e
+            or st.spoiled[st.target_of[s]] == e
+            or (
+                st.slot_of[st.gradient_of[c]] != NO_SLOT
+                and (
+                    st.consumers[st.slot_of[st.gradient_of[c]]] == RESERVED
+                    or (
+                        st.consumers[st.slot_of[st.gradient_of[c]]] & GRAD_BIT != 0
+                        and st.moving[st.slot_of[st.gradient_of[c]]] & GRAD_BIT == 0
+                    )
+                )
+            )
+        )
+    ):
+        raise Refused("ownership.receive-before-read")
 
 
 def finish_receive_writes(st: State, key, ref, message, link):

@@ -25,6 +25,7 @@ the contract refuses a wrong one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import attrs
@@ -245,11 +246,17 @@ class _Process:
                     receives_input=(Kind.RECV_F, stage) in receives,
                     receives_gradient=(Kind.RECV_B, stage) in receives,
                     pool="rank" if shared_pool else None,
+                    feeds=self._fed(stage, sends),
                 )
                 for stage in self.stages
             ]
         )
         self.evidence = self.contract.stages[0].matrices
+
+    def _fed(self, stage: int, sends: Container[tuple[Kind, int]]) -> int | None:
+        """Return the stage of this rank that a stage feeds without a message."""
+        local = stage + 1 in self.stages and (Kind.SEND_F, stage) not in sends
+        return stage + 1 if local else None
 
     def _peaks(self, begins: frozenset[Kind]) -> dict[int, int]:
         """Count the peak of live tapes per stage; a tape becomes live at one of these actions."""

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-from ..report import json_mistake, unreadable
+from ..text import json_mistake, unreadable
 from .actions import Kind, Schedule, ScheduleError, shorten
 
 #: Microseconds of each unit that a file may use.

@@ -14,7 +14,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from ..report import unreadable
+from ..text import unreadable
 from .actions import Action, Schedule, ScheduleError
 from .infer import MAX_ENTRIES, MAX_RANKS, parse_entry, schedule_of
 

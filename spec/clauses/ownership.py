@@ -42,6 +42,10 @@ A stage may declare that a caller's stream copies its input into the slot (`copi
 reservation then stands for the copy: the caller enqueues the copy with it, on the stream of the
 link that it names, and F runs only in a slot that its key has reserved.
 
+A stage may declare that it feeds another stage of its process (`feeds`). F of the target then finds
+the tape that the source's F of the same microbatch left, and dI of the source runs after the
+target's dI. If the two exchange messages, a message of theirs arrives only after its read began.
+
 A check reserves the slot under a *ticket*, the next of a series of serial numbers. While a slot has
 an outstanding ticket, every other action on the slot is refused. A commit or an abort redeems the
 ticket, once.""",
@@ -500,6 +504,53 @@ ticket, once.""",
             cause="The reference was issued by another contract, or the slot index is out of "
             "range.",
             remedy="Pass the reference that the forward's commit returned.",
+        ),
+        Clause(
+            id="ownership.input-not-made",
+            number="1.30",
+            title="F runs after the F of the stage that feeds it",
+            invariant="If another stage of the process feeds the stage, F finds the live tape that "
+            "this source's F of the same microbatch left.",
+            transitions=("check_forward",),
+            argument="key",
+            unchanged=_TENANT,
+            section="design",
+            cause="Chunks of one rank run in the wrong order: the chunk's input is still that of "
+            "another microbatch, or the source's tape was lost.",
+            remedy="Run F of the stage that feeds this one first; a declared order must place it "
+            "first.",
+        ),
+        Clause(
+            id="ownership.gradient-not-made",
+            number="1.31",
+            title="dI runs after the dI of the stage that it feeds",
+            invariant="If the stage feeds another stage of the process, dI runs after this "
+            "target's dI of the same microbatch has succeeded, in an epoch of the target that no "
+            "failure has spoiled.",
+            transitions=("check_dgrad",),
+            argument="key",
+            unchanged=_TENANT,
+            section="design",
+            cause="Chunks of one rank run their backward in the direction of the forward: the "
+            "gradient is still that of another microbatch.",
+            remedy="Run dI of the stage that this one feeds first; a declared order must place it "
+            "first.",
+        ),
+        Clause(
+            id="ownership.receive-before-read",
+            number="1.32",
+            title="A message within the process arrives after its read began",
+            invariant="If two stages of the process that feed each other exchange messages, a "
+            "receive of a live tape ends only after the other stage's read of the same microbatch "
+            "began.",
+            transitions=("finish_receive",),
+            argument="key",
+            unchanged="The transfer under way, and the slot that it keeps.",
+            section="design",
+            cause="The receive was matched with another message, or its end was told before the "
+            "send was posted.",
+            remedy="Begin the read (`read`) of the other stage's tape before the receive ends. If "
+            "the message can no longer arrive, drop the tape first.",
         ),
     ),
 )

@@ -21,6 +21,8 @@ from ..constants import (
     OPENS,
     OUT_BIT,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
 )
 from ..predicates import Register, implies
 from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, UPDATE, WGRAD
@@ -109,6 +111,32 @@ def gradient_arrived(st: State, h: History, a: Args) -> Truth:
     """If a stage receives gradients, its dI finds its output's gradient in the slot, complete."""
     there = (h.arrived[a.ref.slot] & BACK_BIT) != 0
     return implies((st.receives[a.key.stage] & BACK_BIT) != 0, there)
+
+
+@STEPS("ownership.input-made", "check_forward")
+def input_made(st: State, h: History, a: Args) -> Truth:
+    """If another stage of the process feeds the stage, its F of the same microbatch ran."""
+    fed = (st.receives[a.key.stage] & SOURCE_BIT) != 0
+    return implies(fed, h.ran_forward[st.input_of[a.key.cell]] == 1)
+
+
+@STEPS("ownership.gradient-made", "check_dgrad")
+def gradient_made(st: State, h: History, a: Args) -> Truth:
+    """If the stage feeds another stage of the process, its dI of the same microbatch ran."""
+    feeds = (st.receives[a.key.stage] & TARGET_BIT) != 0
+    return implies(feeds, h.ran_dgrad[st.gradient_of[a.key.cell]] == 1)
+
+
+@STEPS("ownership.read-before-arrival", "finish_receive")
+def read_before_arrival(st: State, h: History, a: Args) -> Truth:
+    """A message between two stages of the process arrives only after its read began."""
+    c, needs = a.key.cell, st.receives[a.key.stage]
+    alive = h.owing[a.ref.slot] != 0
+    forward = alive & (a.message == IN_BIT) & ((needs & SOURCE_BIT) != 0)
+    back = alive & (a.message == BACK_BIT) & ((needs & TARGET_BIT) != 0)
+    return implies(forward, h.output_read[st.input_of[c]] == 1) & implies(
+        back, h.gradient_read[st.gradient_of[c]] == 1
+    )
 
 
 @STEPS("ownership.nothing-moves", "reserve", "check_forward")
@@ -590,9 +618,10 @@ def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
     return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
 
 
-@STEPS("completion.quiescent", "checkpoint", "restore", d="domain")
-def quiescent_device(st: State, h: History, a: Args, d: Index) -> Truth:
-    """No device work is unfinished when state is saved or replaced."""
+@STEPS("completion.drained", "checkpoint", "restore", d="domain")
+def drained_device(st: State, h: History, a: Args, d: Index) -> Truth:
+    """The host has seen all device work finish when state is saved or replaced. A drain ends no
+    transfer and is no stream's wait."""
     return h.device[d] == 0
 
 

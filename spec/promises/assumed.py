@@ -8,7 +8,19 @@ also trusted to name the current weights.
 
 from __future__ import annotations
 
-from ..constants import DGRAD_BIT, INPUT_BITS, NO_STAGE, RESERVED, WGRAD_BIT
+from ..constants import (
+    BACK_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    INPUT_BITS,
+    NO_STAGE,
+    OUT_BIT,
+    RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
+    WGRAD_BIT,
+)
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth, domain_of_slot
 
@@ -99,6 +111,27 @@ def one_domain(st: State, b: Index) -> Truth:
     """Stages that share a bucket share a state domain."""
     there = st.domain_of[st.stage_at[b]] == st.domain_of[st.tied_at[b]]
     return (st.stage_at[b] != NO_STAGE) & (st.tied_at[b] != NO_STAGE) & there
+
+
+# The configuration of the cell that a key names
+
+
+@ASSUMED("ownership.edges-join-cells", "check_dgrad", "finish_receive")
+def edges_join_cells(st: State, h: History, a: Args) -> Truth:
+    """The cell that a key's cell feeds is one of its stage's target."""
+    target = st.target_of[a.key.stage]
+    return (st.stage_of[st.gradient_of[a.key.cell]] == target) & (target != NO_STAGE)
+
+
+@ASSUMED("ownership.messages-have-readers", "finish_receive")
+def messages_have_readers(st: State, h: History, a: Args) -> Truth:
+    """A message of another stage of the process is read from that stage's tape."""
+    needs, source = st.receives[a.key.stage], st.stage_of[st.input_of[a.key.cell]]
+    received = ((needs & SOURCE_BIT) != 0) & ((needs & IN_BIT) != 0)
+    returned = ((needs & TARGET_BIT) != 0) & ((needs & BACK_BIT) != 0)
+    sent = implies(received, (st.owes[source] & OUT_BIT) != 0)
+    returns = (st.owes[st.target_of[a.key.stage]] & GRAD_BIT) != 0
+    return sent & implies(returned, returns)
 
 
 # The caller's arguments

@@ -9,7 +9,18 @@ finds a guard that is stronger than necessary, without relying on a test.
 
 from __future__ import annotations
 
-from ..constants import ADDS, BACK_BIT, INPUT_BITS, JOINS, NEVER, NO_SLOT, OPENS, RESERVED
+from ..constants import (
+    ADDS,
+    BACK_BIT,
+    INPUT_BITS,
+    JOINS,
+    NEVER,
+    NO_SLOT,
+    OPENS,
+    RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
+)
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth
 
@@ -82,6 +93,25 @@ def input_there(st: State, h: History, a: Args) -> Truth:
     arrived = (h.arrived[a.slot] & INPUT_BITS) != 0
     wanted = (st.receives[a.key.stage] & INPUT_BITS) != 0
     return (h.moving[a.slot] == 0) & implies(wanted, arrived)
+
+
+@LEGAL("ownership.input-in-source", "check_forward")
+def input_in_source(st: State, h: History, a: Args) -> Truth:
+    """If another stage of the process feeds the stage, its F of the same microbatch ran, its dI
+    did not, and nothing spoiled its epoch."""
+    c, fed = st.input_of[a.key.cell], (st.receives[a.key.stage] & SOURCE_BIT) != 0
+    sound = h.spoiled[st.stage_of[c]] != a.key.epoch
+    return implies(fed, (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 0) & sound)
+
+
+@LEGAL("ownership.gradient-from-target", "check_dgrad")
+def gradient_from_target(st: State, h: History, a: Args) -> Truth:
+    """If the stage feeds another stage of the process, its dI of the same microbatch ran, and
+    nothing spoiled its epoch."""
+    c, feeds = st.gradient_of[a.key.cell], (st.receives[a.key.stage] & TARGET_BIT) != 0
+    g = st.target_of[a.key.stage]
+    sound = (h.spoiled[g] != a.key.epoch) & (h.lost_in_use[g] != a.key.epoch)
+    return implies(feeds, (h.ran_dgrad[c] == 1) & sound)
 
 
 @LEGAL("ownership.gradient-there", "check_dgrad")

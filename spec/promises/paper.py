@@ -113,7 +113,7 @@ _ALL = (
         promises=(
             "persistence.quiescent",
             "order.quiescent",
-            "completion.quiescent",
+            "completion.drained",
             "reduction.quiescent",
             "persistence.restore-between-actions",
             "order.restore-between-actions",
@@ -166,7 +166,7 @@ _ALL = (
             "completion.update-after-gradients",
             "completion.forward-after-update",
             "completion.refresh-after-update",
-            "completion.quiescent",
+            "completion.drained",
         ),
         needs=("completion",),
     ),

@@ -38,6 +38,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "ledgers.epochs.*",
         "calls.epochs.EpochCalls.finalize",
         "calls.epochs.EpochCalls.commit_epoch",
+        "calls.epochs.EpochCalls.check_update",
     ),
     "which slots are free": ("ledgers.pool.*", "engine.freelist.*"),
     "evidence": (
@@ -61,7 +62,6 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.tapes.TapeCalls.purge",
         "ledgers.tapes.Tapes.purge",
         "calls.epochs.EpochCalls.check_commit",
-        "ledgers.epochs.Epochs.check_commit",
         "calls.restarts.RestartCalls.check_checkpoint",
         "ledgers.restarts.Restarts.check_checkpoint",
     ),
@@ -87,6 +87,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "destinations.*",
         "sharing.*",
         "order_search.*",
+        "destination_registry.*",
         "engine.stage.*",
     ),
     "restarts": (
@@ -104,6 +105,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.blocks.Blocks.forward",
         "calls.blocks.Blocks.dgrad",
         "calls.blocks.Blocks.wgrad",
+        "calls.blocks.Blocks.update",
     ),
     "observers": (
         "calls.queries.Queries.observer",
@@ -112,6 +114,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.queries.Queries.incarnation",
         "calls.queries.Queries.token",
         "calls.queries.Queries.live",
+        "calls.queries.Queries.half_updated",
         "calls.queries.Queries.reference",
         "calls.queries.Queries.outstanding",
         "calls.queries.Queries.first_writer",
@@ -128,6 +131,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     "a step that recurs": (
         "steps.*",
         "ledgers.recorded_steps.*",
+        "ledgers.step_trial.*",
         "calls.steps.StepCalls.step_state",
         "calls.steps.StepCalls.record_step",
         "calls.steps.StepCalls.check_step",
@@ -140,6 +144,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.epochs.EpochCalls.counts_awaited",
         "calls.epochs.EpochCalls.present_counts",
         "calls.epochs.EpochCalls._require_counts",
+        "calls.epochs.EpochCalls._ask_counted",
         "ledgers.restarts.Restarts._require_compared",
     ),
     "lists and dictionaries": ("engine.concrete_memory.*", "engine.compose.*"),

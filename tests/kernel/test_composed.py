@@ -150,6 +150,7 @@ class TestHomes:
         "log.result": "log/player.py",
         "log.closing": "log/player.py",
         "log.state": "log/player.py",
+        "log.step": "log/step_replay.py",
     }
 
     def raised(self, path: Path) -> set[str]:
@@ -161,7 +162,7 @@ class TestHomes:
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name | ast.Attribute)
             and getattr(node.func, "id", getattr(node.func, "attr", "")).lstrip("_")
-            in ("Refused", "refused", "Violation")
+            in ("Refused", "refused", "Violation", "RepeatError")
             for argument in node.args[:1]
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
         }

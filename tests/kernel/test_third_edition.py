@@ -137,3 +137,31 @@ def _lost(rig: Rig) -> Any:
     """The contract, after a stage's weight cache was lost."""
     rig.contract.invalidate(0)
     return rig.contract
+
+
+class TestDrain:
+    """What a drain says of streams and transfers: nothing but that the host saw work finish."""
+
+    def test_it_is_no_streams_wait(self) -> None:
+        """A stream that has not waited for a replay still has to, although the host has."""
+        rig = Rig(stage(microbatches=1))
+        ref = rig.forward()
+        rig.contract.bind(rig.key())
+        rig.contract.drain()
+
+        with refused(rig, "completion.graph-to-caller"):
+            rig.contract.check_dgrad(rig.key(), ref)
+        rig.contract.wait()
+        rig.contract.check_dgrad(rig.key(), ref)
+
+    def test_it_ends_no_transfer(self) -> None:
+        """A read that has begun keeps its slot until its own end."""
+        rig = Rig(stage(microbatches=1, sends_output=True))
+        ref = rig.forward()
+        rig.contract.wait()
+        rig.contract.read(rig.key(), ref)
+        rig.contract.drain()
+
+        with refused(rig, "ownership.read-duplicate"):
+            rig.contract.read(rig.key(), ref)
+        rig.contract.finish_read(rig.key(), ref)

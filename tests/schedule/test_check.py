@@ -36,6 +36,18 @@ def test_torchs_tables_are_accepted(name: str) -> None:
     assert 2 * schedule.num_ranks == verdict.counts["commit"] == verdict.counts["checkpoint"]
 
 
+def test_stages_of_a_rank_feed_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of ZB-V holds stages 1 and 2: each rank's contract knows what a stage feeds there."""
+    made = []
+    own = module.Contract
+    monkeypatch.setattr(module, "Contract", lambda stages: made.append(stages) or own(stages))
+    check(read_fixture(ZBV))
+
+    assert [{0: None, 3: None}, {1: 2, 2: None}] == [
+        {config.stage: config.feeds for config in stages} for stages in made
+    ]
+
+
 class TestBinding:
     def test_latest_is_refused_by_the_contract(self) -> None:
         """The reference that `latest` presents is refused as another tape's, on rank 1."""

@@ -30,6 +30,8 @@ SMALL = (
     "callers-update",
     "stages-tied",
     "stages-shared-streams",
+    "stages-fed",
+    "stages-exchange",
     "domains-buckets",
 )
 MEDIUM = (

@@ -9,7 +9,7 @@ import pytest
 from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
 from qeffect.stage_config import StageConfig
-from qeffect.verification.concrete import ConcreteRun
+from qeffect.verification.concrete_run import ConcreteRun
 from qeffect.verification.mutants import Site, sites_with
 from qeffect.verification.mutants.byhand import by_hand, telling
 from qeffect.verification.mutants.corpus import legal_schedules
@@ -24,7 +24,7 @@ TWO_CALLERS = Process(
 OPERANDS = (
     ("check_refresh", "st.refreshed[d] != stage", "version.refresh-interrupted"),
     ("commit_forward", "reports != 0", "version.fill-unasked"),
-    ("check_dgrad", "st.receives[s] & BACK_BIT != 0", "completion.transfer-to-graph"),
+    ("check_dgrad", "needs & BACK_BIT != 0", "completion.transfer-to-graph"),
 )
 
 

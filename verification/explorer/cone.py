@@ -44,8 +44,8 @@ def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) 
 
     Args:
         function: The function.
-        off: Configured flags that are 0 everywhere: a guard that tests such a flag first never
-            refuses, whatever else it reads.
+        off: Configured flags that are 0 everywhere, and mask bits that are set nowhere: a guard
+            that tests such a flag or bit first never refuses, whatever else it reads.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -119,10 +119,11 @@ class _Reader:
             self.writes.setdefault(filled.attr, set()).update(under | self.columns(value))
 
     def never(self, test: ast.expr) -> bool:
-        """Whether a test first requires a flag that is off."""
+        """Whether a test first requires a flag or a bit that is off."""
         first = test.values[0] if isinstance(test, ast.BoolOp) else test
         asks = isinstance(first, ast.Compare) and isinstance(first.ops[0], ast.NotEq)
-        return asks and bool(self.columns(first) & self.off)
+        names = {node.id for node in ast.walk(first) if isinstance(node, ast.Name)}
+        return asks and bool((self.columns(first) | names) & self.off)
 
     def columns(self, node: ast.expr) -> frozenset[str]:
         found: set[str] = set()

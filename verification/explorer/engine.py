@@ -17,7 +17,7 @@ from qeffect.relations.columns import CONFIG, Column
 from qeffect.relations.constants import DGRAD_BIT, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Predicate
 
-from ..judging import instances
+from ..claims import instances
 from ..symbolic import Memory, raw
 from ..symbolic.encoding import STAGE_OF
 from .drafts import Chunk, Draft, narrowed

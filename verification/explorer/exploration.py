@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 from attrs import define, field
+from numpy.typing import NDArray
 
 from qeffect.countdown import Countdown
 from qeffect.spec.predicates import Predicate
@@ -86,16 +87,42 @@ class Exploration:
         targets = np.array(sorted({state[0] for state in states}), np.int64)
         for moves in (self.engine.space.right, None):  # a sound kernel accepts right ones only
             for chunk in chunks(self.levels[level - 1]):
-                for arrival in self.engine.expand(chunk, Tally(), check=False, moves=moves):
-                    words = self.representatives(arrival.words)
-                    for row in np.flatnonzero(np.isin(words[0], targets)):
-                        after = tuple(int(word[row]) for word in words)
-                        if after in states and after not in found:
-                            origin = row if arrival.rows is None else arrival.rows[row]
-                            found[after] = tuple(int(word[origin]) for word in chunk)
-                    if len(found) == len(states):
-                        return found
+                for origin, _, _, after in self.leading_to(targets, chunk, moves):
+                    if after in states and after not in found:
+                        found[after] = tuple(chunk[:, origin].tolist())
+                if len(found) == len(states):
+                    return found
         raise AssertionError(f"{len(states) - len(found)} states of level {level} have no parent")
+
+    def leading_to(
+        self, targets: NDArray[np.int64], words: Words, moves: Iterable[int] | None
+    ) -> Iterator[tuple[int, int, State, State]]:
+        """
+        Yield moves from some states that may lead to given representatives.
+
+        Args:
+            targets: First words of the representatives.
+            words: The states.
+            moves: Positions of the moves to try; None for all.
+
+        Returns:
+            For each: the row that it starts from, its position, the state that it leads to, and the
+            representative of that.
+        """
+        arrivals = list(self.engine.expand(words, Tally(), check=False, moves=moves))
+        if not arrivals:
+            return
+        rows = [np.arange(words.shape[1]) if a.rows is None else a.rows for a in arrivals]
+        taken = np.repeat([a.move for a in arrivals], [len(some) for some in rows])
+        after = np.concatenate([a.words for a in arrivals], axis=1)
+        origin, found = np.concatenate(rows), self.representatives(after)
+        for i in np.flatnonzero(np.isin(found[0], targets)).tolist():
+            yield (
+                int(origin[i]),
+                int(taken[i]),
+                tuple(after[:, i].tolist()),
+                tuple(found[:, i].tolist()),
+            )
 
 
 def explore(

@@ -21,7 +21,7 @@ from qeffect.refusals import Refused
 from qeffect.relations.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Predicate
 
-from ..judging import failing
+from ..claims import failing
 from .moves import Move
 from .quotient import VACATES
 from .scopes import configuration, members_in, sizes

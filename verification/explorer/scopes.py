@@ -17,6 +17,8 @@ from qeffect.relations.constants import (
     GRAD_BIT,
     IN_BIT,
     OUT_BIT,
+    SOURCE_BIT,
+    TARGET_BIT,
     WGRAD_BIT,
 )
 
@@ -55,6 +57,7 @@ class Scope:
         reports: Backends report fills and scaling updates; checks run with their commits.
         tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
+        feeds: Each stage feeds the next, which has as many cells.
         tied: The first two stages, which accumulate, share one more buffer.
         shared_pool: The slots of a domain share one capture-memory pool.
         declared: F of every cell in order, then dI of every cell, is declared for each domain.
@@ -85,6 +88,7 @@ class Scope:
     reports: bool = False
     tape_scales: str = ""
     accumulate: bool = True
+    feeds: bool = False
     tied: bool = False
     shared_pool: bool = False
     declared: bool = False
@@ -112,6 +116,8 @@ class Scope:
             )
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
+        if self.feeds and len(set(self.cells)) > 1:
+            raise ValueError(f"scope {self.name}: stages that feed each other have equal cells")
         if self.receives & ~(IN_BIT | BACK_BIT | COPY_BIT):
             raise ValueError(
                 f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
@@ -136,8 +142,10 @@ class Scope:
 
     @property
     def off(self) -> frozenset[str]:
-        """Configured flags of evidence that are set nowhere."""
+        """Configured flags of evidence, and bits of edges between stages, that are set nowhere."""
         flags = {
+            "SOURCE_BIT": self.feeds,
+            "TARGET_BIT": self.feeds,
             "reports_fills": self.reports,
             "reports_updates": self.reports,
             "live_scales": self.tape_scales == "live",
@@ -187,7 +195,8 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
     Destinations and matrices are opaque numbers. Capture ranks count within a slot's own pool,
     so that slots differ in nothing.
     """
-    n = sizes(scope)
+    n, stages = sizes(scope), len(scope.slots)
+    each = scope.cells[0] if scope.feeds else n["cell"]  # cells from one stage to the next
     stage_of = [s for s, count in enumerate(scope.cells) for _ in range(count)]
     slot_stage = [s for s, count in enumerate(scope.slots) for _ in range(count)]
     order: dict[int, list[int]] = {d: [] for d in range(n["domain"])}
@@ -209,9 +218,17 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "domain_at": [link % n["domain"] for link in range(n["link"])],
         "caller_at": [link // n["domain"] for link in range(n["link"])],
         "owes": [DGRAD_BIT | WGRAD_BIT | scope.readers] * n["stage"],
-        "receives": [scope.receives] * n["stage"],
+        "receives": [
+            scope.receives
+            | (SOURCE_BIT if scope.feeds and s else 0)
+            | (TARGET_BIT if scope.feeds and s + 1 < stages else 0)
+            for s in range(stages)
+        ],
         "matrices": [1] * n["stage"],
         "cells": list(scope.cells),
+        "target_of": [s + 1 if scope.feeds and s + 1 < stages else s for s in range(stages)],
+        "input_of": [c - each if c >= each else c for c in range(n["cell"])],
+        "gradient_of": [c + each if c + each < n["cell"] else c for c in range(n["cell"])],
         "declared": [int(scope.declared)] * n["domain"],
         "forward_at": position if scope.declared else [-1] * n["cell"],
         "dgrad_at": [u + p for u, p in zip(updates, position, strict=True)]

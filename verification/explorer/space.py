@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from qeffect.engine.stage import STATE, Transitions, transitions
 from qeffect.spec.predicates import Predicate
 
+from ..claims import speaks_of
 from ..column_reads import ColumnReads
-from ..judging import speaks_of
 from .cone import dependence, visible_columns
 from .frames import Maker
 from .scopes import Scope, configuration, members_in, sizes

@@ -66,7 +66,7 @@ def families(scope: Scope, kept: Iterable[str]) -> tuple[Family, ...]:
             tuple(slot_columns),
             tuple(cell_columns),
             own_pools,
-            not scope.declared,
+            not scope.declared and not scope.feeds,
         )
         for stage in range(len(scope.slots))
     )

@@ -73,19 +73,17 @@ class Schedules:
         engine = self.found.engine
         now = [self._reached[state][1][-1] for state in level]
         words = np.ascontiguousarray(np.array(now, np.int64).T)
-        missing = sum(len(following[state]) for state in level)
+        wanted = {after for state in level for after in following[state]}
+        targets = np.array(sorted({state[0] for state in wanted}), np.int64)
         for moves in (engine.space.right, None):
-            for arrival in engine.expand(words, Tally(), check=False, moves=moves):
-                rows = range(len(level)) if arrival.rows is None else arrival.rows
-                orbits = _states(self.found.representatives(arrival.words))
-                for row, orbit, after in zip(rows, orbits, _states(arrival.words), strict=True):
-                    if orbit in following[level[row]] and orbit not in self._reached:
-                        taken, through = self._reached[level[row]]
-                        self._reached[orbit] = (*taken, arrival.move), (*through, after)
-                        missing -= 1
-            if not missing:
+            for row, move, after, orbit in self.found.leading_to(targets, words, moves):
+                if orbit in following[level[row]] and orbit in wanted:
+                    taken, through = self._reached[level[row]]
+                    self._reached[orbit] = (*taken, move), (*through, after)
+                    wanted.remove(orbit)
+            if not wanted:
                 return
-        raise AssertionError(f"scope {engine.scope.name}: {missing} states have no such move")
+        raise AssertionError(f"scope {engine.scope.name}: {len(wanted)} states have no such move")
 
     def moves(self, seen: Sighting) -> tuple[tuple[int, ...], tuple[State, ...]]:
         """Return the positions of a schedule's moves, and the packed state before each."""

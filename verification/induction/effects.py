@@ -227,6 +227,8 @@ def forget_epoch(st: State, h: History) -> None:
     """The weights change: all counts of the epoch start again."""
     for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
         st.fill(count, 0)
+    st.fill(h.output_read, 0)
+    st.fill(h.gradient_read, 0)
     for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.reduction):
         st.fill(count, 0)
     h.begun[0] = 0

@@ -50,6 +50,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # bound, and what its dW covered.
     **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
     **_each("cell", "bound_to", "covered", values="opaque", initial=None),
+    # Whether a read of the cell's output, and of its input gradient, began since then.
+    **_each("cell", "output_read", "gradient_read", values="flag"),
     # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
     # did, then those whose F did, then the others.
     **_each("stage", "num_forwards", "num_dgrads", "num_wgrads"),

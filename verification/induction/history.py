@@ -14,7 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from qeffect.spec.constants import COPY_BIT, DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import (
+    COPY_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    NEVER,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+)
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
 from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, UPDATE, WGRAD
@@ -258,6 +266,8 @@ def finish_receive(st: State, h: History, key: Any, ref: Any, message: Any, link
 
 
 def read(st: State, h: History, key: Any, ref: Any, bit: Any, link: Any) -> None:
+    h.output_read[key.cell] = choose(bit == OUT_BIT, 1, h.output_read[key.cell])
+    h.gradient_read[key.cell] = choose(bit == GRAD_BIT, 1, h.gradient_read[key.cell])
     h.moving[ref.slot] = h.moving[ref.slot] | bit
     h.device[st.domain_of[key.stage]] = 1
 

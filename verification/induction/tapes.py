@@ -9,7 +9,15 @@ issued for. An outstanding ticket finds at its commit what its check reserved.
 
 from __future__ import annotations
 
-from qeffect.spec.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import (
+    DGRAD_BIT,
+    GRAD_BIT,
+    NO_SLOT,
+    NO_STAGE,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+)
 from qeffect.spec.predicates import Register, implies
 from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, UPDATE, WGRAD
 
@@ -46,6 +54,29 @@ def progress(st: State, h: History, s: Index) -> Truth:
     dgrad = implies(retained(st, s), awaits(st, s, DGRAD_BIT) == (h.ran_dgrad[c] == 0))
     wgrad = implies(retained(st, s), awaits(st, s, WGRAD_BIT) == (h.ran_wgrad[c] == 0))
     return claimed & forwarded & dgrad & wgrad
+
+
+@HISTORY("ownership.reads-began", s="slot")
+def reads_began(st: State, h: History, s: Index) -> Truth:
+    """A read of a tape that is under way, or no longer awaited, began."""
+    owes, mask, c = st.owes[st.slot_stage[s]], st.consumers[s], st.cell_at[s]
+    under_way = st.moving[s]
+    output = ((under_way & OUT_BIT) != 0) | (((owes & OUT_BIT) != 0) & ((mask & OUT_BIT) == 0))
+    gradient = ((under_way & GRAD_BIT) != 0) | (((owes & GRAD_BIT) != 0) & ((mask & GRAD_BIT) == 0))
+    return implies(retained(st, s) & output, h.output_read[c] == 1) & implies(
+        retained(st, s) & gradient, h.gradient_read[c] == 1
+    )
+
+
+@HISTORY("ownership.kept-or-done", c="cell")
+def kept_or_done(st: State, h: History, c: Index) -> Truth:
+    """A cell whose F ran has its tape, has run its dI and been read, or a failure spoiled its
+    stage's epoch."""
+    g = st.stage_of[c]
+    read = implies((st.owes[g] & GRAD_BIT) != 0, h.gradient_read[c] == 1)
+    done = (h.ran_dgrad[c] == 1) & read
+    lost = h.spoiled[g] == now(st, g)
+    return implies(h.ran_forward[c] == 1, (st.slot_of[c] != NO_SLOT) | done | lost)
 
 
 @HISTORY("ownership.deferred-whole", s="slot")

@@ -5,9 +5,9 @@ Scenarios whose event logs are the valid examples: each walks one part of the co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
-from qeffect import Bucket, Destination, StageConfig
+from qeffect import Bucket, Destination, StageConfig, TapeRef
 from qeffect.schedule.tables import read_fixture
 
 from .recorded import MATRICES, RecordedCaller, placed
@@ -322,6 +322,73 @@ def copied_inputs() -> list[str]:
     return d.log.close()
 
 
+def chunks() -> list[str]:
+    """Three chunks of one process; the first feeds the second, and the third stands alone."""
+    d = RecordedCaller(
+        [StageConfig(s, 2, 2, matrices=MATRICES, feeds=1 if s == 0 else None) for s in range(3)],
+        incarnation=0x5EED_0D00,
+    )
+    for microbatch in (0, 1):
+        for stage in (0, 1, 2):
+            if microbatch == 0:
+                d.refresh(stage)
+            d.forward(stage, microbatch)
+    for stage in (1, 0, 2):
+        for microbatch in (0, 1):
+            d.dgrad(stage, microbatch)
+            d.wgrad(stage, microbatch)
+        d.finalize(stage)
+    d.commit()
+    return d.log.close()
+
+
+def chunks_with_messages() -> list[str]:
+    """Two chunks of one process that exchange messages, and a third that another rank feeds."""
+    sends: dict[str, Any] = {"sends_output": True, "receives_gradient": True, "feeds": 1}
+    takes: dict[str, Any] = {"receives_input": True, "sends_gradient": True}
+    d = RecordedCaller(
+        [
+            StageConfig(0, 1, 1, matrices=MATRICES, **sends),
+            StageConfig(1, 1, 1, matrices=MATRICES, **takes),
+            StageConfig(2, 1, 1, matrices=MATRICES, **takes),
+        ],
+        incarnation=0x5EED_0D01,
+    )
+
+    def receive(stage: int, ref: TapeRef, *, gradient: bool = False) -> None:
+        d.contract.post_receive(d.key(stage, 0), ref, gradient=gradient)
+        d.contract.finish_receive(d.key(stage, 0), ref, gradient=gradient)
+        d.contract.join()
+
+    def send(stage: int, *, gradient: bool = False) -> None:
+        d.contract.wait()
+        d.contract.read(d.key(stage, 0), d.ref(stage, 0), gradient=gradient)
+
+    elsewhere = d.contract.reserve(d.key(2, 0))
+    receive(2, elsewhere)
+    d.refresh(0)
+    d.forward(0, 0)
+    send(0)
+    for stage in (1, 2):
+        d.refresh(stage)
+        if stage == 1:
+            receive(1, d.contract.reserve(d.key(1, 0)))
+        d.forward(stage, 0)
+        d.dgrad(stage, 0)
+        send(stage, gradient=True)
+    receive(0, d.ref(0, 0), gradient=True)
+    d.dgrad(0, 0)
+    d.contract.finish_read(d.key(0, 0), d.ref(0, 0))
+    for stage in (1, 2):
+        d.contract.finish_read(d.key(stage, 0), d.ref(stage, 0), gradient=True)
+    d.contract.join()
+    for stage in (0, 1, 2):
+        d.wgrad(stage, 0)
+        d.finalize(stage)
+    d.commit()
+    return d.log.close()
+
+
 def shared_pool_in_declared_order() -> list[str]:
     """Slots that share a capture pool, replayed in capture order, under a declared order."""
     cells = [(0, m, 0, 0) for m in (0, 1)]
@@ -507,6 +574,8 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         readers,
         messages,
         copied_inputs,
+        chunks,
+        chunks_with_messages,
         shared_pool_in_declared_order,
         last_generation,
         lost_cache,

@@ -54,6 +54,16 @@ def by_hand(process: Process) -> Iterator[Schedule]:
             yield _made(process, partial(_ended_elsewhere, stage=config.stage))
         if config.copies_input and config.sends_output and config.microbatches > 1:
             yield _made(process, partial(_copied, stage=config.stage))
+        if config.feeds is not None and config.receives_gradient:
+            for plan in (
+                _message_after_message,
+                _message_before_wgrad,
+                _messages_of_lost_tapes,
+                _source_lost,
+            ):
+                yield _made(process, partial(plan, stage=config.stage))
+        elif config.feeds is not None:
+            yield _made(process, partial(_target_reused, stage=config.stage))
     shared = any(len(it.stages) > 1 for it in Shadow(process, incarnation=1).reductions.values())
     if shared or any(config.tied for config in process.stages):
         yield _made(process, _reduced_together)
@@ -163,6 +173,120 @@ def _copied(shadow: Shadow, stage: int) -> Plan:
         yield Call("bind", {"key": key, "destination": None})
         yield from _backward(shadow, key, ref, ours)
         yield Call("finish_read", read)
+
+
+def _keys(shadow: Shadow, stage: int) -> list[TapeKey]:
+    return [TapeKey(shadow.epoch, *cell) for cell in shadow.configs[stage].cells()]
+
+
+def _received(shadow: Shadow, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> Plan:
+    """Post a receive if it is not, and end it."""
+    link = _links(shadow, key.stage)[0]
+    given = {"key": key, "ref": ref, "gradient": gradient, "link": link}
+    if ("back" if gradient else "in") not in shadow.slots[ref.slot].moving:
+        yield Call("post_receive", given)
+    yield Call("finish_receive", given)
+
+
+def _taken(shadow: Shadow, key: TapeKey) -> Generator[Call, Any, TapeRef]:
+    """Receive the input of a key, run its F and begin the read of its output."""
+    link = _links(shadow, key.stage)[0]
+    ref: TapeRef = yield Call("reserve", {"key": key, "slot": None, "link": link})
+    yield from _received(shadow, key, ref)
+    yield from _forward(shadow, key, link)
+    if shadow.configs[key.stage].sends_output:
+        yield Call("read", {"key": key, "ref": ref, "gradient": False, "link": link})
+    return ref
+
+
+def _target_reused(shadow: Shadow, stage: int) -> Plan:
+    """The target's slot has its next tenant when dI of the source uses the last one's gradient."""
+    target = shadow.configs[stage].feeds
+    assert target is not None
+    ours, theirs = _keys(shadow, stage), _keys(shadow, target)
+    link, refs = _links(shadow, stage)[0], []
+    for key in ours[:2]:
+        refs.append((yield from _forward(shadow, key, link)))
+    taken = yield from _forward(shadow, theirs[0], link)
+    yield Call("bind", {"key": theirs[0], "destination": None})
+    yield from _backward(shadow, theirs[0], taken, link)
+    yield from _forward(shadow, theirs[1], link)
+    yield Call("bind", {"key": ours[0], "destination": None})
+    yield from _backward(shadow, ours[0], refs[0], link)
+
+
+def _message_after_message(shadow: Shadow, stage: int) -> Plan:
+    """The target's slot has its next tenant when the last one's gradient arrives at the source."""
+    target = shadow.configs[stage].feeds
+    assert target is not None
+    (first, second), (one, two) = _keys(shadow, stage)[:2], _keys(shadow, target)[:2]
+    link = _links(shadow, target)[0]
+    ref = yield from _taken(shadow, first)
+    early = {"key": first, "ref": ref, "gradient": True, "link": _links(shadow, stage)[0]}
+    yield Call("post_receive", early)
+    taken = yield from _taken(shadow, one)
+    yield from _received(shadow, one, taken, gradient=True)
+    yield Call("bind", {"key": one, "destination": None})
+    ticket = yield Call("check_dgrad", {"key": one, "ref": taken, "token": None, "link": link})
+    yield committed(shadow, ticket)
+    read = {"key": one, "ref": taken, "gradient": True, "link": link}
+    yield Call("read", read)
+    writes = {"destination": None, "first": None, "first_of_tied": None}
+    yield committed(
+        shadow, (yield Call("check_wgrad", {"key": one, "ref": taken, **writes, "link": link}))
+    )
+    yield Call("finish_read", read)
+    yield from _taken(shadow, second)
+    yield from _taken(shadow, two)
+    yield Call("finish_receive", early)
+
+
+def _message_before_wgrad(shadow: Shadow, stage: int) -> Plan:
+    """A gradient was read before it arrives at the source; the target's dW is still to come."""
+    target = shadow.configs[stage].feeds
+    assert target is not None
+    first, one = _keys(shadow, stage)[0], _keys(shadow, target)[0]
+    link = _links(shadow, target)[0]
+    ref = yield from _taken(shadow, first)
+    taken = yield from _taken(shadow, one)
+    yield from _received(shadow, one, taken, gradient=True)
+    yield Call("bind", {"key": one, "destination": None})
+    ticket = yield Call("check_dgrad", {"key": one, "ref": taken, "token": None, "link": link})
+    yield committed(shadow, ticket)
+    read = {"key": one, "ref": taken, "gradient": True, "link": link}
+    yield Call("read", read)
+    yield Call("finish_read", read)
+    yield from _received(shadow, first, ref, gradient=True)
+
+
+def _messages_of_lost_tapes(shadow: Shadow, stage: int) -> Plan:
+    """Receives whose tapes were dropped end, though what they received was never read."""
+    target = shadow.configs[stage].feeds
+    assert target is not None
+    one = _keys(shadow, target)[0]
+    link = _links(shadow, target)[0]
+    taken = yield Call("reserve", {"key": one, "slot": None, "link": link})
+    given = {"key": one, "ref": taken, "gradient": False, "link": link}
+    yield Call("post_receive", given)
+    yield Call("drop", {"key": one, "ref": taken})
+    yield Call("finish_receive", given)
+    first = _keys(shadow, stage)[0]
+    ref = yield from _taken(shadow, first)
+    back = {"key": first, "ref": ref, "gradient": True, "link": _links(shadow, stage)[0]}
+    yield Call("post_receive", back)
+    yield Call("drop", {"key": first, "ref": ref})
+    yield Call("finish_receive", back)
+
+
+def _source_lost(shadow: Shadow, stage: int) -> Plan:
+    """A gradient arrives at the target, from another process, though the source's tape was lost."""
+    target = shadow.configs[stage].feeds
+    assert target is not None
+    first, one = _keys(shadow, stage)[0], _keys(shadow, target)[0]
+    ref = yield from _taken(shadow, first)
+    taken = yield from _taken(shadow, one)
+    yield Call("drop", {"key": first, "ref": ref})
+    yield from _received(shadow, one, taken, gradient=True)
 
 
 def _reduced_together(shadow: Shadow) -> Plan:

@@ -27,7 +27,7 @@ from qeffect.relations.constants import (
 )
 
 from ..calls import Action
-from ..concrete import ConcreteRun
+from ..concrete_run import ConcreteRun
 
 __all__ = ["candidates"]
 

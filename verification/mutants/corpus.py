@@ -23,7 +23,7 @@ from qeffect.refusals import Refused
 from qeffect.relations.constants import NEVER
 
 from ..calls import Action, Call
-from ..concrete import ConcreteRun
+from ..concrete_run import ConcreteRun
 from ..process import Process
 from ..walks.schedules import Schedule, ScheduleWalk
 from .byhand import by_hand, telling

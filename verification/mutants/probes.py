@@ -14,7 +14,7 @@ from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
 
 from ..calls import Action
-from ..concrete import ConcreteRun, Focus
+from ..concrete_run import ConcreteRun, Focus
 from ..process import Process
 from .sites import BREAKDOWN, Mutant
 

@@ -142,6 +142,38 @@ MUTANT_PROCESSES: Final = (
         ),
         callers=("main", "loader"),
     ),
+    Process(
+        "chunks",
+        (
+            StageConfig(0, 2, 2, matrices=("w",), feeds=1),
+            StageConfig(1, 2, 1, matrices=("w",)),
+        ),
+    ),
+    Process(
+        "chunks by messages",
+        (
+            StageConfig(
+                0,
+                2,
+                2,
+                matrices=("w",),
+                sends_output=True,
+                receives_input=True,
+                receives_gradient=True,
+                feeds=1,
+            ),
+            StageConfig(
+                1,
+                2,
+                1,
+                domain=1,
+                matrices=("w",),
+                sends_gradient=True,
+                receives_input=True,
+                receives_gradient=True,
+            ),
+        ),
+    ),
     Process("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), generation_max=2),
     Process("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),
 )

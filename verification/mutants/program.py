@@ -32,7 +32,7 @@ from qeffect.keys import TapeKey, TapeRef
 from qeffect.destinations import Destination
 from qeffect.refusals import Refused
 from qeffect.engine.stage import transitions
-from qeffect.verification.concrete import ConcreteRun, Focus
+from qeffect.verification.concrete_run import ConcreteRun, Focus
 from qeffect.verification.process import Process
 
 LEFT_OUT = {omit!r}

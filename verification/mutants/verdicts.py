@@ -22,7 +22,7 @@ from attrs import evolve, field, frozen
 
 from qeffect.refusals import Refused
 
-from ..concrete import Focus
+from ..concrete_run import Focus
 from ..proofs.finite import SCOPE, refuted, solver_of
 from ..proofs.obligations import Composition, Goal, composition_name
 from ..proofs.solvers import Z3

@@ -15,7 +15,7 @@ from qeffect.engine.stage import OPTIONAL, STATE, Transitions, transitions
 from qeffect.relations.columns import Column
 from qeffect.spec.predicates import Predicate
 
-from ..judging import MANDATORY
+from ..claims import MANDATORY
 from ..symbolic import Encoding, Path, PathTable, merge, path_table
 from ..symbolic.terms import Term, lift
 from .vocabulary import Claim, Vocabulary

@@ -18,7 +18,7 @@ import z3
 
 from qeffect.engine.stage import STATE
 
-from ..judging import MANDATORY
+from ..claims import MANDATORY
 from ..symbolic import Path
 from ..symbolic.terms import Term
 from .obligations import Composition, Goal

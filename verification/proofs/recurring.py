@@ -22,7 +22,7 @@ from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.steps.counters import BASES, COUNTERS, Counter
 from qeffect.steps.recorded_step import RECUR
 
-from ..judging import MANDATORY
+from ..claims import MANDATORY
 from ..symbolic import Encoding, Path, flat_arguments
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term

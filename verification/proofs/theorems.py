@@ -13,8 +13,8 @@ from qeffect.engine.stage import STATE
 from qeffect.relations.constants import NEVER
 from qeffect.spec.world import DGRAD, FORWARD, REFRESH, UPDATE, WGRAD
 
+from ..claims import MANDATORY
 from ..induction.ghosts import GHOSTS
-from ..judging import MANDATORY
 from ..symbolic import Path, flat_arguments
 from ..symbolic.terms import Term, lift
 from .obligations import Composition, Goal, Obligation

@@ -17,11 +17,11 @@ from qeffect.relations.columns import CONFIG, Column
 from qeffect.spec.predicates import Predicate, Register
 from qeffect.spec.promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, STEPS
 
+from ..claims import MANDATORY, speaks_of
 from ..column_reads import ColumnReads
 from ..induction import HISTORY, INVARIANTS, ORIGIN
 from ..induction.ghosts import GHOSTS
 from ..induction.history import advance
-from ..judging import MANDATORY, speaks_of
 from ..symbolic import Encoding, Memory, Path
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term, raw

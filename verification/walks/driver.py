@@ -16,9 +16,9 @@ from qeffect.relations.constants import NEVER
 
 from ..caller import ProcessCaller
 from ..calls import Call
+from ..claims import failing, members_of, seen, speaks_of
 from ..coverage import TARGETS, Target
 from ..induction import INVARIANTS
-from ..judging import failing, members_of, seen, speaks_of
 from ..process import Process
 from .attempts import aimed, attempt
 from .oracle import violations

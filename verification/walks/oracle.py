@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from qeffect import TapeKey, TapeRef, Ticket
+from qeffect.keys import Cell
 
 from ..calls import Call
 from .entities import Slot
@@ -105,6 +106,46 @@ def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) ->
     if reserved_is_fine and needs:
         if not mine or tape is None or not tape.arrived.issuperset(needs):
             yield "ownership.receive-missing"
+
+
+def _at(stage: int, key: TapeKey) -> Cell:
+    """The cell of the same microbatch in another stage."""
+    return (stage, *key.cell[1:])
+
+
+def _fed(shadow: Shadow, key: TapeKey) -> Findings:
+    """A violation if the source of a stage has not left the tape whose output F reads."""
+    source = shadow.source(key.stage)
+    if source is not None:
+        slot = shadow.slot_of(_at(source, key))
+        if slot is None or slot.tape is None or slot.tape.claimed:
+            yield "ownership.input-not-made"
+
+
+def _fed_back(shadow: Shadow, key: TapeKey) -> Findings:
+    """A violation if the target of a stage has not made the gradient that dI uses."""
+    target = shadow.configs[key.stage].feeds
+    if target is not None:
+        if _at(target, key) not in shadow.backward or shadow.stages[target].spoiled:
+            yield "ownership.gradient-not-made"
+
+
+def _read_first(shadow: Shadow, key: TapeKey, gradient: bool) -> Findings:
+    """A violation if a message within the process arrives before its read began."""
+    stage = shadow.configs[key.stage].feeds if gradient else shadow.source(key.stage)
+    if stage is None:
+        return
+    cell, what = _at(stage, key), "grad" if gradient else "out"
+    slot = shadow.slot_of(cell)
+    if slot is None or slot.tape is None:
+        # A gradient was read if its tape is done; an output's tape is never done so early.
+        over = gradient and cell in shadow.backward and not shadow.stages[stage].spoiled
+    else:
+        begun = what not in slot.tape.waits or what in slot.moving
+        over = begun and not slot.tape.claimed
+        over = over and not (gradient and shadow.stages[stage].spoiled)
+    if not over:
+        yield "ownership.receive-before-read"
 
 
 def _reference(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
@@ -294,6 +335,7 @@ def _check_forward(
     yield from wrong
     if place is not None:
         yield from _taken(shadow, key, place, True)
+    yield from _fed(shadow, key)
     if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
     if refresh and stage.filling is not None:
@@ -334,6 +376,7 @@ def _check_dgrad(
         yield "ownership.transfer-in-flight"
     if receives and (tape is None or "back" not in tape.arrived):
         yield "ownership.receive-missing"
+    yield from _fed_back(shadow, key)
     if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
     if shadow.stages[key.stage].cached != key.epoch:
@@ -506,6 +549,8 @@ def _finish_receive(
     yield from _transfer(shadow, key, ref, what)
     if what not in shadow.slots[ref.slot].moving:
         yield "ownership.receive-not-posted"
+    if shadow.slots[ref.slot].tape is not None and _known(shadow, key):
+        yield from _read_first(shadow, key, gradient)
     yield from _end(shadow, key, ref, link)
 
 

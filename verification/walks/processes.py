@@ -83,6 +83,22 @@ PROCESSES: tuple[Process, ...] = (
         callers=("main", "loader"),
     ),
     Process(
+        "chunks that feed each other",
+        [
+            _stage(0, slots=2, microbatches=2, feeds=1),
+            _stage(1, slots=1, microbatches=2, feeds=2),
+            _stage(2, slots=2, microbatches=2),
+        ],
+    ),
+    Process(
+        "chunks that exchange messages",
+        [
+            _stage(0, microbatches=2, sends_output=True, receives_gradient=True, feeds=1),
+            _stage(1, domain=1, microbatches=2, receives_input=True, sends_gradient=True),
+        ],
+        callers=("main", "wire"),
+    ),
+    Process(
         "messages in a shared pool",
         [_stage(microbatches=2, pool="p", receives_gradient=True, **_SENDS)],
         capture_order=_BY_SLOT,

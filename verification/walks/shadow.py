@@ -84,6 +84,8 @@ class Shadow:
         ]
         self.flights: dict[int, Flight] = {}
         self.forwarded: dict[Cell, int] = {}
+        #: Cells whose dI has succeeded since the weights were last updated.
+        self.backward: set[Cell] = set()
         self.bound: set[Cell] = set()
         self.written: set[Hashable] = set()
         self.writing: set[tuple[Hashable, int]] = set()
@@ -132,6 +134,10 @@ class Shadow:
             if other != stage and mine & {name for _, name in config.buffers}:
                 return other
         return stage
+
+    def source(self, stage: int) -> int | None:
+        """The stage of the process that feeds a stage."""
+        return next((s for s, config in self.configs.items() if config.feeds == stage), None)
 
     def slot_of(self, cell: Cell) -> Slot | None:
         """The slot in which a cell is live."""
@@ -281,6 +287,7 @@ class Shadow:
         elif ticket.action == "dI":
             waits.remove("dI")
             stage.dgrads += 1
+            self.backward.add(slot.tape.key.cell)
         else:
             stage.wgrads += 1
             stage.wrote = slot.vacated = self.clock
@@ -449,6 +456,7 @@ class Shadow:
         for reduction in self.reductions.values():
             reduction.done = False
         self.begun.clear()
+        self.backward.clear()
         for domain in self.domains:
             domain.of_epoch = 0
         self.bound.clear()

@@ -47,7 +47,8 @@ def wait(st, link):
 
 def drain(st, domain):
     """
-    The host has seen the domain's device work finish.
+    The host has seen the domain's device work finish. Each transfer still ends by its own call, and
+    each stream still waits by its own.
 
     Guards: none.
     Writes: completion.

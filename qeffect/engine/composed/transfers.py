@@ -16,6 +16,8 @@ from ...relations.constants import (
     OUT_BIT,
     READ_BITS,
     RESERVED,
+    SOURCE_BIT,
+    TARGET_BIT,
 )
 
 __all__ = ["finish_read", "finish_receive", "post_receive", "read"]
@@ -71,10 +73,12 @@ def finish_receive(st, key, ref, message, link):
     # ownership.finish_receive_guards
     slot = ref.slot
     bit = message
-    moving = st.moving[slot]
+    s = key.stage
     e = key.epoch
     c = key.cell
     mask = st.consumers[slot]
+    needs = st.receives[s]
+    moving = st.moving[slot]
     if ref.incarnation != st.incarnation[0]:
         raise Refused("ownership.foreign-incarnation")
     now = st.generation[slot]
@@ -87,8 +91,41 @@ def finish_receive(st, key, ref, message, link):
         raise Refused("ownership.in-flight")
     if bit != IN_BIT and bit != BACK_BIT or moving & bit == 0:
         raise Refused("ownership.receive-not-posted")
+    if (
+        needs & SOURCE_BIT != 0
+        and mask != 0
+        and bit == IN_BIT
+        and (
+            st.slot_of[st.input_of[c]] == NO_SLOT
+            or st.consumers[st.slot_of[st.input_of[c]]] == RESERVED
+            or (
+                st.consumers[st.slot_of[st.input_of[c]]] & OUT_BIT != 0
+                and st.moving[st.slot_of[st.input_of[c]]] & OUT_BIT == 0
+            )
+        )
+    ):
+        raise Refused("ownership.receive-before-read")
+    if (
+        needs & TARGET_BIT != 0
+        and mask != 0
+        and bit == BACK_BIT
+        and (
+            st.forwarded[st.gradient_of[c]] != e
+            or st.spoiled[st.target_of[s]] == e
+            or (
+                st.slot_of[st.gradient_of[c]] != NO_SLOT
+                and (
+                    st.consumers[st.slot_of[st.gradient_of[c]]] == RESERVED
+                    or (
+                        st.consumers[st.slot_of[st.gradient_of[c]]] & GRAD_BIT != 0
+                        and st.moving[st.slot_of[st.gradient_of[c]]] & GRAD_BIT == 0
+                    )
+                )
+            )
+        )
+    ):
+        raise Refused("ownership.receive-before-read")
     # completion.finish_receive_guards
-    s = key.stage
     d = st.domain_of[s]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")

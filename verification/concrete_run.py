@@ -19,10 +19,10 @@ from qeffect.process_layout import ProcessLayout
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.promises import ASSUMED, STEPS
 
+from .claims import failing, members_of, seen, speaks_of
 from .induction import HISTORY, INVARIANTS
 from .induction.ghosts import GHOSTS
 from .induction.history import advance
-from .judging import failing, members_of, seen, speaks_of
 from .process import Process
 
 __all__ = ["ConcreteRun", "Focus"]

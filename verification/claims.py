@@ -1,5 +1,5 @@
 """
-Judging a memory: the predicates that a composition claims, their instances, and those that fail.
+Claims: the predicates that a composition claims of a memory, their instances, and those that fail.
 """
 
 from __future__ import annotations

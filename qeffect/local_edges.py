@@ -1,0 +1,161 @@
+"""
+Edges within a process: stages that feed other stages of the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from .keys import Cell
+from .refusals import refused
+from .relations.constants import SOURCE_BIT, TARGET_BIT
+from .stage_config import StageConfig
+
+__all__ = ["LocalEdges", "local_edges", "require_edges_kept"]
+
+
+class LocalEdges(NamedTuple):
+    """
+    Which stage of the process feeds each stage, and which stage each feeds; itself if none.
+
+    Args:
+        sources: By stage, the stage that feeds it.
+        targets: By stage, the stage that it feeds.
+    """
+
+    sources: Mapping[int, int]
+    targets: Mapping[int, int]
+
+    def needs(self, stage: int) -> int:
+        """Return the mask of what other stages of the process make for F and dI of a stage."""
+        fed, feeds = self.sources[stage] != stage, self.targets[stage] != stage
+        return (SOURCE_BIT if fed else 0) | (TARGET_BIT if feeds else 0)
+
+    def inputs(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
+        """Return, for each cell, the cell whose F makes its input, or the cell itself."""
+        return _joined(cells, self.sources)
+
+    def gradients(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
+        """Return, for each cell, the cell whose dI makes its gradient, or the cell itself."""
+        return _joined(cells, self.targets)
+
+
+def _joined(cells: Sequence[Cell], stages: Mapping[int, int]) -> dict[Cell, Cell]:
+    """Return each cell's own cell in another stage; a cell without another is the same object."""
+    return {
+        cell: cell if stages[cell[0]] == cell[0] else (stages[cell[0]], *cell[1:]) for cell in cells
+    }
+
+
+def local_edges(stages: Sequence[StageConfig]) -> LocalEdges:
+    """
+    Return the edges that the stages of a process declare.
+
+    Raises:
+        ValueError: A stage feeds itself, a stage of another process, or one that another stage
+            feeds; the edges form a circle; both stages have other numbers of microbatches, or
+            tapes of several blocks or invocations; the target's input is copied; a message is
+            received that nobody reads; or stages of different state domains exchange none.
+
+    >>> stages = [StageConfig(0, 1, 1, feeds=3), StageConfig(3, 1, 1)]
+    >>> local_edges(stages)
+    LocalEdges(sources={0: 0, 3: 0}, targets={0: 3, 3: 3})
+    """
+    own = {config.stage: config for config in stages}
+    sources = {stage: stage for stage in own}
+    targets = {stage: stage for stage in own}
+    for config in stages:
+        if config.feeds is None:
+            continue
+        target = own.get(config.feeds)
+        if target is None or target is config:
+            raise ValueError(
+                f"stage {config.stage} feeds stage {config.feeds}; expected another stage of this "
+                f"process, one of {sorted(set(own) - {config.stage})}"
+            )
+        if sources[target.stage] != target.stage:
+            raise ValueError(
+                f"the stages {sources[target.stage]} and {config.stage} both feed stage "
+                f"{target.stage}; at most one may"
+            )
+        _require_alike(config, target)
+        _require_carried(config, target)
+        sources[target.stage], targets[config.stage] = config.stage, target.stage
+    _require_ends(targets)
+    return LocalEdges(sources, targets)
+
+
+def _require_alike(source: StageConfig, target: StageConfig) -> None:
+    """Require that each microbatch has one tape in either stage."""
+    counts = [
+        (config.microbatches, config.blocks, config.invocations) for config in (source, target)
+    ]
+    if counts[0] != counts[1] or counts[0][1:] != (1, 1):
+        raise ValueError(
+            f"stage {source.stage} feeds stage {target.stage}: both must have as many "
+            "microbatches, and one block and one invocation; their microbatches, blocks and "
+            f"invocations are {counts[0]} and {counts[1]}"
+        )
+
+
+def _require_carried(source: StageConfig, target: StageConfig) -> None:
+    """Require that the output and the gradient reach the other stage in a way that is guarded."""
+    edge = f"stage {source.stage} feeds stage {target.stage}"
+    if target.copies_input:
+        raise ValueError(f"{edge}, which has copies_input=True; its input comes one way")
+    for receives, sends, what in (
+        (target.receives_input, source.sends_output, "receives_input and sends_output"),
+        (source.receives_gradient, target.sends_gradient, "receives_gradient and sends_gradient"),
+    ):
+        if receives and not sends:
+            raise ValueError(f"{edge}: a message is received that no stage reads; set {what}")
+        if not receives and source.domain != target.domain:
+            raise ValueError(
+                f"{edge} in another state domain, on another graph stream: exchange messages, with "
+                f"{what}"
+            )
+
+
+def _require_ends(targets: Mapping[int, int]) -> None:
+    """Require that no stage feeds itself through others."""
+    for first in targets:
+        stage, met = first, {first}
+        while targets[stage] != stage:
+            stage = targets[stage]
+            if stage in met:
+                raise ValueError(f"the stages {sorted(met)} feed each other in a circle")
+            met.add(stage)
+
+
+def require_edges_kept(
+    domain: Hashable, order: Sequence[tuple[str, Cell]], edges: LocalEdges
+) -> None:
+    """
+    Require that a declared order follows the edges: F downstream, dI upstream.
+
+    Args:
+        domain: Name of the domain, for the message.
+        order: The domain's F and dI, one of each per cell.
+        edges: The edges of the process.
+
+    Raises:
+        Refused: ``ownership.input-not-made`` or ``ownership.gradient-not-made``, naming the first
+            action that comes too early.
+    """
+    done: set[tuple[str, Cell]] = set()
+    here = {cell for _, cell in order}
+    for kind, cell in order:
+        linked = edges.sources if kind == "F" else edges.targets
+        first = (linked[cell[0]], *cell[1:])
+        if first != cell and first in here and (kind, first) not in done:
+            clause = "input-not-made" if kind == "F" else "gradient-not-made"
+            raise refused(
+                f"ownership.{clause}",
+                "configure",
+                f"{kind} of {cell} before {kind} of {first} in the declared order of domain "
+                f"{domain!r}",
+                f"{kind} of {first} first: "
+                + ("its stage feeds the other" if kind == "F" else "the other stage feeds its"),
+            )
+        done.add((kind, cell))
