@@ -34,11 +34,18 @@ class LocalEdges(NamedTuple):
 
     def inputs(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
         """Return, for each cell, the cell whose F makes its input, or the cell itself."""
-        return {cell: (self.sources[cell[0]], *cell[1:]) for cell in cells}
+        return _joined(cells, self.sources)
 
     def gradients(self, cells: Sequence[Cell]) -> dict[Cell, Cell]:
         """Return, for each cell, the cell whose dI makes its gradient, or the cell itself."""
-        return {cell: (self.targets[cell[0]], *cell[1:]) for cell in cells}
+        return _joined(cells, self.targets)
+
+
+def _joined(cells: Sequence[Cell], stages: Mapping[int, int]) -> dict[Cell, Cell]:
+    """Return each cell's own cell in another stage; a cell without another is the same object."""
+    return {
+        cell: cell if stages[cell[0]] == cell[0] else (stages[cell[0]], *cell[1:]) for cell in cells
+    }
 
 
 def local_edges(stages: Sequence[StageConfig]) -> LocalEdges:

@@ -121,6 +121,7 @@ def lay_out(
     cells = [cell for config in stages for cell in config.cells()]
     sharers = share_destinations(stages)
     edges = local_edges(stages)
+    inputs = edges.inputs(cells)
     destination_of, buffer_of, buffers = placements(stages)
     shared_of = shared_buffers(stages, sharers, buffer_of, buffers)
     members = {
@@ -163,8 +164,9 @@ def lay_out(
             "matrices": by_stage({c.stage: c.matrices for c in stages}),
             "cells": by_stage({c.stage: len(c.cells()) for c in stages}),
             "target_of": by_stage(edges.targets),
-            "input_of": edges.inputs(cells),
-            "gradient_of": edges.gradients(cells),
+            "input_of": inputs,
+            # Configured and never written, so that one object serves as both without an edge.
+            "gradient_of": edges.gradients(cells) if edges.sources != edges.targets else inputs,
             "declared": has_order,
             "forward_at": forward_at,
             "dgrad_at": dgrad_at,

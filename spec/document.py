@@ -35,7 +35,7 @@ def contract() -> str:
     chapters = "\n".join(
         [
             *(_transitions(), _state(), _paper(), _promises(keeping), _ranks()),
-            *(_text("differences"), _text("closing")),
+            *(_text("steps"), _text("differences"), _text("closing")),
         ]
     )
     return "\n".join(

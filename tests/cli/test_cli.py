@@ -612,7 +612,7 @@ def test_the_states_of_a_named_scope_are_known(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--scope stage-epochs", " of 956 states"),
+        ("--scope stage-epochs", " of 980 states"),
         ("--scope stage-epochs --symmetry", "Exploring. states="),
         ("--scope pool-4-4-3 --symmetry", " of 1,820 states"),
         ("--slots 2 --generations 2", " of 153 states"),

@@ -88,6 +88,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "sharing.*",
         "order_search.*",
         "destination_registry.*",
+        "local_edges.*",
         "engine.stage.*",
     ),
     "restarts": (

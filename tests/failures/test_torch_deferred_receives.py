@@ -40,6 +40,7 @@ from qeffect.schedule.infer import from_actions
 from qeffect.schedule.tables import read_table
 from qeffect.schedule.timeline import timeline
 from qeffect.schedule.torch_tables import LOOPED, V_SHAPED, torch_schedule
+from tests.torch_release import NEEDS_DEFERRED
 
 from .two_ranks import MICROBATCHES, NUM_STAGES, RANKS, STAGES, batch, loss_of, module_of
 
@@ -103,7 +104,7 @@ def start(rank: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, bool], Run]:
-    """Both schedules, as they stand (False) and with deferred receives (True), on two ranks."""
+    """Both schedules, as they stand (False) and, from 2.13 on, deferred (True), on two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     # The store stays here; port 0 lets the system choose a free one.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -275,6 +276,7 @@ def differing(one: Gradients, other: Gradients) -> dict[int, float]:
     return found
 
 
+@NEEDS_DEFERRED
 def test_torch_has_the_option() -> None:
     """The installed torch can defer receives: without that, nothing below would say anything."""
     for cls in STAGES:
@@ -295,6 +297,7 @@ class TestTwoRanks:
         assert equal(gradients, run.gradients)
         assert [loss.item() for loss in losses] == [loss.item() for loss in run.losses]
 
+    @NEEDS_DEFERRED
     def test_deferred_receives_give_other_gradients_and_no_error(
         self, cls: str, runs: Mapping[tuple[str, bool], Run]
     ) -> None:
@@ -311,6 +314,7 @@ class TestTwoRanks:
         assert min(wrong.values()) > 0.01
         assert max(wrong.values()) > 1
 
+    @NEEDS_DEFERRED
     def test_nothing_but_the_pairing(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
         """
         The wrong gradients are those of the n-th receive taking the n-th send, bit for bit.
@@ -325,6 +329,7 @@ class TestTwoRanks:
         assert equal(walk(run.schedule, in_order=False), gradients)
         assert equal(walk(runs[cls, False].schedule, in_order=True), gradients)
 
+    @NEEDS_DEFERRED
     def test_only_receives_were_moved(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
         """The option moves receives and nothing else; sends keep their order."""
         for row, deferred in zip(
@@ -333,7 +338,7 @@ class TestTwoRanks:
             assert sorted(row) == sorted(deferred)
             assert [c for c in row if "RECV" not in c] == [c for c in deferred if "RECV" not in c]
 
-    @pytest.mark.parametrize("defer", [False, True])
+    @pytest.mark.parametrize("defer", [False, pytest.param(True, marks=NEEDS_DEFERRED)])
     def test_the_table_that_ran(
         self, cls: str, defer: bool, runs: Mapping[tuple[str, bool], Run]
     ) -> None:
@@ -347,7 +352,7 @@ class TestTwoRanks:
             with (folder / name).open(newline="") as file:
                 assert list(csv.reader(file)) == one
 
-    @pytest.mark.parametrize("defer", [False, True])
+    @pytest.mark.parametrize("defer", [False, pytest.param(True, marks=NEEDS_DEFERRED)])
     def test_wgrads_in_order(
         self, cls: str, defer: bool, runs: Mapping[tuple[str, bool], Run]
     ) -> None:
@@ -387,6 +392,7 @@ class TestCheck:
 
         assert (0, "accepted") == (code, record["verdict"])
 
+    @NEEDS_DEFERRED
     def test_the_table_that_ran_is_refused_and_both_messages_named(
         self,
         cls: str,
@@ -409,6 +415,7 @@ class TestCheck:
         assert [(0, send)] == [(place["rank"], place["action"]) for place in finding["related"]]
         assert f"rank 1 receives {receive} where rank 0 sends {send}" in finding["message"]
 
+    @NEEDS_DEFERRED
     def test_a_queue_for_each_direction(
         self,
         cls: str,
@@ -437,6 +444,7 @@ def numbers(text: str) -> dict[str, float]:
 
 
 class TestIssueText:
+    @NEEDS_DEFERRED
     def test_reproducer(self, tmp_path: Path) -> None:
         """The reproducer is short, needs torch alone, and prints what the text says."""
         code = block("python")
@@ -467,6 +475,7 @@ class TestIssueText:
         for name, number in found.items():
             assert ("defer_pp_recv=False" in name) == (number == pytest.approx(right, rel=1e-3))
 
+    @NEEDS_DEFERRED
     def test_the_text_names_the_lines_of_the_installed_release(self) -> None:
         """The text says where the function and its call are in the installed release."""
         version = str(torch.__version__).split("+")[0]
@@ -480,6 +489,7 @@ class TestIssueText:
         assert "def _defer_recv_ops(" == defined
         assert "self.pipeline_order_with_comms = _defer_recv_ops(" == called.strip()
 
+    @NEEDS_DEFERRED
     def test_the_suggested_change_mends_every_table(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With the suggested change every table is accepted, and gives the right gradients."""
         change = block("diff").splitlines(keepends=True)

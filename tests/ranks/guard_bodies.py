@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import _utils as torch_utils
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _Action
 
 from qeffect.contract import Contract
@@ -45,6 +46,30 @@ class Block(nn.Module):
         return torch.tanh(self.norm(self.linear(x)))
 
 
+class Stage(PipelineStage):
+    """torch's stage; it sends this rank nothing."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """
+        Leave out messages of this rank to itself, which gloo cannot send.
+
+        Before its first step torch 2.11 exchanges a number with the rank of each neighbouring stage
+        to open connections. Under a V-shaped schedule that can be this rank, which needs none.
+        """
+        own = self.group_rank
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
+
+
+def _gradient_shapes(x: Tensor, index: int, total: int) -> dict[str, Any]:
+    """Shapes of a stage's gradients, where this release of torch takes them."""
+    if "input_grads" not in inspect.signature(PipelineStage).parameters:
+        return {}  # torch 2.11 has them from the shapes of inputs and outputs
+    return {
+        "input_grads": x if index else None,
+        "output_grads": None if index == total - 1 else x,
+    }
+
+
 class Run:
     """One rank of a model cut into stages, under a schedule of torch's."""
 
@@ -59,15 +84,14 @@ class Run:
         x = torch.zeros(2, WIDTH)
         self.blocks = [Block(index) for index in own]
         self.stages = [
-            PipelineStage(
+            Stage(
                 block,
                 index,
                 total,
                 x.device,
                 input_args=x.clone().requires_grad_(index > 0),
                 output_args=x.clone().requires_grad_(),
-                input_grads=x if index else None,
-                output_grads=None if index == total - 1 else x,
+                **_gradient_shapes(x, index, total),
             )
             for block, index in zip(self.blocks, own, strict=True)
         ]
@@ -83,8 +107,12 @@ class Run:
 
     def alone(self) -> Run:
         """Do without what stages tell each other of shapes, where no other rank is there."""
+        modes: Any = getattr(torch_utils, "InferenceMode", None)
         for stage in self.stages:
-            stage._inference_mode = InferenceMode.STATIC
+            if modes is None:  # torch 2.11 asks each stage for its first messages
+                stage._get_init_p2p_neighbors_ops = lambda: []  # type: ignore[method-assign]
+            else:
+                stage._inference_mode = modes.STATIC
         self.schedule._warmup_p2p = lambda *_: None
         return self
 

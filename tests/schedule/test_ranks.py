@@ -210,7 +210,7 @@ class TestMessages:
         found = findings_after(ZBV_COMMS, edit)
 
         assert ["schedule.use-before-receive"] == [f.clause for f in found]
-        assert "nowhere" in found[0].found
+        assert "1RECV_F2 is missing" == found[0].found
 
     def test_stages_of_one_rank_hand_over_without_a_message(self) -> None:
         """Stages on one rank hand over without a message, in order all the same."""

@@ -25,6 +25,7 @@ from qeffect.schedule.plan import plan
 from qeffect.schedule.tables import read_table, write_table
 from qeffect.schedule.torch_tables import CLASSES, LOOPED, SINGLE, V_SHAPED, torch_schedule
 from qeffect.schedule.transport import Transport
+from tests.torch_release import NEEDS_DEFERRED
 
 from . import make_torch_tables
 from .make_torch_tables import FOLDER, SHAPES, VARIANTS
@@ -110,7 +111,7 @@ def test_the_latest_tables_add_only_waits(path: Path) -> None:
         assert [a for a in old if a is not None and a.kind not in RECEIVES] == fixed
 
 
-@pytest.mark.parametrize("ending", ["", ".defer"])
+@pytest.mark.parametrize("ending", ["", pytest.param(".defer", marks=NEEDS_DEFERRED)])
 def test_the_installed_release_writes_the_same(ending: str) -> None:
     """The fixtures of the installed release, if there are any, are what it writes."""
     import torch
@@ -202,6 +203,7 @@ class TestOptions:
         with pytest.raises(ScheduleError, match="shape messages"):
             torch_schedule("ZBVZeroBubble", pp=2, microbatches=4, defer_receives=True)
 
+    @NEEDS_DEFERRED
     def test_the_source_names_them(self) -> None:
         """A table that was made with an option says so."""
         made = torch_schedule(

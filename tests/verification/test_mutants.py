@@ -30,10 +30,10 @@ pytestmark = pytest.mark.slow
 
 
 #: Deleted in turn: change these when the contract changes, after reading what survives.
-MUTANTS = {"guard": 188, "operand": 187, "update": 221, "condition": 16}
-KILLED = 612
-#: Legal schedules that the corpus has; making them takes long for a module that is only collected.
-SCHEDULES = 197
+MUTANTS = {"guard": 192, "operand": 220, "update": 221, "condition": 16}
+KILLED = 649
+#: In how many tests the legal schedules run; counting them would take long at each collection.
+PARTS = 16
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,22 +204,19 @@ def test_a_survivor_is_reported() -> None:
 # What the kills rest on
 
 
-def test_as_many_schedules_as_pinned() -> None:
-    """The number of legal schedules is known."""
-    assert SCHEDULES == len(legal_schedules())
-
-
-@pytest.mark.parametrize("number", range(SCHEDULES))
-def test_legal_schedules_keep_every_promise(number: int) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_legal_schedules_keep_every_promise(part: int) -> None:
     """The contract accepts every legal schedule, and nothing that is promised fails on the way."""
-    process, actions = legal_schedules()[number]
-    functions = transitions()
-    run = ConcreteRun(process, relations=frozenset(functions.relations))
+    chosen = legal_schedules()[part::PARTS]
+    assert chosen
+    for process, actions in chosen:
+        functions = transitions()
+        run = ConcreteRun(process, relations=frozenset(functions.relations))
 
-    for name, arguments in actions:
-        assert [] == list(run.broken_steps(name, arguments)), (name, arguments)
-        run.take(name, functions.functions[name], arguments)
-        assert [] == list(run.broken_invariants()), (name, arguments)
+        for name, arguments in actions:
+            assert [] == list(run.broken_steps(name, arguments)), (name, arguments)
+            run.take(name, functions.functions[name], arguments)
+            assert [] == list(run.broken_invariants()), (name, arguments)
 
 
 def test_legal_schedules_make_every_call() -> None:

@@ -32,10 +32,10 @@ SCOPES = {
 #: States, and orbits.
 COUNTS = {
     "pool-3-3-2": (3_753, 165),
-    "stage-small": (12_620, 3_948),
-    "stage-tickets": (19_412, 5_792),
-    "stage-declared": (6_068, 6_068),
-    "buffers": (12_796, 3_948),
+    "stage-small": (12_632, 3_960),
+    "stage-tickets": (19_436, 5_816),
+    "stage-declared": (6_080, 6_080),
+    "buffers": (12_808, 3_960),
 }
 
 

@@ -21,7 +21,7 @@ from .scenarios import SCENARIOS
 
 __all__ = ["UNREACHED", "Rejected", "files", "outcomes", "rejected", "single_edit_logs", "valid"]
 
-#: Clauses that no change of one place in a valid log breaks; part 15 of the contract says why.
+#: Clauses that no change of one place in a valid log breaks; the contract says why at its end.
 UNREACHED: Final = frozenset(
     {
         "ownership.duplicate-dgrad",

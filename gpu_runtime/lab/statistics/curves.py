@@ -252,7 +252,7 @@ def smoothed_losses(losses: Sequence[float | None]) -> dict[int, float]:
     """
     The mean of the last ten losses by steps done, where all ten are finite.
 
-    >>> smoothed([3.0] * 10 + [2.0])
+    >>> smoothed_losses([3.0] * 10 + [2.0])
     {10: 3.0, 11: 2.9}
     """
     found = {n: mean(losses[n - _ENDS : n]) for n in range(_ENDS, len(losses) + 1)}
@@ -275,10 +275,10 @@ def seconds_to_loss(
 
     Args:
         clock: The end of each block: steps done, and seconds; steps within a block count evenly.
-        mean: As `smoothed` gives it.
+        mean: As `smoothed_losses` returns it.
         level: The loss.
 
-    >>> reached([[10, 1.0], [20, 3.0]], {10: 3.0, 15: 2.0}, 2.0)
+    >>> seconds_to_loss([[10, 1.0], [20, 3.0]], {10: 3.0, 15: 2.0}, 2.0)
     2.0
     """
     step = next((n for n, value in mean.items() if value <= level), None)
