@@ -137,7 +137,7 @@ def two_runners_on_one_stream(h: History) -> None:
     consequence="a race on gradients",
     fix="call it",
     clause="reduction.in-flight",
-    at="commit_epoch e0",
+    at="check_update e0",
 )
 def gradients_read_under_their_reduction(h: History) -> None:
     h.process(microbatches=1, reduces=True)

@@ -48,7 +48,7 @@ def reduced_before_the_deferred_wgrad(h: History) -> None:
     consequence="silent wrong numbers: gradients of one replica",
     fix="an interface for hooks of graphs, and a check of versions",
     clause="reduction.missing",
-    at="commit_epoch e0",
+    at="check_update e0",
 )
 def never_reduced_under_graphs(h: History) -> None:
     h.process(microbatches=1, reduces=True)
@@ -72,7 +72,7 @@ def never_reduced_under_graphs(h: History) -> None:
     consequence="silent wrong numbers",
     fix="run the hooks",
     clause="reduction.missing",
-    at="commit_epoch e0",
+    at="check_update e0",
 )
 def fused_weights_never_reduced(h: History) -> None:
     h.process(
@@ -103,7 +103,7 @@ def fused_weights_never_reduced(h: History) -> None:
     consequence="gradients are never reduced",
     fix="not landed",
     clause="reduction.missing",
-    at="commit_epoch e0",
+    at="check_update e0",
 )
 def hooks_that_a_split_backward_never_runs(h: History) -> None:
     h.process(reduces=True)
@@ -204,7 +204,7 @@ def one_gradient_added_twice(h: History) -> None:
     consequence="silent wrong numbers",
     fix="bind the live output again",
     clause="reduction.missing",
-    at="commit_epoch e0",
+    at="check_update e0",
 )
 def one_weight_whose_hook_never_ran(h: History) -> None:
     h.process(
