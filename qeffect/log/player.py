@@ -401,6 +401,8 @@ class Player:
 
     def _close(self, number: int, closing: Mapping[str, Any], contract: Contract) -> None:
         state = fingerprints(contract.snapshot())
+        if not isinstance(closing.get("state"), dict):
+            check_closing(closing, state, self._where(number))  # which names the field
         if self.former:
             state = {n: digest for n, digest in state.items() if n not in COLUMNS_SINCE_SECOND}
         if self.first:
