@@ -273,6 +273,8 @@ class Player:
         if "events" in event:
             return body
         transition = event.get("transition")
+        if not isinstance(transition, str):
+            check_event(event, where)  # which names the field
         if transition in SINCE_SECOND:
             raise LogError(f"{where} is not a line of version {self.version}: {transition}")
         if self.first and transition in OF_STAGE_IN_FIRST:
