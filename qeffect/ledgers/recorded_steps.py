@@ -74,11 +74,14 @@ class RecordedSteps:
                 return Difference("when counts are compared", found, "after it: late=True")
         now = StepState(runner.memory, self._free(), self._pool.reserved, None)
         difference = step.differs(now)
-        if difference is not None and not step.is_of(runner.memory):
-            return difference
-        tried = None if difference is None else attempt(step, now)
-        if difference is not None and not isinstance(tried, StepState):
-            return evolve(difference, clause=tried)
+        tried = None
+        if difference is not None:
+            if not step.is_of(runner.memory):
+                return difference
+            outcome = attempt(step, now)
+            if not isinstance(outcome, StepState):
+                return evolve(difference, clause=outcome)
+            tried = outcome
         if self._counted is not None and self._counted.awaited is not None and not guards_alone:
             return Difference(
                 "the counts of the last commit", "missing", "presented", "epoch.uncounted"
