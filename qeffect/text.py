@@ -69,10 +69,10 @@ def counted(number: int, noun: str) -> str:
     """
     Return a number with its noun.
 
-    >>> counted(1, "step"), counted(2000, "step"), counted(2, "microbatch")
-    ('1 step', '2,000 steps', '2 microbatches')
+    >>> counted(1, "step"), counted(2000, "step"), counted(2, "microbatch"), counted(2, "epoch")
+    ('1 step', '2,000 steps', '2 microbatches', '2 epochs')
     """
-    ending = "" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("tch", "s", "x")) else "s"
     return f"{number:,} {noun}{ending}"
 
 

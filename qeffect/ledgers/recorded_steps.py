@@ -72,18 +72,21 @@ class RecordedSteps:
             if not self._counted.late:
                 found = "at the commit"
                 return Difference("when counts are compared", found, "after it: late=True")
-            if self._counted.awaited is not None and not guards_alone:
-                return Difference(
-                    "the counts of the last commit", "missing", "presented", "epoch.uncounted"
-                )
         now = StepState(runner.memory, self._free(), self._pool.reserved, None)
         difference = step.differs(now)
-        if difference is None or not step.is_of(runner.memory):
-            return difference
-        tried = attempt(step, now)
-        if isinstance(tried, StepState):
-            return tried
-        return evolve(difference, clause=tried)
+        tried = None
+        if difference is not None:
+            if not step.is_of(runner.memory):
+                return difference
+            outcome = attempt(step, now)
+            if not isinstance(outcome, StepState):
+                return evolve(difference, clause=outcome)
+            tried = outcome
+        if self._counted is not None and self._counted.awaited is not None and not guards_alone:
+            return Difference(
+                "the counts of the last commit", "missing", "presented", "epoch.uncounted"
+            )
+        return tried
 
     def commit(self, step: RecordedStep) -> None:
         """
@@ -93,11 +96,11 @@ class RecordedSteps:
             Refused: ``epoch.uncounted``: the counts of the last commit were not presented.
             TypeError, ValueError: As `differs`; or a transition of the step would be refused.
         """
-        if self._counted is not None:
-            self._counted.require_commit(None)
         found = self._asked(step, guards_alone=True)
         if isinstance(found, Difference):
             raise ValueError(f"commit_step: {found}; ask check_step before the step is run")
+        if self._counted is not None:
+            self._counted.require_commit(None)
         memory, end = self._runner.memory, step.end
         if found is None:
             step.write(memory)

@@ -219,7 +219,7 @@ class _Log:
         try:
             with Path(path).open(encoding="utf-8") as file:
                 header = json.loads(next(file))
-                committed = _committed(map(json.loads, file))
+                committed = _committed(map(json.loads, file), header["epoch"])
         except (OSError, ValueError, StopIteration) as error:  # it was another file a moment ago
             raise LogError(f"{path}: changed while it was replayed: {error}") from error
         stages = {config["stage"]: config for config in header["stages"]}
@@ -228,21 +228,49 @@ class _Log:
         return cls(str(path), rank, stages, epochs, steps)
 
 
-def _committed(events: Iterator[dict[str, Any]]) -> list[tuple[int, _Step]]:
-    """Return every epoch that was committed and not undone by a restore, with its actions."""
-    own: list[tuple[int, str, int, int, int]] = []
+#: An action of a log: its line's sequence number, transition, stage, microbatch and bit.
+_Action = tuple[int, str, int, int, int]
+
+
+def _committed(events: Iterator[dict[str, Any]], epoch: int) -> list[tuple[int, _Step]]:
+    """
+    Return every epoch that was committed and not undone by a restore, with its actions.
+
+    Args:
+        events: The lines after the header; a repeated step stands for the lines of that step.
+        epoch: The epoch in which the log begins.
+    """
+    own: list[_Action] = []
     found: list[tuple[int, _Step]] = []
+    recorded: list[_Action | None] = []  # since the last step began; None is a commit
+    steps: dict[int, list[_Action | None]] = {}
     for event in events:
         transition = event.get("transition")
+        if transition == "begin_step":
+            recorded = steps[event["seq"]] = []
+            continue
         if transition == "restore":
-            own, found = [], [pair for pair in found if pair[0] < event["epoch"]]
+            epoch = event["epoch"]
+            own, found = [], [pair for pair in found if pair[0] < epoch]
+            continue
+        many: list[_Action | None] = []
+        if transition == "repeat_step":
+            many = [a and (event["seq"], *a[1:]) for a in steps[event["step"]]]
         elif transition in ("commit_update", "commit_epoch"):
-            found.append((event["epoch"], _Step(tuple(own))))
-            own = []
+            many = [None]
         elif transition in _COMPUTED or transition in ("read", "post_receive", "finish_receive"):
             _, stage, microbatch, *_ = event["key"]
             bit = event.get("bit", event.get("message", 0))
-            own.append((event["seq"], transition, stage, microbatch, bit))
+            many = [(event["seq"], transition, stage, microbatch, bit)]
+        elif transition in ("keep_step", "drop_step"):
+            recorded = []  # what follows is no part of the step
+        recorded += many
+        for action in many:
+            if action is not None:
+                own.append(action)
+            else:
+                found.append((epoch, _Step(tuple(own))))
+                own, epoch = [], epoch + 1
     return found
 
 

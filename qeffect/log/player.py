@@ -273,6 +273,8 @@ class Player:
         if "events" in event:
             return body
         transition = event.get("transition")
+        if not isinstance(transition, str):
+            check_event(event, where)  # which names the field
         if transition in SINCE_SECOND:
             raise LogError(f"{where} is not a line of version {self.version}: {transition}")
         if self.first and transition in OF_STAGE_IN_FIRST:
@@ -401,6 +403,8 @@ class Player:
 
     def _close(self, number: int, closing: Mapping[str, Any], contract: Contract) -> None:
         state = fingerprints(contract.snapshot())
+        if not isinstance(closing.get("state"), dict):
+            check_closing(closing, state, self._where(number))  # which names the field
         if self.former:
             state = {n: digest for n, digest in state.items() if n not in COLUMNS_SINCE_SECOND}
         if self.first:

@@ -1,8 +1,8 @@
 """
 The replayer: an event log's transitions, run again through the functions that guard a runtime.
 
-It takes time linear in the log, and memory that does not depend on its length but for the
-incarnations that its restores began.
+It takes time linear in the log's transitions, those of repeated steps included, and memory that
+does not depend on its length but for the incarnations that its restores began.
 """
 
 from __future__ import annotations

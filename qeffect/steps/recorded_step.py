@@ -1,5 +1,5 @@
 """
-A recorded step: compared with a contract"s state, then written over it.
+A recorded step: compared with a contract's state, then written over it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from ..engine.stage import Transitions
+from ..refusals import Refused
 from .counters import Event
 from .recorded_step import RecordedStep
 from .state import StepState
@@ -91,8 +92,8 @@ class Recording:
 
     def drop(self) -> None:
         """Stop recording and discard the step."""
-        if self._stop() and self.observer is not None:
-            self.observer.drop_step(self._began)
+        self._stop()
+        self._tell_dropped()
 
     def end(self) -> RecordedStep:
         """
@@ -103,18 +104,29 @@ class Recording:
                 of a counter.
         """
         if not self._stop():
+            self._tell_dropped()
             raise ValueError("the contract's observer was replaced during the step")
         try:
             step = RecordedStep.of(
                 self._contract.transitions, self._start, self._events, self._contract.step_state()
             )
-        except ValueError:
-            if self.observer is not None:
-                self.observer.drop_step(self._began)
+        except BaseException as error:  # an interrupt too: the observer waits for the step's end
+            self._tell_dropped()
+            if isinstance(error, Refused):
+                raise ValueError(
+                    f"the recorded transitions are refused by {error.clause}; some transitions may "
+                    "not have been recorded"
+                ) from None
             raise
         if self.observer is not None:
             self.observer.keep_step(self._began, step)
         return step
+
+    def _tell_dropped(self) -> None:
+        """Tell the observer once, if it still hears the contract, that the step is not kept."""
+        observer, self.observer = self.observer, None
+        if observer is not None and self._contract.observer is observer:
+            observer.drop_step(self._began)
 
     def _stop(self) -> bool:
         """Give the contract its observer back; return whether the recording was its observer."""

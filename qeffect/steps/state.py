@@ -1,5 +1,5 @@
 """
-What a step is compared with: a contract"s state at one moment, and a difference from it.
+What a step is compared with: a contract's state at one moment, and a difference from it.
 """
 
 from __future__ import annotations

@@ -548,12 +548,11 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
 
 
-@STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", g="stage", s="slot")
-def commit_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
+@STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", s="slot")
+def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
     """When an update ends, no action came between, and it names the weights that it replaces."""
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
-    named = (a.epoch == h.weights[0]) & (a.epoch == st.weight_epoch[g])
-    return (h.ran_wgrad[c] == 1) & idle & named
+    return (h.ran_wgrad[c] == 1) & idle & (a.epoch == h.weights[0])
 
 
 @STEPS("order.commit", "check_update", "commit_update", d="domain")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from qeffect import Contract, StageConfig, TapeKey
 from qeffect.log.format import KEPT_STEPS, compact
+from qeffect.log.joint import replay_together
 from qeffect.log.recorder import Recorder
 from qeffect.log.replayer import LogError, replay_lines
 from qeffect.steps import RecordedStep
@@ -234,3 +236,127 @@ def test_a_mark_has_one_spelling() -> None:
     bodies[place] += ',"step":1'
     with pytest.raises(LogError, match="begin_step: found the fields"):
         replay_lines(reseal(bodies))
+
+
+def test_a_recording_whose_observer_is_put_back_is_dropped() -> None:
+    """The log has the end of the step, so that a later step can be recorded."""
+    contract, log = made()
+    recording = contract.record_step()
+    contract.observer = log
+    with pytest.raises(ValueError, match="observer was replaced"):
+        recording.end()
+    recording.drop()
+    again = recorded(contract)
+    contract.commit_step(again)
+    lines = log.close()
+    assert sum('"drop_step"' in line for line in lines) == 1
+    assert replay_lines(lines).verdict == "accepted"
+
+
+def test_an_interrupt_at_a_recordings_end_drops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is whole, whatever ended the recording."""
+    contract, log = made()
+    recording = contract.record_step()
+    contract.submit()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordedStep, "of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recording.end()
+    recording.drop()
+    lines = log.close()
+    assert sum('"drop_step"' in line for line in lines) == 1
+    assert replay_lines(lines).verdict == "accepted"
+
+
+def rank(number: int, path: Path, plan: str) -> str:
+    """
+    The log of one rank of two, whose stages exchange messages.
+
+    Args:
+        number: The rank, which is its stage too.
+        path: Where to write the log.
+        plan: For each step: a (action by action), r (recorded), 1 (the recorded one, as one).
+    """
+    first = number == 0
+    config = StageConfig(
+        number,
+        1,
+        1,
+        sends_output=first,
+        receives_gradient=first,
+        sends_gradient=not first,
+        receives_input=not first,
+    )
+    contract = Contract([config])
+
+    def run() -> None:
+        key = TapeKey(contract.epoch, number, 0)
+        contract.join()
+        contract.wait()
+        with contract.refresh(number):
+            pass
+        if not first:
+            ref = contract.reserve(key)
+            contract.post_receive(key, ref)
+            contract.finish_receive(key, ref)
+            contract.join()
+        with contract.forward(key) as f:
+            contract.bind(key)
+        contract.wait()
+        if first:
+            contract.read(key, f.ref)
+            contract.finish_read(key, f.ref)
+            contract.post_receive(key, f.ref, gradient=True)
+            contract.finish_receive(key, f.ref, gradient=True)
+            contract.join()
+        with contract.dgrad(key, f.ref):
+            pass
+        contract.wait()
+        if not first:
+            contract.read(key, f.ref, gradient=True)
+            contract.finish_read(key, f.ref, gradient=True)
+            contract.join()
+        with contract.wgrad(key, f.ref):
+            pass
+        contract.wait()
+        contract.finalize(number)
+        contract.commit_epoch()
+        contract.join()
+
+    again = None
+    with Recorder(contract, path, rank=number):
+        for letter in plan:
+            if letter == "r":
+                recording = contract.record_step()
+                run()
+                again = recording.end()
+            elif letter == "1":
+                assert again is not None
+                contract.commit_step(again)
+            else:
+                run()
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "epochs", "messages"),
+    [("ar11", "araa", 4, 8), ("ar11", "ar11", 4, 8), ("ar11aa", "arar11", 6, 12)],
+)
+def test_a_repeated_step_counts_as_its_actions_for_the_other_ranks(
+    first: str, second: str, epochs: int, messages: int, tmp_path: Path
+) -> None:
+    """A rank may commit as one what another commits action by action."""
+    logs = [rank(n, tmp_path / f"{n}.jsonl", plan) for n, plan in enumerate((first, second))]
+    report = replay_together(logs)
+    assert (report.verdict, report.epochs, report.messages) == ("accepted", epochs, messages)
+
+
+def test_a_rank_that_repeats_fewer_steps_is_refused(tmp_path: Path) -> None:
+    """All ranks commit an epoch, or none."""
+    logs = [rank(n, tmp_path / f"{n}.jsonl", plan) for n, plan in enumerate(("ar111", "ar"))]
+    report = replay_together(logs)
+    assert (report.clause, report.rank) == ("epoch.wrong-epoch", 1)

@@ -327,7 +327,12 @@ class TestFaults:
         monkeypatch.setattr(driver, "INVARIANTS", impossible)
         failure = machine.run(40).failure
 
-        assert failure.startswith("the invariant ownership.nothing-lives of (0,) does not hold")
+        told = re.match(
+            r"the invariant ownership\.nothing-lives of \((\d+),\) does not hold\n", failure
+        )
+        assert told is not None
+        used = re.findall(r"-> ticket \d+ in slot (\d+)$", failure, re.MULTILINE)
+        assert [told[1]] == used  # the first tape, and the slot that the schedule gave it
 
 
 class TestProcesses:

@@ -190,6 +190,11 @@ def test_reads_and_writes_are_read_off_the_composed_function() -> None:
             [StageConfig(0, 2, 2, pool="p"), StageConfig(1, 1, 1, pool="p")],
             {},
         ),
+        (
+            Scope("feeds", slots=(1, 1), cells=(2, 2), feeds=True),
+            [StageConfig(0, 2, 1, feeds=1), StageConfig(1, 2, 1)],
+            {},
+        ),
     ],
 )
 def test_configuration_is_the_kernels(
@@ -200,9 +205,12 @@ def test_configuration_is_the_kernels(
     expected = configuration(scope)
     opaque = {"matrices", "destination_of"}  # compared for equality only
     ranks = {"forward_rank", "dgrad_rank", "wgrad_rank"}
+    dense = {cell: number for number, cell in enumerate(memory.input_of)}
     for name in CONFIG.keys() - opaque - ranks:
         column = getattr(memory, name)
         values = list(column.values() if isinstance(column, dict) else column)
+        if CONFIG[name].values == "cell":
+            values = [dense[cell] for cell in values]
         assert expected[name] == values, name
     order = sorted(
         (memory.pool_of[slot], getattr(memory, name)[slot], name, slot)

@@ -231,6 +231,41 @@ class Move:
         found: Term = memo[key][0]
         return found
 
-    @staticmethod
-    def _simple(term: Term) -> Term:
-        return z3.simplify(term)
+    def _simple(self, term: Term) -> Term:
+        known = self.encoding.memo.setdefault("without lambdas", {})
+        simple = z3.simplify(term)
+        return z3.simplify(_without_lambdas(simple, known))
+
+
+#: Results by the id of a term, with the term, which keeps the id its own.
+_Known = dict[int, tuple[Term, Term]]
+
+
+def _without_lambdas(term: Term, known: _Known) -> Term:
+    """Replace each read of a moved column by the entry read; other solvers know no lambdas."""
+    if not z3.is_app(term) or term.num_args() == 0:
+        return term
+    number = term.get_id()
+    if number not in known:
+        if z3.is_select(term):
+            found = _read(term.arg(0), _without_lambdas(term.arg(1), known), known)
+        else:
+            parts = term.children()
+            made = [_without_lambdas(part, known) for part in parts]
+            same = all(one is other for one, other in zip(parts, made, strict=True))
+            found = term if same else term.decl()(*made)
+        known[number] = term, found
+    return known[number][1]
+
+
+def _read(array: Term, index: Term, known: _Known) -> Term:
+    """Return the entry of an array of stores over a column."""
+    if z3.is_quantifier(array) and array.is_lambda():
+        return z3.substitute_vars(array.body(), index)
+    if z3.is_store(array):
+        before, at, value = array.children()
+        at, value = _without_lambdas(at, known), _without_lambdas(value, known)
+        return z3.If(index == at, value, _read(before, index, known))
+    if z3.is_K(array):
+        return _without_lambdas(array.arg(0), known)
+    return z3.Select(array, index)
