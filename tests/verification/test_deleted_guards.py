@@ -24,6 +24,7 @@ from qeffect.engine.stage import Transitions, transitions
 from qeffect.verification.coverage import COVERED
 from qeffect.verification.explorer import run as explore
 from qeffect.verification.explorer import standard_scopes, unwitnessed
+from qeffect.verification.explorer.packing import OutOfRangeError
 from qeffect.verification.mutants import Site, sites
 from qeffect.verification.mutants.sites import Mutant
 from qeffect.verification.walks import machine
@@ -75,7 +76,10 @@ def found_by_exploring(site: Site) -> str:
     """What the explorer says of transitions without a guard; empty if it finds nothing."""
     reports = []
     for scope in standard_scopes().values():
-        report = explore(scope, composed=without(site, scope.omit), witnesses=True)
+        try:
+            report = explore(scope, composed=without(site, scope.omit), witnesses=True)
+        except OutOfRangeError as left:  # with every guard, each scope stays in its range
+            return str(left)
         if report.violation is not None:
             return report.violation
         reports.append(report)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from qeffect.engine.stage import Transitions
@@ -32,10 +32,12 @@ __all__ = ["KERNEL_SCOPES", "Matched", "RankView", "match", "seen"]
 
 #: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
 KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
-#: What counts as live: a tape, an action in flight, a reduction that runs.
+#: What counts as live: a tape, an action in flight, a reduction that runs, an update in flight.
 _LIVE: Final = ("consumers", "refreshing", "busy", "reducing", "optimizing")
-#: The two transitions of an update that did not fail.
-_UPDATE: Final = ("check_update", "commit_update")
+#: The two transitions of an update that did not fail. The protocol's commit is both. In a scope
+#: whose tickets are held, they are two moves: the first decides, the second moves the epoch, and
+#: between them the update itself is live.
+_CHECK, _COMMIT = _UPDATE = ("check_update", "commit_update")
 #: The epochs in which stages were finalized and buckets reduced.
 _WHOLE: Final = ("final", "reduced")
 
@@ -117,7 +119,7 @@ def match(
     """
     scope = standard_scopes()[name] if scope is None else scope
     found = explore(Space(scope, composed, also=_viewed()))
-    tally, commits = found.tally, _commits(found.engine)
+    tally, commits = found.tally, _positions(found.engine, _COMMIT, -1)
     told = "" if tally.broken is None else tally.broken[0]
     parts = (words for level in found.levels for words in chunks(level))
     return Matched(
@@ -129,16 +131,17 @@ def match(
     )
 
 
-def _commits(engine: Engine) -> list[int]:
-    """Return the positions of the moves that commit an epoch."""
-    return [i for i, move in enumerate(engine.moves) if move.steps == _UPDATE]
+def _positions(engine: Engine, step: str, place: int) -> list[int]:
+    """Return the positions of the moves whose first (0) or last (-1) transition is this one."""
+    return [i for i, move in enumerate(engine.moves) if move.steps[place] == step]
 
 
 def _difference(engine: Engine, words: Words) -> str:
     """Return the first move from some states that the protocol does not allow, or nothing."""
     chunk = Chunk(engine.packing, words)
     views = _Views(chunk)
-    for index in _commits(engine):  # no refusal changes a state: only a commit's own may be wrong
+    # A refusal changes no state, so only the refusal of a check may be one too many.
+    for index in _positions(engine, _CHECK, 0):
         refused = np.broadcast_to(engine.candidates(chunk, index)[0], chunk.size).copy()
         for arrival in engine.expand(words, Tally(), check=False, moves=[index]):
             refused[slice(None) if arrival.rows is None else arrival.rows] = False
@@ -215,19 +218,24 @@ def _wrong(
         return "whole and spoiled"
     if clause is not None and after != before:
         return "a refusal changed it"
-    if tuple(steps) == _UPDATE:
-        may = before.whole and not before.live
-        if right and may != (clause is None):
-            return "a commit is accepted if the epoch is whole and nothing is live, and only then"
+    steps = tuple(steps)
+    if steps[0] == _CHECK and right and (before.whole and not before.live) != (clause is None):
+        return "a commit is accepted if the epoch is whole and nothing is live, and only then"
+    if steps == (_CHECK,):
+        if clause is None and after != evolve(before, live=True):
+            return "an update in flight is live, and nothing else changes"
+    elif steps[-1] == _COMMIT:
+        if clause is None and steps == (_COMMIT,) and not (before.whole and before.live):
+            return "an update ends that no check began"
         if clause is None and after != RankView(before.epoch + 1, False, False, False):
             return "a commit begins the next epoch, with nothing in it"
-    elif tuple(steps) == ("restore",):
+    elif steps == ("restore",):
         if clause is None and (after.live or after.spoiled or after.whole):
             return "a restore begins with nothing live, spoiled or whole"
     elif after.epoch != before.epoch:
         return "only a commit and a restore move the epoch"
     elif before.spoiled and not after.spoiled:
         return "a spoiled epoch stays so"
-    if tuple(steps) == ("checkpoint",) and clause is None and before.live:
+    if steps == ("checkpoint",) and clause is None and before.live:
         return "a checkpoint with something live"
     return ""
