@@ -70,7 +70,7 @@ class Report:
             write_json(self.path, self.to_json())
 
     def finish(self) -> dict[str, Any]:
-        """FileDigest the report complete, write it and return it."""
+        """Mark the report complete, write it and return it."""
         self.complete = True
         self.save()
         return self.to_json()

@@ -155,6 +155,10 @@ class Contract(Blocks, TapeCalls, StreamCalls, StepCalls, RestartCalls, Queries)
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
         self._commit_refresh = t.commit_refresh
         if registry is not None:
+            if not isinstance(registry, DestinationRegistry):
+                raise TypeError(
+                    f"registry must be a DestinationRegistry or None, got {shown(registry)}"
+                )
             registry.claim(self, self.stages)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

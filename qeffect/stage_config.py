@@ -158,6 +158,8 @@ class StageConfig:
         buffers: By matrix, the name of its gradient's destination; another matrix, of this stage
             or another, may have the same name. A matrix without a name has its own memory.
         tied: Matrices that share their named destination with another matrix, as tied weights do.
+            Both matrices must be declared tied, otherwise sharing is refused. See
+            ``qeffect.sharing``.
         copies_input: A caller's stream copies the forward's input into the slot, for example from
             the host. `Contract.reserve` then stands for the copy: F runs only in a slot that its
             key has reserved, after the graph stream has waited for the link of the reservation.
@@ -165,9 +167,9 @@ class StageConfig:
             V-shaped schedules. F of that target then runs after F of this stage with the same
             microbatch, and dI of this stage after dI of the target. Without messages
             (`receives_input` of the target, `receives_gradient` of this stage) both stages need
-            one state domain.
-            Both matrices must be declared tied, otherwise sharing is refused. See
-            ``qeffect.sharing``.
+            one state domain. Without messages, the gradient that dI of the target leaves must be
+            copied, or read through `sends_gradient`, before the target's slot is used again: no
+            guard sees that dI of this stage still needs it.
 
     Raises:
         TypeError: A count is not an integer, a flag not a ``bool``, or a name not a string.

@@ -325,8 +325,9 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "promises use the columns above and words for the world outside the contract (the table",
         "at the end of this chapter), never the contract's guards. All promises but the",
         "assumptions are proved; the history and the further lemmas of the proofs are in",
-        "`verification/induction/`. A promise *needs* a clause if it can fail once one of the",
-        "clause's guards is deleted.",
+        "`verification/induction/`. Promise P *needs* clause C if deleting one guard of C lets P",
+        "fail. A promise is claimed only if its own relation takes part, and every other relation",
+        "that its line names.",
         "",
     ]
     for title, register in _registers():
@@ -334,7 +335,10 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         for p in register:
             needs = ", ".join(f"`{clause}`" for clause in sorted(clauses.get(p.name, ())))
             kept_by = f" Needs {needs}." if needs else ""
-            lines.append(f"- `{p.name}`{_apart(p.name)}{_where(p.transitions)}: {p.text}{kept_by}")
+            others = ", ".join(f"`{name}`" for name in sorted(p.needs - {p.name.partition(".")[0]}))
+            claimed = f" Claimed only with {others}." if others else ""
+            line = f"- `{p.name}`{_apart(p.name)}{_where(p.transitions)}: {p.text}"
+            lines.append(f"{line}{claimed}{kept_by}")
         lines.append("")
     words = [
         (f"`{w.name}`" if w.index == "one" else f"`{w.name}[{w.index}]`", w.meaning)

@@ -82,7 +82,7 @@ class _Clock:
         self.origin = self.mark()
 
     def mark(self) -> Any:
-        """FileDigest the present: the host's time, or on a GPU an event on the current stream."""
+        """Mark the present: the host's time, or on a GPU an event on the current stream."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -43,7 +43,7 @@ class Handoff(Protocol):
         """Make the graph stream wait for all work submitted to the current stream so far."""
 
     def record_tail(self) -> None:
-        """FileDigest the end of the graph stream's work so far; in a capture, inside the graph."""
+        """Mark the end of the graph stream's work so far; in a capture, inside the graph."""
 
     def record(self, event: Any) -> None:
         """Record a caller's event behind the graph stream's work so far."""

@@ -8,6 +8,7 @@ from .model import Clause, Part
 
 _STAGE = "The stage's ledger, and the weight epoch."
 _COUNTED = "The weights, and the weight epoch; only a restore makes the counts agree again."
+_UNCOUNTED = "The weights and the weight epoch; the update can be checked again with counts."
 
 PART = Part(
     name="epoch",
@@ -24,14 +25,17 @@ update ends the epoch. It is an action like F: `check_update` reserves the weigh
 Across processes the caller makes the update a barrier.
 
 From its check to its commit the update may write any weight. Every action of the epoch has run
-then, so each F, dI, dW, bind and refresh is refused. A second update, a restore and a checkpoint
-have clauses of their own. An update that fails half way leaves some
+then, so each F, dI, dW, bind and refresh is refused. There is one exception: if a stage leaves out
+the order relation, an `invalidate` and then a refresh are accepted. A second update, a restore and
+a checkpoint have clauses of their own. An update that fails half way leaves some
 weights updated and others not, and nothing can tell which: the weights are *half updated*. Only a
 restore of the whole process goes on from there.
 
-Any failed or aborted action of a stage spoils its epoch: it can no
-longer be finalized, and only a restore begins it again. So does `invalidate` while a stage's cache
-is in use. `invalidate` states a fact, so it is accepted: if it were refused, the contract would
+A failed or aborted F, dI or dW spoils the stage's epoch: the stage can no longer be finalized, and
+only a restore begins the epoch again. A dropped tape, a failed reduction, and `invalidate` while
+the stage's cache is in use also spoil it. A failed refresh poisons its domain (`order.poisoned`).
+
+`invalidate` states a fact, so it is accepted: if it were refused, the contract would
 treat a lost cache as fresh, and the next dI would read it. Afterwards every F and dI of the stage
 is refused as stale; aborts, drops, drain and restore remain possible.
 
@@ -45,9 +49,9 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             id="epoch.spoiled",
             number="8.1",
             title="A spoiled epoch is never final",
-            invariant="A stage with an action that failed or was aborted in this epoch, or whose "
-            "weight cache was lost between its first F and the end of its last dI, is not "
-            "finalized.",
+            invariant="A stage is not finalized if in this epoch one of its F, dI, dW or "
+            "reductions failed or was aborted, one of its tapes was dropped, or its weight cache "
+            "was lost between its first F and the end of its last dI.",
             transitions=("finalize",),
             argument="stage",
             unchanged=_STAGE,
@@ -79,8 +83,7 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             argument="stage",
             unchanged=_STAGE,
             section="IV-E",
-            cause="Finalize is called in two places, or the commit between two steps is missing. "
-            "After a second finalize the stage would owe its reduction again.",
+            cause="Finalize is called in two places, or the commit between two steps is missing.",
             remedy="Finalize once, after the last dW of the stage.",
         ),
         Clause(
@@ -120,7 +123,7 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             "the next update and before a checkpoint.",
             transitions=("check_update", "checkpoint"),
             argument="",
-            unchanged=_COUNTED,
+            unchanged=_UNCOUNTED,
             section="design",
             cause="The counters were not read back, or not passed to the commit.",
             remedy="Read the counters after the step's last dW, and pass them as `counted`.",

@@ -139,3 +139,10 @@ class TestTheEndOfAClaim:
         overlap(writing(buffer()), registry)
 
         assert len(registry) == 1
+
+
+@pytest.mark.parametrize("registry", [True, DestinationRegistry, "registry"])
+def test_a_registry_of_another_type_is_refused(registry: object) -> None:
+    """By a line that says what was expected and found."""
+    with pytest.raises(TypeError, match="registry must be a DestinationRegistry or None, got"):
+        Contract([StageConfig(0, 1, 1)], registry=registry)  # type: ignore[arg-type]
