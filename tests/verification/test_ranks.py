@@ -25,7 +25,7 @@ from qeffect.verification.ranks import command, kernel
 from qeffect.verification.ranks.concrete_state import ConcreteState, broken
 from qeffect.verification.ranks.explore import SCOPES, explore
 from qeffect.verification.ranks.interleavings import interleavings
-from qeffect.verification.ranks.kernel import KERNEL_SCOPES, match
+from qeffect.verification.ranks.kernel import KERNEL_SCOPES, RankView, match
 from qeffect.verification.ranks.launches import LAUNCH_LEMMAS, LAUNCHES
 from qeffect.verification.ranks.lemmas import CONFIGURATION, LEMMAS
 from qeffect.verification.ranks.mutants import WRITES, ProtocolMutant, caught, mutants
@@ -261,6 +261,23 @@ class TestKernel:
         monkeypatch.setattr(kernel, "seen", lambda st: evolve(right(st), whole=True))
 
         assert "a commit is accepted if" in match(name="stage-epochs").difference
+
+    @pytest.mark.slow
+    def test_nor_if_an_update_in_flight_were_not_live(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between its check and its commit, the update itself is what is live."""
+        monkeypatch.setattr(kernel, "_LIVE", tuple(n for n in kernel._LIVE if n != "optimizing"))
+
+        assert "an update in flight is live" in match(name="stages-two").difference
+
+    def test_a_commit_of_its_own_ends_an_update_in_flight(self) -> None:
+        """Where a check and its commit are two moves, the second needs the first."""
+        whole, flying = RankView(0, False, False, True), RankView(0, True, False, True)
+        after = RankView(1, False, False, False)
+
+        assert "" == kernel._wrong(("commit_update",), True, None, flying, after)
+        assert "that no check began" in kernel._wrong(("commit_update",), True, None, whole, after)
 
 
 class TestTables:
