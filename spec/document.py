@@ -140,7 +140,7 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
     where = clause.section if clause.section == "design" else f"paper, {clause.section}"
     promise = _promise(clause.id)
     apart = f" This is the clause; [a promise]({promise}) has the same name." if promise else ""
-    look = f"; look at `{clause.argument}`" if clause.argument else ""
+    look = f"; the argument to inspect is `{clause.argument}`" if clause.argument else ""
     return "\n".join(
         [
             f"### {clause.number} {clause.title}",

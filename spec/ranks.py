@@ -88,7 +88,10 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "taken": (("rank", "rank"), "receives that the first rank posted from the second"),
     "taken_before": (("rank", "rank"), "receives posted before the first rank's current step"),
     "taken_done": (("rank", "rank"), "receives that have ended"),
-    "into": (("rank", "rank", "place"), "the slot that a receive fills"),
+    "into": (
+        ("rank", "rank", "place"),
+        "the slot that the first rank's receive from the second fills; place is its number",
+    ),
     "into_generation": (
         ("rank", "rank", "place"),
         "that slot's generation when the receive was posted",

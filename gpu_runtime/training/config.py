@@ -37,7 +37,9 @@ _PART_SEED = 2**47 - 1
 """Largest seed from which the seeds of a model's parts are derived (`ends.drawn`)."""
 _TIMES = "may change; if left out, those of the checkpoint are used"
 _DECAY = "may change; 0 keeps those of the run that began"
-_REPLICAS = 'may change with `[checkpoint] replicas = "modulo"` or `amax = "replicas"`'
+_REPLICAS = (
+    'may change only if `replicas` of `[checkpoint]` is `"modulo"`, or its `amax` is `"replicas"`'
+)
 
 
 @attrs.frozen(kw_only=True)

@@ -133,7 +133,7 @@ def of_these_weights(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("version.cache-read-or-filled", "check_forward")
 def cache_read_or_filled(st: State, h: History, a: Args) -> Truth:
-    """F reads a cache of the current weights, or fills a stale one before the stage's first F."""
+    """The cache holds the current weights; or F is the stage's first in the epoch and fills it."""
     s = a.key.stage
     current = h.cached[s] == h.weights[0]
     filled = (h.fill_of_epoch[s] == NEVER) & (h.num_forwards[s] == 0)
