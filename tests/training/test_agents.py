@@ -70,6 +70,7 @@ def test_a_lost_host_that_comes_back_joins(agents: Agents, undisturbed: list[flo
     assert agents.losses() == undisturbed
 
 
+@pytest.mark.slow  # torchelastic alone waits most of a minute
 @pytest.mark.parametrize("agents", [False], indirect=True, ids=["a store for each round"])
 def test_an_orphan_of_a_killed_agent_does_not_reach_the_next_attempt(
     agents: Agents, undisturbed: list[float]
