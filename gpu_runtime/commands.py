@@ -26,12 +26,13 @@ class RuntimeCommand:
     One command of the runtime.
 
     Args:
-        name: What is typed after ``qeffect runtime``.
+        name: The word after ``qeffect runtime``.
         help: What it does, in a line.
         module: Holds ``add_NAME_arguments(parser)`` and ``run_NAME(args, progress)``.
         comparison: A module of the laboratory that declares ``--compare`` and runs the command
             when it is given; empty without one.
-        moved: The command's new name; the old one works for a release and says so.
+        moved: The command's new name, if it was renamed. The old name works for one release, with a
+            warning.
     """
 
     name: str
@@ -86,11 +87,11 @@ PARTS = (
     ("scale", "compare and time a pipeline over the ranks that torchrun started"),
     ("tables", "measure the paper's complete-step tables over the ranks that torchrun started"),
     ("peers", "measure torch's own pipeline and Megatron-core beside the guarded one"),
-    ("curves", "train run after run, guarded and natively, into one report of loss curves"),
+    ("curves", "train guarded and native runs in turn, and report their loss curves"),
     ("restarts", "stop training, resume it from a checkpoint and compare every bit"),
     ("streams", "count stale reads of one-way and two-way handoffs"),
     ("pools", "show what graphs that share one memory pool corrupt"),
-    ("probes", "check on this machine what the documentation says about the library"),
+    ("probes", "check on this machine the documentation's statements about Transformer Engine"),
     ("plots", "draw the reports"),
 )
 #: Parts that were commands of their own: their old names work for a release.
@@ -118,10 +119,14 @@ class RuntimeCommands:
     def commands(self) -> Iterator[RuntimeCommand | ReportCommands]:
         """Yield them in the order in which a newcomer needs them."""
         for name, text, module in (
-            ("doctor", "say what this machine has, what works on it and what is missing", "doctor"),
+            (
+                "doctor",
+                "list what this machine has, what works on it and what is missing",
+                "doctor",
+            ),
             (
                 "demo",
-                "run a few guarded steps, the same natively, and compare every bit",
+                "run a few guarded steps and the same steps natively, and compare every bit",
                 "lab.commands.demo",
             ),
             (
@@ -136,12 +141,12 @@ class RuntimeCommands:
             ),
             (
                 "corpus",
-                "make token files of the standard library's own text",
+                "make token files from the source text of Python's standard library",
                 "training.corpus_command",
             ),
             (
                 "train",
-                "train a language model over the ranks that torchrun started, or alone",
+                "train a language model over the ranks that torchrun started, or in one process",
                 "training.command",
             ),
         ):

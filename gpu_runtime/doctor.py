@@ -22,7 +22,7 @@ TORCH_MINIMUM = (2, 11)
 @frozen
 class Diagnosis:
     """
-    One thing that was looked at.
+    One part of the machine that was examined.
 
     Args:
         what: What it is.
@@ -39,11 +39,11 @@ class Diagnosis:
 
 def examine(*, probe: bool = False) -> list[Diagnosis]:
     """
-    Look at Python, torch, the device and Transformer Engine, in that order.
+    Examine Python, torch, the device and Transformer Engine, in that order.
 
     Args:
-        probe: Run one small layer of Transformer Engine on the device as well, which sees what a
-            look at its names cannot; it makes a device context and resets FP8 state.
+        probe: Also run one small layer of Transformer Engine on the device. This finds failures
+            that its names alone do not show; it makes a device context and resets FP8 state.
     """
     findings = [Diagnosis("Python", platform.python_version(), True)]
     torch_finding, torch = _torch()
@@ -121,7 +121,7 @@ def _library(torch: Any, probe: bool) -> Diagnosis:
 
 
 def _internals() -> str:
-    """What a look at the reached internals of an untested version shows."""
+    """Whether an untested version has the internal names that the runtime uses, as a message."""
     from .backends.te.internals import BASELINE, IMPORTED, missing_imports
 
     try:

@@ -1,7 +1,7 @@
 """
 Import names of earlier releases: old name -> new name, both below `qeffect.gpu_runtime`.
 
-The old names go on working for one release, each with a `DeprecationWarning` that names the new
+The old names keep working for one release, each with a `DeprecationWarning` that names the new
 place (`qeffect.renamed`).
 """
 

@@ -65,7 +65,7 @@ class Report:
         }
 
     def save(self) -> None:
-        """Write the report; a reader sees the old file or the whole new one."""
+        """Write the report; a reader sees either the old file or the complete new file."""
         if self.path is not None:
             write_json(self.path, self.to_json())
 

@@ -24,7 +24,17 @@ from .text import shown
 from .threads import ConcurrentCallError
 from .tickets import Fills, Ticket
 
-__all__ = ["Actions", "Dgrad", "Forward", "Guards", "Refresh", "Update", "Wgrad", "guarded"]
+__all__ = [
+    "Actions",
+    "Dgrad",
+    "Evaluation",
+    "Forward",
+    "Guards",
+    "Refresh",
+    "Update",
+    "Wgrad",
+    "guarded",
+]
 
 
 class Guards(Protocol):
@@ -33,6 +43,10 @@ class Guards(Protocol):
     @property
     def check_refresh(self) -> Callable[..., Ticket]:
         """Reserve a domain for a refresh."""
+
+    @property
+    def check_evaluation(self) -> Callable[..., Ticket]:
+        """Reserve a domain for an evaluation."""
 
     @property
     def check_forward(self) -> Callable[..., Ticket]:
@@ -82,9 +96,9 @@ class _Guarded:
     """
     One guarded action; a ticket exists between entry and exit.
 
-    A block that ends while another thread's call is under way cannot redeem its ticket, which is
-    then in ``outstanding()``. If the block succeeded, its exit raises `ConcurrentCallError`;
-    otherwise the block's own exception propagates.
+    A block that ends while another thread's call is under way cannot redeem its ticket;
+    ``outstanding()`` then lists that ticket. If the block succeeded, its exit raises
+    `ConcurrentCallError`; otherwise the block's own exception propagates.
     """
 
     __slots__ = ("contract", "ticket")
@@ -138,6 +152,28 @@ class Refresh(_Guarded):
 
     def commit(self) -> None:
         self.contract.commit(self.ticket, filled=self.filled)
+
+
+class Evaluation(_Guarded):
+    """
+    A guarded evaluation, which leaves training as it is.
+
+    If the backend reports them, set ``updates`` to the number of scaling updates, which must be 0,
+    and ``filled`` to what the evaluation put into the weight cache, which must be nothing.
+    """
+
+    __slots__ = ("filled", "options", "stage", "updates")
+
+    def __init__(self, contract: Guards, stage: int, options: dict[str, Any]) -> None:
+        self.contract, self.stage, self.options = contract, stage, options
+        self.filled: Fills | None = None
+        self.updates: int | None = None
+
+    def check(self) -> Ticket:
+        return self.contract.check_evaluation(self.stage, **self.options)
+
+    def commit(self) -> None:
+        self.contract.commit(self.ticket, filled=self.filled, updates=self.updates)
 
 
 class Forward(_Guarded):
@@ -276,8 +312,7 @@ def guarded(
         if any(is_kind(function) for is_kind in _STARTED_LATER):
             raise TypeError(
                 f"{name} must run its action when it is called; a coroutine or a generator runs "
-                "later. "
-                "Guard the call inside it"
+                "later. Put the guard around the call inside that function"
             )
         if action == "F":
 

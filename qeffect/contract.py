@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from .arguments import Arguments
 from .calls.blocks import Blocks
 from .calls.queries import Queries
+from .calls.readers import ReaderCalls
 from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
 from .calls.streams import StreamCalls
@@ -35,7 +36,7 @@ from .tickets import Ticket
 __all__ = ["Contract", "Observer", "Ticket"]
 
 
-class Contract(Blocks, TapeCalls, StreamCalls, StepCalls, RestartCalls, Queries):
+class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCalls, Queries):
     """
     The state and resource contract of one process (paper, Section III).
 
@@ -128,6 +129,9 @@ class Contract(Blocks, TapeCalls, StreamCalls, StepCalls, RestartCalls, Queries)
             laid.memory, self.transitions, Arguments(laid.cells, laid.slots, len(laid.links))
         )
         self._counted = None
+        for name, flag in (("counted", counted), ("late", late)):
+            if flag.__class__ is not bool:
+                raise TypeError(f"{name} must be True or False, got {shown(flag)}")
         if late and not counted:
             raise ValueError("late=True requires counted=True: without it no counts are presented")
         if counted:

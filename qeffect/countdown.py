@@ -1,5 +1,5 @@
 """
-How much of a long work is done, and how long the rest will take.
+How much of a long task is done, and how long the rest will take.
 """
 
 from __future__ import annotations

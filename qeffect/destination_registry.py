@@ -84,7 +84,7 @@ class DestinationRegistry:
         self._claims[owner] = own
 
     def release(self, owner: object) -> None:
-        """Forget the destinations of a contract that will run no more; one without any is fine."""
+        """Forget the destinations of a contract that will not run again; it may have none."""
         self._claims.pop(owner, None)
 
     def __len__(self) -> int:

@@ -90,9 +90,9 @@ def commit_arguments(
     Args:
         ticket: The ticket.
         names: Matrices that were filled; for a refresh and F.
-        of: Weight epoch that they were filled from; for a refresh and F.
+        of: Weight epoch that they were filled from; for a refresh, an evaluation and F.
         evidence: Matrices that were queued or covered; for dI and dW.
-        updates: Number of scaling updates; for F and dI.
+        updates: Number of scaling updates; for F, dI and an evaluation.
         scales: Token of the F whose scales were used; for dI.
     """
     redeems = ticket.slot, ticket.serial
@@ -100,6 +100,8 @@ def commit_arguments(
         return (*redeems, names, of, updates)
     if ticket.action == "refresh":
         return (*redeems, names, of)
+    if ticket.action == "evaluation":
+        return (*redeems, of, updates)
     if ticket.action == "update":
         return redeems
     return (*redeems, evidence, updates, scales) if ticket.action == "dI" else (*redeems, evidence)

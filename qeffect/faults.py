@@ -1,9 +1,9 @@
 """
 Run the paper's fault table: seven injections in six families, each through the public API.
 
-Every injection does some valid work, makes one invalid call, and then shows that the table's
-preserved state was preserved: it takes the tape, the epoch or the reduction to its regular end. No
-device is used.
+Every injection does some valid work and makes one invalid call. It then shows that the state which
+the table calls preserved is preserved: it takes the tape, the epoch or the reduction to its regular
+end. No device is used.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class FaultRow:
         clause: The clause of the refusal; empty without a refusal.
         refused: Whether the first invalid operation was refused, under the table's clause, with the
             same state before and after.
-        result: The result in the paper's table, or that the violation was not refused so.
-        preserved: The state that was preserved, as shown by its later use; or that it was not.
+        result: The result in the paper's table, or a note that the violation was not refused in
+            that way.
+        preserved: The state that was preserved, as its later use shows; or a note that it was not.
         holds: Whether the violation was refused and the state preserved.
         accepted: Number of transitions accepted before the violation.
     """

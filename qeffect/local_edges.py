@@ -93,9 +93,9 @@ def _require_alike(source: StageConfig, target: StageConfig) -> None:
     ]
     if counts[0] != counts[1] or counts[0][1:] != (1, 1):
         raise ValueError(
-            f"stage {source.stage} feeds stage {target.stage}: both must have as many "
-            "microbatches, and one block and one invocation; their microbatches, blocks and "
-            f"invocations are {counts[0]} and {counts[1]}"
+            f"stage {source.stage} feeds stage {target.stage}: both must have the same number "
+            "of microbatches, one block and one invocation; found (microbatches, blocks, "
+            f"invocations) {counts[0]} and {counts[1]}"
         )
 
 
@@ -103,7 +103,9 @@ def _require_carried(source: StageConfig, target: StageConfig) -> None:
     """Require that the output and the gradient reach the other stage in a way that is guarded."""
     edge = f"stage {source.stage} feeds stage {target.stage}"
     if target.copies_input:
-        raise ValueError(f"{edge}, which has copies_input=True; its input comes one way")
+        raise ValueError(
+            f"{edge}, which has copies_input=True; a stage gets its input in one way only"
+        )
     for receives, sends, what in (
         (target.receives_input, source.sends_output, "receives_input and sends_output"),
         (source.receives_gradient, target.sends_gradient, "receives_gradient and sends_gradient"),
@@ -112,8 +114,8 @@ def _require_carried(source: StageConfig, target: StageConfig) -> None:
             raise ValueError(f"{edge}: a message is received that no stage reads; set {what}")
         if not receives and source.domain != target.domain:
             raise ValueError(
-                f"{edge} in another state domain, on another graph stream: exchange messages, with "
-                f"{what}"
+                f"{edge} in another state domain, so on another graph stream; the two must "
+                f"exchange messages: set {what}"
             )
 
 

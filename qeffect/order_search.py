@@ -106,7 +106,8 @@ no slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slot; ...
 def _following(
     state: _State, order: Sequence[tuple[str, Cell]], places: SlotPlaces, shared: frozenset[int]
 ) -> Iterator[_State]:
-    """Yield the states after one action; a dW that cannot block anything runs at once and alone."""
+    """Yield the states after one action; a dW that cannot block anything runs next, as the only
+    choice."""
     deferred = [tape for tape in state.tapes if tape[2]]
     for tape in deferred:
         if places.pool_of[tape[1]] not in shared:
@@ -128,7 +129,7 @@ def _following(
 
 
 def _free(stage: int, state: _State, places: SlotPlaces, shared: frozenset[int]) -> Iterator[int]:
-    """Yield the free slots of a stage, of those with a pool of their own the first alone."""
+    """Yield the free slots of a stage; of the slots with a pool of their own, only the first."""
     taken = {slot for _, slot, _ in state.tapes}
     alone = False
     for slot in places.slots[stage]:

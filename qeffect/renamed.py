@@ -1,5 +1,5 @@
 """
-Old import names, which go on working for one release with a `DeprecationWarning`.
+Old import names, which keep working for one release with a `DeprecationWarning`.
 
 `install` takes a table of old and new names. A module that is imported by an old name is a
 stand-in: its attributes are those of the new module, the same objects. The tables below are the
@@ -48,8 +48,8 @@ def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) 
     Args:
         package: The package that all names below are relative to.
         modules: New module names by old ones; an empty new name stands for a folder that is gone.
-        names: New ``module.name`` by old ``module.name``, for what is not in the new module of its
-            old module, or has another name there.
+        names: New ``module.name`` by old ``module.name``, for objects that moved to another module
+            than the rest of their old module, or that were renamed.
     """
     if not any(isinstance(f, _Finder) and f.package == package for f in sys.meta_path):
         sys.meta_path.append(_Finder(package, modules, names))
@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder, InspectLoader):
             warnings.warn(self._warning(module.__name__, new), DeprecationWarning, stacklevel=2)
 
     def _warning(self, old: str, new: str) -> str:
-        return f"{old} is now {self.package}.{new}; the old name goes away with the next release"
+        return f"{old} is now {self.package}.{new}; the next release removes the old name"
 
     def _found(self, old: str, name: str) -> Any:
         """The object that a stand-in's attribute is."""

@@ -215,8 +215,8 @@ class StageConfig:
             )
         if self.copies_input and self.receives_input:
             raise ValueError(
-                f"stage {self.stage} has copies_input=True and receives_input=True; its input "
-                "comes one way"
+                f"stage {self.stage} has copies_input=True and receives_input=True; a stage "
+                "gets its input in one way only"
             )
         if self.reports_fills and not self.matrices:
             raise ValueError(

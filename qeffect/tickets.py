@@ -22,6 +22,7 @@ COMMITS = {
     "dI": "commit_dgrad",
     "dW": "commit_wgrad",
     "refresh": "commit_refresh",
+    "evaluation": "commit_evaluation",
     "update": "commit_update",
 }
 ABORTS = {action: name.replace("commit", "abort") for action, name in COMMITS.items()}
@@ -33,11 +34,12 @@ class Ticket:
     What a check reserved; commit or abort redeems it, once.
 
     Args:
-        action: ``F``, ``dI``, ``dW``, ``refresh`` or ``update``.
-        key: Key of the tape; None for a refresh or an update.
-        slot: Slot of the tape, the stage of a refresh, or the epoch that an update ends.
-        serial: Serial of the check that issued the ticket.
-        incarnation: Of the memory that issued it; no other redeems it.
+        action: ``F``, ``dI``, ``dW``, ``refresh``, ``evaluation`` or ``update``.
+        key: Key of the tape; None for a refresh, an evaluation or an update.
+        slot: Slot of the tape, the stage of a refresh or an evaluation, or the epoch that an update
+            ends.
+        serial: Serial number of the check that issued the ticket.
+        incarnation: The incarnation that issued the ticket; no other incarnation redeems it.
         ref: Reference the action consumes; None before a forward's commit.
 
     >>> from qeffect import Contract, StageConfig

@@ -156,8 +156,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "forwarded",
         "cell -> int",
         NEVER,
-        "epoch of the cell's last forward, set by its check; -1 before the first",
-        "check_forward restore",
+        "epoch of the cell's last forward, set by its check; -1 before the first of a walk",
+        "check_forward next_walk restore",
     ),
     # version
     _state(
@@ -206,26 +206,25 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "position",
         "domain -> int",
         0,
-        "F and dI committed in the domain since the weights last changed: the place in the "
-        "declared order",
-        "commit_forward commit_dgrad commit_update restore",
+        "F and dI committed in the domain in this walk: the place in the declared order",
+        "commit_forward commit_dgrad next_walk commit_update restore",
     ),
     _state(
         "order",
         "busy",
         "domain -> ticket",
         0,
-        "ticket of the F, dI or refresh in flight in the domain, or 0",
+        "ticket of the F, dI, refresh or evaluation in flight in the domain, or 0",
         "check_refresh commit_refresh abort_refresh check_forward commit_forward abort_forward "
-        "check_dgrad commit_dgrad abort_dgrad",
+        "check_evaluation commit_evaluation abort_evaluation check_dgrad commit_dgrad abort_dgrad",
     ),
     _state(
         "order",
         "poisoned",
         "domain -> flag",
         0,
-        "1 from a failed F, dI or refresh until the next restore",
-        "abort_refresh abort_forward abort_dgrad restore",
+        "1 from a failed F, dI, refresh or evaluation until the next restore",
+        "abort_refresh abort_forward abort_evaluation abort_dgrad restore",
     ),
     _state(
         "order",
@@ -240,8 +239,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "dgrads",
         "stage -> int",
         0,
-        "dI of the stage committed in this epoch",
-        "commit_dgrad commit_update restore",
+        "dI of the stage committed in this walk",
+        "commit_dgrad next_walk commit_update restore",
     ),
     _state(
         "order",
@@ -265,8 +264,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "bound",
         "cell -> int",
         NEVER,
-        "epoch in which the cell's destination was last bound; -1 before the first",
-        "bind restore",
+        "epoch in which the cell's destination was last bound; -1 before the first of a walk",
+        "bind next_walk restore",
     ),
     _state(
         "arena",
@@ -334,9 +333,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "domain -> int",
         0,
         "replays enqueued on the domain's graph stream: every F, dI and dW, and every refresh "
-        "that succeeded",
-        "commit_refresh commit_forward abort_forward commit_dgrad abort_dgrad commit_wgrad "
-        "abort_wgrad restore",
+        "and evaluation that succeeded",
+        "commit_refresh commit_forward abort_forward commit_evaluation commit_dgrad abort_dgrad "
+        "commit_wgrad abort_wgrad restore",
     ),
     _state(
         "completion",
@@ -344,9 +343,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "domain -> flag",
         0,
         "1 while the host has not seen the domain's device work finish",
-        "reserve commit_refresh abort_refresh commit_forward abort_forward commit_dgrad "
-        "abort_dgrad commit_wgrad abort_wgrad post_receive read drain start_reduction check_update "
-        "commit_update abort_update",
+        "reserve commit_refresh abort_refresh commit_forward abort_forward commit_evaluation "
+        "abort_evaluation commit_dgrad abort_dgrad commit_wgrad abort_wgrad post_receive read "
+        "drain start_reduction start_weights_read check_update commit_update abort_update",
     ),
     _state(
         "completion",
@@ -395,7 +394,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "one -> int",
         NEVER,
         "last epoch in which a call named the stream that reads the gradients; -1 for none",
-        "finalize finish_reduction restore",
+        "finalize finish_reduction finish_weights_read restore",
     ),
     _state(
         "completion",
@@ -403,7 +402,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "one -> caller",
         None,
         "the stream that reads the gradients, as last named; arbitrary before the first",
-        "finalize finish_reduction",
+        "finalize finish_reduction finish_weights_read",
     ),
     _state(
         "completion",
@@ -421,6 +420,23 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "1 from the optimizer's latest update until the graph stream has waited for it, or the "
         "host has seen it finish",
         "join drain check_update commit_update abort_update",
+    ),
+    _state(
+        "completion",
+        "weights_read",
+        "stage -> flag",
+        0,
+        "1 while a stream of its own reads the stage's weights",
+        "start_weights_read finish_weights_read restore",
+    ),
+    _state(
+        "completion",
+        "unseen",
+        "link -> flag",
+        0,
+        "1 from the optimizer's latest update until the link's caller has waited for a graph "
+        "stream that no longer awaits the update",
+        "wait check_update commit_update abort_update restore",
     ),
     # reduction
     _state(
@@ -458,11 +474,19 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
     ),
     _state(
         "epoch",
+        "walk",
+        "one -> int",
+        0,
+        "walks of this epoch that are over; their gradients are in the buffers",
+        "next_walk commit_update restore",
+    ),
+    _state(
+        "epoch",
         "wgrads",
         "stage -> int",
         0,
-        "dW of the stage committed in this epoch",
-        "commit_wgrad commit_update restore",
+        "dW of the stage committed in this walk",
+        "commit_wgrad next_walk commit_update restore",
     ),
     _state(
         "epoch",
@@ -470,15 +494,16 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stage -> int",
         NEVER,
         "last epoch that a failure, or the loss of a weight cache in use, spoiled; -1 for none",
-        "abort_forward abort_dgrad abort_wgrad drop invalidate fail_reduction restore",
+        "abort_forward abort_evaluation abort_dgrad abort_wgrad drop invalidate fail_reduction "
+        "fail restore",
     ),
     _state(
         "epoch",
         "final",
         "stage -> int",
         NEVER,
-        "last epoch in which the stage's gradients were declared whole; -1 for none",
-        "drop finalize fail_reduction restore",
+        "last epoch in which the stage's gradients were declared whole; -1 for none in this walk",
+        "abort_evaluation drop finalize fail_reduction next_walk fail restore",
     ),
     _state(
         "epoch",
@@ -493,8 +518,17 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "half_updated",
         "one -> flag",
         0,
-        "1 from a failed update until the next restore: some weights are updated, others are not",
-        "abort_update restore",
+        "1 from a failed update, or from a late fault of an epoch whose update began, until the "
+        "next restore: some weights are updated and others not, or wrong gradients updated them",
+        "abort_update fail restore",
+    ),
+    _state(
+        "epoch",
+        "evaluating",
+        "stage -> ticket",
+        0,
+        "ticket of the evaluation in flight, or 0",
+        "check_evaluation commit_evaluation abort_evaluation",
     ),
     # persistence
     _state(
@@ -512,7 +546,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "one -> int",
         0,
         "the last ticket issued; it never falls, not even at a restore",
-        "check_refresh check_forward check_dgrad check_wgrad check_update",
+        "check_refresh check_forward check_evaluation check_dgrad check_wgrad check_update",
     ),
 )
 

@@ -1,10 +1,10 @@
 """
 Launches: promises about ranks whose steps are one launch each, decided on their devices.
 
-A host launches a step before it knows whether the device took the update of the step before. It
-keeps its contract one step ahead of what it has read. The columns below are of one attempt; what
-ranks share over attempts is in `spec/ranks.py`. An epoch is counted from the one in which the
-attempt began to launch. ``r`` and ``q`` are any ranks.
+A host launches a step before it knows whether the device took the previous step's update. Its
+contract is one step ahead of the votes that the host has read. The columns below are of one
+attempt; what ranks share over attempts is in `spec/ranks.py`. Epochs are counted from the epoch in
+which the attempt began to launch. ``r`` and ``q`` are any ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAUNCH_STEPS: Final = Register()
 
 @LAUNCH_PROMISES("launches.moved-by-all", r="rank", q="rank")
 def moved_by_all(st: Any, r: Any, q: Any) -> Any:
-    """A device updated its weights only by the yes of every rank's device to that very step."""
+    """A device updates its weights in a step only if every rank's device voted yes to that step."""
     return implies(st.round[r] == st.round[q], st.weights[r] <= st.vote[q])
 
 
@@ -55,19 +55,19 @@ def one_ahead(st: Any, r: Any) -> Any:
 
 @LAUNCH_PROMISES("launches.one-apart", r="rank", q="rank")
 def one_apart(st: Any, r: Any, q: Any) -> Any:
-    """The weights of two ranks are at most one step apart, also after a stop."""
+    """The weights of two ranks are at most one step apart, even after a stop."""
     return implies(st.round[r] == st.round[q], st.weights[r] <= st.weights[q] + 1)
 
 
 @LAUNCH_PROMISES("launches.one-beginning", r="rank", q="rank")
 def one_beginning(st: Any, r: Any, q: Any) -> Any:
-    """Ranks that have rebuilt their connections equally often began again in the same epoch."""
+    """Ranks that have rebuilt their connections equally often restarted in the same epoch."""
     return implies(st.round[r] == st.round[q], st.begin[r] == st.begin[q])
 
 
 @LAUNCH_STEPS("launches.commit-confirmed", "commit_launched")
 def commit_confirmed(st: Any, r: Any) -> Any:
-    """A contract commits a step only if the device took the update of the step before."""
+    """A contract commits a step only if the device took the previous step's update."""
     return st.weights[r] >= st.booked[r]
 
 

@@ -37,7 +37,8 @@ NOBODY: Final = -1
 #: Sorts of the indices and meaning of an entry, by column.
 RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "attempt": (("one",), "attempts to run the job that have begun"),
-    "base": (("one",), "the epoch of the checkpoint that the newest attempt began from"),
+    "base": (("one",), "the epoch that the newest attempt began from"),
+    "again": (("one",), "1 if the newest attempt began in place, not from a checkpoint"),
     "saved": (("one",), "the epoch that the newest whole checkpoint is named after"),
     "saved_life": (("one",), "the attempt that wrote that checkpoint; 0 before the first"),
     "lead": (("one",), "configured: the rank that draws an attempt's name"),
@@ -71,7 +72,10 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "halted": (("attempt",), "1 when the attempt has a cause to end"),
     "cause": (("attempt",), "the rank that is the cause"),
     "cause_lost": (("attempt",), "1 if that rank only lost a connection"),
-    "gone": (("attempt",), "1 if a rank crashed in the attempt"),
+    "gone": (
+        ("attempt",),
+        "1 if a rank crashed in the attempt, ran into a deadline, or was ended by the launcher",
+    ),
     "shard": (("rank",), "the epoch of the weights in the rank's newest part of a checkpoint"),
     "shard_life": (("rank",), "the attempt in which that newest part was written"),
     "kept": (("rank",), "the epoch of the weights in the rank's part of the whole checkpoint"),
@@ -85,6 +89,10 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("rank", "rank", "place"),
         "that slot's generation when the send was posted",
     ),
+    "out_message": (
+        ("rank", "rank", "place"),
+        "the message that was sent: its stage, microbatch and direction as one number",
+    ),
     "taken": (("rank", "rank"), "receives that the first rank posted from the second"),
     "taken_before": (("rank", "rank"), "receives posted before the first rank's current step"),
     "taken_done": (("rank", "rank"), "receives that have ended"),
@@ -96,6 +104,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("rank", "rank", "place"),
         "that slot's generation when the receive was posted",
     ),
+    "into_message": (("rank", "rank", "place"), "the message that is to be received"),
     "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
     "total": (("rank", "rank", "place"), "configured: messages in that many steps"),
 }
@@ -198,6 +207,19 @@ def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
     )
 
 
+@RANK_PROMISES("ranks.messages-in-place", r="rank", q="rank", p="rank", k="place")
+def messages_in_place(st: Any, r: Any, q: Any, p: Any, k: Any) -> Any:
+    """
+    Up to the last step whose update a rank took, every receive of the attempt met the send of the
+    same stage, microbatch and direction.
+    """
+    taken = st.total[q, p, st.epoch[r] - st.base[0]]
+    return implies(
+        (st.life[r] == st.attempt[0]) & (0 <= k) & (k < taken),
+        st.out_message[q, p, k] == st.into_message[p, q, k],
+    )
+
+
 @RANK_PROMISES("ranks.sender-keeps-buffer", r="rank", q="rank", k="place")
 def sender_keeps_buffer(st: Any, r: Any, q: Any, k: Any) -> Any:
     """While a send is under way, its slot is not released."""
@@ -243,6 +265,12 @@ def checkpoint_of_one_attempt(st: Any, r: Any) -> Any:
     return st.kept_life[r] == st.saved_life[0]
 
 
+@RANK_STEPS("ranks.starts-again-in-one-epoch", "start_again")
+def starts_again_in_one_epoch(st: Any, r: Any) -> Any:
+    """Every rank that starts in place has the weights of the epoch that all ranks stopped in."""
+    return st.epoch[r] == st.base[0]
+
+
 @RANK_STEPS("ranks.starts-from-one-checkpoint", "start")
 def starts_from_one_checkpoint(st: Any, r: Any) -> Any:
     """Every rank starts an attempt from the checkpoint that the attempt began from."""
@@ -274,7 +302,10 @@ def stop_is_explained(st: Any, r: Any) -> Any:
 
 @RANK_PROMISES("ranks.cause-before-loss", n="attempt")
 def cause_before_loss(st: Any, n: Any) -> Any:
-    """A rank that only lost a connection is not the cause, unless a rank crashed."""
+    """
+    A rank that only lost a connection is not the cause, unless a rank crashed, ran into a deadline
+    or was ended by the launcher.
+    """
     return implies((st.halted[n] == 1) & (st.cause_lost[n] == 1), st.gone[n] == 1)
 
 

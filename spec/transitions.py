@@ -59,6 +59,20 @@ TRANSITIONS: tuple[Transition, ...] = (
         "abort_forward(slot, ticket)",
         "After F failed: releases the tape, poisons the domain and spoils the epoch.",
     ),
+    _transition(
+        "check_evaluation(stage, link, cached)",
+        "Before a forward that trains nothing: reserves the stage and its domain. `cached` says "
+        "whether it reads the weight cache.",
+    ),
+    _transition(
+        "commit_evaluation(stage, ticket, fill_epoch, updates)",
+        "After an evaluation: nothing of the epoch has changed. `fill_epoch` names the weights "
+        "that it filled the cache from, and `updates` counts how often it updated the scales.",
+    ),
+    _transition(
+        "abort_evaluation(stage, ticket)",
+        "After an evaluation failed: poisons the domain and spoils the epoch.",
+    ),
     _transition("check_dgrad(key, ref, token, link)", "Before dI: reserves tape and domain."),
     _transition(
         "commit_dgrad(slot, ticket, queued, updates, scales)",
@@ -126,6 +140,20 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition("fail_reduction(bucket)", "After a reduction failed: spoils its stages' epoch."),
     _transition(
+        "start_weights_read(stage, link)",
+        "Before a stream of its own reads the stage's weights, as a save or a broadcast does: the "
+        "stream starts behind the link's caller.",
+    ),
+    _transition(
+        "finish_weights_read(stage, link)",
+        "When the caller's stream, which will run the update, waits for that read.",
+    ),
+    _transition(
+        "next_walk(epoch)",
+        "After every stage was finalized and before any reduction: the next walk adds to the same "
+        "gradients, with the same keys.",
+    ),
+    _transition(
         "check_update(epoch, caller)",
         "Before the optimizer's update, on the caller's stream: reserves the weights of every "
         "stage.",
@@ -137,6 +165,12 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "abort_update(epoch, ticket)",
         "After the update failed: the weights are half updated until a restore.",
+    ),
+    _transition(
+        "fail(stage, epoch)",
+        "When a fault of an earlier action is seen late. A fault of the current epoch spoils it; "
+        "after a fault of an epoch that was committed, or whose update is in flight, the weights "
+        "are half updated until a restore.",
     ),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(

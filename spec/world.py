@@ -20,6 +20,7 @@ from attrs import frozen
 __all__ = [
     "DGRAD",
     "DONE",
+    "EVALUATION",
     "FORWARD",
     "NONE",
     "REFRESH",
@@ -37,6 +38,7 @@ DGRAD: Final = 2
 WGRAD: Final = 3
 REFRESH: Final = 4
 UPDATE: Final = 5
+EVALUATION: Final = 6
 #: Progress of a reduction, after ``NONE``.
 RUNNING: Final = 1
 DONE: Final = 2
@@ -83,20 +85,21 @@ WORDS: Final[Mapping[str, Word]] = {
     ),
     **_words(
         "cell",
-        ran_forward="how often the cell's F succeeded since the weights last changed",
-        ran_dgrad="how often the cell's dI succeeded since the weights last changed",
-        ran_wgrad="how often the cell's dW succeeded since the weights last changed",
+        ran_forward="how often the cell's F succeeded in this walk",
+        ran_dgrad="how often the cell's dI succeeded in this walk",
+        ran_wgrad="how often the cell's dW succeeded in this walk",
         covered="the matrices that the cell's latest dW wrote",
-        binds="how often the cell's destination was bound since the weights last changed",
+        binds="how often the cell's destination was bound in this walk",
         bound_to="the destination that was bound last",
-        output_read="1 once a read of the cell's output began since the weights last changed",
+        output_read="1 once a read of the cell's output began in this walk",
         gradient_read="the same of its input gradient",
     ),
     **_words(
         "stage",
-        num_forwards="how many F of the stage succeeded since the weights last changed",
-        num_dgrads="how many dI of the stage succeeded since the weights last changed",
-        num_wgrads="how many dW of the stage succeeded since the weights last changed",
+        num_forwards="how many F of the stage succeeded in this walk",
+        num_dgrads="how many dI of the stage succeeded in this walk",
+        num_wgrads="how many dW of the stage succeeded in this walk",
+        forwards_of_epoch="how many F of the stage succeeded since the weights last changed",
         cached="the version of the weights in the stage's quantized cache; -1 for none",
         fills="how often that cache was filled",
         fill_of_epoch="the fill that the epoch's first F read; -1 before it",
@@ -105,16 +108,20 @@ WORDS: Final[Mapping[str, Word]] = {
         filled_after="the domain's `updates` just before the latest refresh",
         spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
-        finals="how often the stage was finalized since the weights last changed",
+        evaluating="how many evaluations of the stage are in flight",
+        finals="how often the stage was finalized in this walk",
+        weights_reader="the read of the stage's weights on a stream of its own since the weights "
+        "last changed: 0 none, 1 running, 2 done",
+        reader_awaited_by="the link of the stream that waited for the latest such read",
         finalized_by="the link of the stream that finalized the stage last",
     ),
     **_words(
         "domain",
         updates="scaling updates (F and dI that succeeded) since the last restore",
-        updates_of_epoch="scaling updates since the weights last changed",
+        updates_of_walk="scaling updates in this walk",
         rolls="the forwards that have rolled the domain's scales, ever",
-        running="F, dI and refreshes in flight",
-        broken="1 when an F, dI or refresh raised since the last restore",
+        running="F, dI, refreshes and evaluations in flight",
+        broken="1 when an F, dI, refresh or evaluation raised since the last restore",
         touched="1 when scaling state was touched since the weights last changed",
         device="1 while device work may be unfinished",
         updating="1 while the optimizer's update may overlap new work of the graph stream",
@@ -137,11 +144,14 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "link",
         behind="1 while the graph stream has yet to wait for work of the caller",
+        behind_update="1 while the caller's stream may run beside the optimizer's latest update",
         heard="how many of the transfers and copies reported there the graph stream has waited for",
     ),
     **_words(
         "one",
         weights="the number of optimizer updates of the weights",
+        updated_on="the calling stream that the latest optimizer update runs on",
+        walks="the walks over all microbatches that are over since the weights last changed",
         optimizing="how many optimizer updates are in flight",
         half_updated="1 when an update failed half way since the last restore",
         begun="how many reductions were started since the weights last changed",
@@ -154,7 +164,7 @@ WORDS: Final[Mapping[str, Word]] = {
         dead="1 when the work that it named is gone",
         ticket="an arbitrary ticket",
         outstanding="the action that the ticket reserves: 0 none, 1 F, 2 dI, 3 dW, 4 refresh, "
-        "5 update",
+        "5 update, 6 evaluation",
         ticket_slot="the slot that the ticket reserves,",
         ticket_stage="or the stage",
         slot="an arbitrary slot",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import defaultdict
 from pathlib import Path
 
@@ -45,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not selects_devices(config.getoption("markexpr")):
         # What needs no GPU has to pass in the same way where there are some.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell ignores interrupts for what it runs in the background, and every program that a
+        # test starts and interrupts would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     file = config.getoption("record")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(file.absolute(), config), "qeffect record")
@@ -65,15 +70,26 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is marked ``ci`` under ``dev``; keep tests of one long sweep together."""
     for item in items:
-        # `--dist loadgroup` then runs the sweep once. Other distributions ignore the group.
+        # `--dist loadgroup` then runs each part of a sweep once. Other distributions ignore groups.
         if "report" in getattr(item, "fixturenames", ()) and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            callspec = getattr(item, "callspec", None)
+            part = callspec.indices.get("share", 0) if callspec is not None else 0
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{part}"))
+    # What takes longest first, so that no worker begins it when the others end.
+    items.sort(key=_minutes, reverse=True)
     if not profiles.THINNED:
         return
     left = [item for item in items if item.get_closest_marker("ci") is not None]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item.get_closest_marker("ci") is None]
+
+
+def _minutes(item: pytest.Item) -> float:
+    """How long a slow test says that it takes; 0 if it does not say."""
+    mark = item.get_closest_marker("slow")
+    minutes: float = 0 if mark is None else mark.kwargs.get("minutes", 0)
+    return minutes
 
 
 def pytest_collection_finish() -> None:

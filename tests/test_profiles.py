@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = (sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider")
 
 
-def run(*words: str, path: Path | None = None, **variables: str) -> tuple[int, str]:
+#: A shell that ignores interrupts, as for a program in the background, and becomes the program.
+IN_THE_BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+
+
+def run(
+    *words: str, path: Path | None = None, shell: tuple[str, ...] = (), **variables: str
+) -> tuple[int, str]:
     """Run pytest on the suite, with a folder before the import path; its exit code and output."""
     left = {n: v for n, v in os.environ.items() if n not in ("CI", "HYPOTHESIS_PROFILE")}
     paths = [str(p) for p in (path, ROOT) if p is not None]
     done = subprocess.run(
-        [*RUN, *words],
+        [*shell, *RUN, *words],
         cwd=ROOT,
         env=left | variables | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -40,6 +47,20 @@ def run(*words: str, path: Path | None = None, **variables: str) -> tuple[int, s
 def test_this_runs_where_matrices_are_whole() -> None:
     """`dev` leaves it out; the next test counts on it."""
     assert not profiles.THINNED
+
+
+def test_what_a_test_starts_can_be_interrupted() -> None:
+    """A test's program inherits ignored interrupts; the suite's process does not ignore them."""
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+def test_a_suite_in_the_background_can_interrupt_what_it_starts() -> None:
+    """A shell ignores interrupts for what it runs in the background; the suite takes that back."""
+    node = "tests/test_profiles.py::test_what_a_test_starts_can_be_interrupted"
+
+    code, told = run(node, shell=IN_THE_BACKGROUND)
+
+    assert code == 0, told
 
 
 def test_a_run_says_its_profile_and_leaves_a_record(tmp_path: Path) -> None:

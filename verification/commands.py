@@ -57,7 +57,10 @@ class Explore:
             f"{MOST_STATES:,} states and {MOST_KEYS} keys",
         )
         parser.add_argument(
-            "--keys", type=int, metavar="N", help="keys of the slot pool (default: its slots)"
+            "--keys",
+            type=int,
+            metavar="N",
+            help="keys of the slot pool (default: as many as slots)",
         )
         parser.add_argument(
             "--generations", type=int, metavar="N", help="generations per slot (default 3)"
@@ -71,7 +74,7 @@ class Explore:
         parser.add_argument(
             "--symmetry",
             action="store_true",
-            help="one state per orbit: slots and keys are exchangeable",
+            help="count states that differ only in the names of slots or keys as one",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -187,8 +190,8 @@ class Prove:
             "--depth",
             type=int,
             metavar="N",
-            help=f"transitions per bounded proof, at most and by default {DEPTH}; unbounded proofs "
-            "always run",
+            help=f"transitions per bounded proof (default and maximum {DEPTH}); unbounded "
+            "proofs always run",
         )
         parser.add_argument(
             "--cvc5", action="store_true", help="prove with the second solver, cvc5, too"

@@ -61,6 +61,25 @@ COVERED: Final[tuple[Covered, ...]] = (
     Covered("check_forward", "ownership.generation-exhausted", "reserved", _RESERVED),
     Covered("check_forward", "version.wrong-epoch", "reserved", _RESERVED),
     Covered(
+        "bind",
+        "epoch.in-flight",
+        "",
+        "every cell is bound during an update; needed where the arena is left out",
+    ),
+    Covered(
+        "check_refresh",
+        "epoch.in-flight",
+        "",
+        "every F ran before an update; needed where order, which counts those, is left out",
+    ),
+    Covered(
+        "check_evaluation",
+        "epoch.in-flight",
+        "evaluation under way",
+        "an evaluation keeps its domain busy; needed where order, which refuses a busy domain, is "
+        "left out",
+    ),
+    Covered(
         "checkpoint",
         "persistence.mid-epoch",
         "dW without F",

@@ -26,7 +26,15 @@ __all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
 
 #: Transitions that may quantify over a column: they end an epoch, and may cost the pool's size.
 BOUNDARY = frozenset(
-    {"finalize", "check_update", "commit_update", "abort_update", "checkpoint", "restore"}
+    {
+        "finalize",
+        "next_walk",
+        "check_update",
+        "commit_update",
+        "abort_update",
+        "checkpoint",
+        "restore",
+    }
 )
 
 #: What each rule forbids, and the reading that would break.

@@ -1,5 +1,5 @@
 """
-A contract under a schedule of `torch.distributed.pipelining`, for training code of one's own.
+A contract under a schedule of `torch.distributed.pipelining`, for your own training code.
 
 `guard(schedule)` needs neither Transformer Engine nor graphs, and changes no result: the schedule
 runs as before, and a contract checks every action before it runs and commits it afterwards. The
@@ -7,11 +7,11 @@ guard refuses, by clause and on the rank where it happens, what torch does not n
 that is forwarded twice, a weight gradient or a message that is left out, actions in another order
 than the table's. A table that `qeffect check` refuses is refused before the first step.
 
-Where the guard takes hold: `_PipelineScheduleRuntime` walks a table, and asserts some things before
-it computes, so the guard checks each action when the walk reaches it. The methods of the stages
-compute, and the single-stage classes (1F1B, GPipe) call them in loops of their own: there the guard
-checks an action unless the walk has, and commits it. A function registered with
-`register_custom_function` replaces an action and cannot call what torch would have run. Such a
+Where the guard checks: `_PipelineScheduleRuntime` walks a table and has assertions before it
+computes, so the guard checks each action when the walk reaches that action. The stages' methods do
+the computation; the single-stage classes (1F1B, GPipe) call them in their own loops. In these
+methods the guard checks an action that no walk has checked, and commits it. A function registered
+with `register_custom_function` replaces an action and cannot call what torch would have run. Such a
 function therefore cannot guard torch's own actions; a registered function is guarded as the action
 that it replaces.
 
@@ -346,7 +346,8 @@ class GuardedSchedule:
             self._replace(stage, "perform_reduce_grad", perform_reduce_grad)
 
     def _guarded_ops(self, kind: str, index: int, ops: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method that posts messages: post each to the contract unless the walk has."""
+        """Wrap a method that posts messages: report each message to the contract, unless the walk
+        has done so."""
 
         def get_ops(chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             event = (kind, index, chunk_id)
@@ -366,7 +367,8 @@ class GuardedSchedule:
 
     @contextmanager
     def _running(self, event: Event) -> Iterator[None]:
-        """Check a stage's action unless the walk has, and commit it once it has run."""
+        """Check a stage's action, unless the walk has checked it, and commit the action once it has
+        run."""
         if self._idle:
             yield
             return

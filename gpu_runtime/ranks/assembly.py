@@ -62,6 +62,7 @@ def build_worker(
         provisioning=job.provisioning,
         mode=mode,
         amax=job.amax,
+        walks=job.walks,
     )
     worker = Worker(
         member,

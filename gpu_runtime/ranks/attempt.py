@@ -1,11 +1,11 @@
 """
 The name of an attempt: one run of all ranks, from their meeting to the first one's end.
 
-torchrun restarts the workers of its agents in rounds. No worker is told the number of its round,
-and the agents' store outlives all rounds. The count of restarts that an agent tells its workers is
-the agent's own: an agent that restarts because another one lost a worker does not count, and an
-agent that was killed and started again counts from 0 (pytorch/pytorch#135712). Ranks therefore draw
-the name of their attempt and agree on it here.
+torchrun restarts the workers of its agents in rounds. Workers do not learn the number of their
+round, and the agents' store outlives all rounds. The count of restarts that an agent tells its
+workers is the agent's own: an agent that restarts because another one lost a worker does not count,
+and an agent that was killed and started again counts from 0 (pytorch/pytorch#135712). Ranks
+therefore draw the name of their attempt and agree on it here.
 
 Rank 0 draws a name and offers it under the one key that every round writes again. Each other rank
 takes its place under keys that begin with the offered name; the first process to come gets it. Once
@@ -36,7 +36,13 @@ _POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
 _MARGIN_S = 5.0
 
 
-def agree_on_attempt(store: Any, rank: int, world: int, deadline: float) -> str:
+def agree_on_attempt(
+    store: Any,
+    rank: int,
+    world: int,
+    deadline: float,
+    events: list[tuple[str, str]] | None = None,
+) -> str:
     """
     Agree with the other ranks of this attempt on its name, which no other attempt has.
 
@@ -46,11 +52,12 @@ def agree_on_attempt(store: Any, rank: int, world: int, deadline: float) -> str:
         rank: The global rank.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.
+        events: What this rank did is added here, each an event of a rank log and a name.
 
     Raises:
         BackendError: A rank did not come in time, or the store is gone or does not answer.
     """
-    meeting = _Meeting(store, rank, world)
+    meeting = _Meeting(store, rank, world, [] if events is None else events)
     try:
         name = bounded(lambda: meeting.run(deadline), deadline + _MARGIN_S)
     except TimeoutError:
@@ -70,8 +77,8 @@ def agree_on_attempt(store: Any, rank: int, world: int, deadline: float) -> str:
 class _Meeting:
     """One rank's part in the agreement."""
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
-        self.store, self.rank, self.world = store, rank, world
+    def __init__(self, store: Any, rank: int, world: int, events: list[tuple[str, str]]) -> None:
+        self.store, self.rank, self.world, self.events = store, rank, world, events
         self.missing = "rank 0"
         self._seen: set[str] = set()
         self._taken: dict[str, Any] = {}
@@ -82,6 +89,8 @@ class _Meeting:
         look = self._offering() if self.rank == 0 else self._accepting
         while not (name := look()) and time.monotonic() < until:
             time.sleep(max(_POLL_S, self.world * _POLL_A_RANK_S))
+        if name:
+            self.events.append(("connect", name))
         return name
 
     def _offering(self) -> Callable[[], str]:
@@ -89,6 +98,7 @@ class _Meeting:
         name = secrets.token_hex(16)
         places = PrefixStore(f"qeffect/meet/{name}", self.store)
         self.store.set(_OFFER, json.dumps([name, self.world]))
+        self.events.append(("offer", name))
         missing = [*range(1, self.world)]
 
         def look() -> str:
@@ -98,6 +108,7 @@ class _Meeting:
             if missing:
                 return ""
             places.set(_CONFIRMED, "")
+            self.events.append(("confirm", name))
             return name
 
         return look
@@ -111,6 +122,7 @@ class _Meeting:
                 places = PrefixStore(f"qeffect/meet/{name}", self.store)
                 if places.add(str(self.rank), 1) == 1:
                     self._taken[name] = places
+                    self.events.append(("take_seat", name))
         return next((n for n, places in self._taken.items() if places.check([_CONFIRMED])), "")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Transfer",
     "channels_of",
     "first_different_message",
+    "messages_of",
     "transport_of",
 ]
 
@@ -149,13 +152,19 @@ def channels_of(table: Schedule, ranks: Sequence[int]) -> list[ChannelEnds]:
         table: The table.
         ranks: The global rank of each rank of the table.
     """
-    home, found = table.stage_to_rank, set()
+    return sorted(messages_of(table, ranks))
+
+
+def messages_of(table: Schedule, ranks: Sequence[int]) -> Counter[ChannelEnds]:
+    """Return the number of messages of a step, by channel; arguments as for `channels_of`."""
+    home = table.stage_to_rank
+    found: Counter[ChannelEnds] = Counter()
     for atoms in table.atoms:
         for a in atoms:
             if a.kind in SENDS:
                 to = a.stage + (1 if a.kind is Kind.SEND_F else -1)
-                found.add(ChannelEnds(ranks[home[a.stage]], ranks[home[to]]))
-    return sorted(found)
+                found[ChannelEnds(ranks[home[a.stage]], ranks[home[to]])] += 1
+    return found
 
 
 def first_different_message(
@@ -193,6 +202,9 @@ class Channels:
         deadline: Timeout of a host's wait, in seconds.
         tagged: Whether to use tags where they work; without tags, order alone pairs messages, as
             with NCCL.
+
+    Attributes:
+        log: Where posted and ended messages are written; None for nowhere.
     """
 
     def __init__(
@@ -209,6 +221,7 @@ class Channels:
         self.tagged = tagged and host
         self.deadline = datetime.timedelta(seconds=deadline)
         self._channels = {ends: _Channel(ends, group) for ends, group in groups.items()}
+        self.log: RankLog | None = None
         self._under_way: set[Transfer] = set()
         self._endings: list[Abort] = []
 
@@ -276,6 +289,8 @@ class Channels:
         channel = self._channels[ChannelEnds(self.rank, to)]
         transfer = Transfer(None, tensor.contiguous(), message.sent, to)
         self._post(dist.isend, transfer, channel, message.number)
+        if self.log is not None:
+            self.log.posted("post_send", to, message)
         return transfer
 
     def receive(self, into: Tensor, source: int, message: Message) -> Transfer:
@@ -288,6 +303,8 @@ class Channels:
         channel = self._channels[ChannelEnds(source, self.rank)]
         transfer = Transfer(None, into, message.received, source)
         self._post(dist.irecv, transfer, channel, message.number)
+        if self.log is not None:
+            self.log.posted("post_receive", source, message)
         return transfer
 
     def _post(self, begin: Any, transfer: Transfer, channel: _Channel, number: int) -> None:
@@ -322,6 +339,9 @@ class Channels:
         else:
             transfer.work.wait()
         self._under_way.discard(transfer)
+        if self.log is not None:
+            event = "sent" if "SEND" in transfer.action else "received"
+            self.log(event, peer=transfer.peer, action=transfer.action)
 
     # What was posted
 

@@ -246,15 +246,28 @@ class Consent:
         """
         if isinstance(error, StoppedError):
             return error
+        log = None if self.ending else self.channels.log  # a rank stops once
         self.ending = True
         verdict = verdict_of(error, epoch, atom, passed, self.channels.posted(), at)
+        if log is not None:
+            peer = getattr(error, "peer", -1)
+            log("stop", kind=verdict["kind"], peer=peer, in_row=atom is not None)
         verdict["row"] = self.ranks.index(self.rank) if self.rank in self.ranks else None
         said = json.dumps(verdict)
+        said_so = False
         with suppress(RuntimeError, TimeoutError):  # the store may have died with a rank
             bounded(lambda: self.store.set(f"verdict/{self.rank}", said), self.grace)
+            said_so = True
+            if log is not None:
+                log("say")
         self.close()
+        if log is not None and said_so:
+            log("close")
         try:
-            return StoppedError(bounded(lambda: self._decide(epoch), self.grace + _MARGIN_S))
+            cause = bounded(lambda: self._decide(epoch), self.grace + _MARGIN_S)
+            if log is not None:
+                log("end", cause=cause.rank, kind=cause.kind)
+            return StoppedError(cause)
         except (RuntimeError, TimeoutError) as broken:
             text = f"rank {self.rank}, step {epoch}, {verdict['action']}: {verdict['text']}"
             lost = " ".join(str(broken).split())[:80]

@@ -144,7 +144,7 @@ class UpdateGate:
 
     def read(self) -> tuple[DeviceCounts, list[int]]:
         """
-        Read the published results of the next unread step, which the device has finished.
+        Read the published results of the next unread step; the device must have finished that step.
 
         Returns:
             The counts, and per rank: 0 for a yes, 1 for a no or a missing vote, or `UNLIKE`.

@@ -72,11 +72,11 @@ def compare(
 
     Args:
         values: Counters, int64, on the device, as all of these.
-        wanted: Expected counters of the step before; advanced in place.
+        wanted: Expected counters after the previous step; advanced in place.
         factors: Factors of a step.
         terms: Terms that a step adds.
         number: Scalar of int64: the step's number, from 0.
-        word: Scalar of float64: the vote; 0 if a counter differs, else the number plus 1.
+        word: Scalar of float64: the vote; 0 if a counter differs, else `number` plus 1.
     """
     size = values.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
 
     Args:
         values: Counters, int64, on the device.
-        heard: Each rank's vote, float64, on the device; below 0 if the reduced gradients of its
+        heard: Each rank's vote, float64, on the device; negative if the reduced gradients of its
             replica differ from the first replica's.
         skip: Scalar of float32 on the device; 1 if any vote is not this step's yes, else 0.
         ring: Rows of the step's number, its counters, and for each rank 1 if its vote is not this

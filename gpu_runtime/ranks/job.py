@@ -44,7 +44,8 @@ class Job:
         pp: Ranks of the pipeline.
         vpp: Stages per rank; None takes 1 for 1F1B and GPipe, 2 for the others.
         dp: Replicas.
-        microbatches: Microbatches per step and replica.
+        microbatches: Microbatches per step and replica, over all walks.
+        walks: Walks over the table in a step; each takes an equal part of the microbatches.
         layers: Layers per stage.
         history: Entries of an amax history.
         rule: Where dW writes.
@@ -59,6 +60,7 @@ class Job:
     vpp: int | None = None
     dp: int = 1
     microbatches: int = 4
+    walks: int = 1
     layers: int = 1
     history: int = 4
     rule: Rule = "accumulate"
@@ -101,14 +103,20 @@ class Job:
         Raises:
             ScheduleError: torch is missing or refuses the combination, or the file is not a valid
                 table.
+            ValueError: The microbatches cannot be divided into walks of equal length.
         """
+        if self.microbatches % self.walks:
+            raise ValueError(
+                f"microbatches is {self.microbatches} and walks is {self.walks}; expected a "
+                "multiple of walks, since each walk takes an equal part"
+            )
         if not self.cls_name:
             return read_table(self.schedule)
         return torch_schedule(
             self.cls_name,
             pp=self.pp,
             vpp=self.stages_a_rank,
-            microbatches=self.microbatches,
+            microbatches=self.microbatches // self.walks,
             comms=True,
         )
 

@@ -23,6 +23,8 @@ __all__ = ["Limits", "Member", "agree_on", "all_gather", "join", "launcher_ranks
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS, _MOST_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), 999_999_999
+#: How this process met the others; `join` may be called again.
+_MET: list[tuple[str, str]] = []
 _LAUNCH = "start the ranks with torchrun, or unset the variable"
 
 
@@ -56,6 +58,8 @@ class Member:
         local: Its rank on this host.
         device: The device of its tensors.
         store: The key-value store that all ranks reach.
+        met: How this rank met the others: events of a rank log, each with a name; empty if another
+            library made the ranks meet.
     """
 
     rank: int
@@ -63,6 +67,7 @@ class Member:
     local: int
     device: torch.device
     store: Any
+    met: tuple[tuple[str, str], ...] = ()
 
     def synchronize(self) -> None:
         """Wait for the device; a CPU needs no wait."""
@@ -135,7 +140,7 @@ def join(device: str, limits: Limits | None = None) -> Member:
     limits = limits or Limits()
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if not dist.is_initialized():
-        _meet(datetime.timedelta(seconds=limits.start))
+        _MET[:] = _meet(datetime.timedelta(seconds=limits.start))
     rank, world = dist.get_rank(), dist.get_world_size()
     place = torch.device("cpu")
     problem = ""
@@ -150,14 +155,15 @@ def join(device: str, limits: Limits | None = None) -> Member:
             torch.cuda.set_device(place)
             # The consent finds a lost rank; NCCL's watchdog would end the process instead.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    member = Member(rank, world, local, place, dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    member = Member(rank, world, local, place, store, tuple(_MET))
     agree_on(member, problem)
     return member
 
 
-def _meet(timeout: datetime.timedelta) -> None:
+def _meet(timeout: datetime.timedelta) -> list[tuple[str, str]]:
     """
-    Make the group of all ranks, under store keys of this attempt alone.
+    Make the group of all ranks, under store keys of this attempt alone; return how they met.
 
     torchrun's agent keeps one store over all its restarts, and this torch uses the same keys in
     every attempt: a rank would find the addresses of dead peers and the causes of earlier stops.
@@ -174,7 +180,8 @@ def _meet(timeout: datetime.timedelta) -> None:
             f"rank {os.environ['RANK']}: the ranks did not meet at {place} within {limit} "
             f"({first_line(error)})"
         ) from error
-    attempt = agree_on_attempt(store, rank, world, timeout.total_seconds())
+    met: list[tuple[str, str]] = []
+    attempt = agree_on_attempt(store, rank, world, timeout.total_seconds(), met)
     try:
         dist.init_process_group(
             "gloo",
@@ -188,6 +195,7 @@ def _meet(timeout: datetime.timedelta) -> None:
             f"rank {rank}: the {world} ranks did not connect within {limit} ({first_line(error)})"
         ) from error
     atexit.register(leave)
+    return met
 
 
 def leave() -> None:

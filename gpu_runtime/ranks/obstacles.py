@@ -18,13 +18,14 @@ from .worker import Worker
 __all__ = ["first_obstacle", "obstacles", "obstacles_on"]
 
 
-def obstacles_on(device: torch.device, rule: str) -> list[str]:
+def obstacles_on(device: torch.device, rule: str, walks: int = 1) -> list[str]:
     """
     Why no step on a device can be one launch: the obstacles known before its worker is made.
 
     Args:
         device: Where the step runs.
         rule: Where dW writes.
+        walks: Walks over the table in a step.
 
     Returns:
         One sentence per obstacle, which says what to change; empty without obstacles.
@@ -34,6 +35,11 @@ def obstacles_on(device: torch.device, rule: str) -> list[str]:
         found.append(
             "rule is 'copied', which copies gradients outside of the slots' graphs: take "
             "'accumulate' or 'per_microbatch'"
+        )
+    if walks > 1:
+        found.append(
+            f"a step has {walks} walks, each with graphs of its own: take one walk over a table of "
+            "all microbatches"
         )
     if (problem := nesting_obstacle(device)) is not None:
         found.append(problem)
@@ -50,7 +56,7 @@ def obstacles(worker: Worker) -> list[str]:
         )
     if not worker.optimizer.capturable:
         found.append("the update cannot be captured: make the optimizer with capturable=True")
-    return [*found, *obstacles_on(runtime.domain.device, runtime.config.rule)]
+    return [*found, *obstacles_on(runtime.domain.device, runtime.config.rule, runtime.config.walks)]
 
 
 def first_obstacle(member: Member, found: Sequence[str]) -> str:

@@ -108,7 +108,9 @@ class OneLaunch:
             StoppedError: This or the previous step ended on every rank, for one cause.
         """
         if self._left is not None:
-            raise BackendError("launches were left; call resume() first, or step the worker")
+            raise BackendError(
+                "leave() ended the launches; call resume() first, or take the step by Worker.step"
+            )
         if not self._guarded:
             self._first()
         else:
@@ -136,7 +138,7 @@ class OneLaunch:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """An exception raised inside ends the training on every rank, for one cause."""
+        """A context in which an exception ends the training on every rank, for one cause."""
         epoch = self.runtime.epoch
         try:
             with self.worker.stepping(), self.runtime.caller_scope():
@@ -287,7 +289,8 @@ class OneLaunch:
         self._asking = 0
 
     def _quiet(self) -> None:
-        """Wait for the device up to the deadline: it may wait for a rank that has died."""
+        """Wait for the device, but only until the deadline: the device may wait for a rank that has
+        died."""
         done = _event()
         self.runtime.handoff.record(done)
         self._await(done)
@@ -357,7 +360,8 @@ class OneLaunch:
             self.runtime.take_snapshot()
 
     def _weights_moved(self) -> None:
-        """Move the weights' version counters, which reveal stale caches; launches do not."""
+        """Advance the weights' version counters, which reveal stale caches; a launch does not
+        advance them."""
         weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
         torch.autograd.graph.increment_version(weights)
 
@@ -392,7 +396,7 @@ class OneLaunch:
         """
         rebuilt = self.pipeline is not self.worker.pipeline
         if rebuilt or self._left not in (None, self.runtime.epoch):
-            raise BackendError("steps were taken since launches were left; make a new OneLaunch")
+            raise BackendError("steps were taken since leave(); make a new OneLaunch")
         self._left = None
         if self.graph is not None:
             self.pipeline.feed, self.pipeline.launched = self.feed, True

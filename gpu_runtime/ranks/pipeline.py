@@ -149,12 +149,14 @@ class Pipeline:
         self.runtime = runtime
         self.row = row
         self.channels = channels
+        self.log = channels.log
         self.feed = feed
         self.ranks = tuple(ranks)
         self.consent = consent
         self.clipping = clipping or Clipping()
         self.norm: Norm | None = None  # of the last step, if clipping needs it
         self.position = 0
+        self.walk = 0  # of the step under way
         self.launched = False  # whether messages are posted by a graph
         self.passages = self._passages()
         self.program = self._program()
@@ -229,6 +231,9 @@ class Pipeline:
                 recoverable cause no rank has, and every rank calls `Worker.rebuild`.
         """
         epoch, handoff = self.runtime.epoch, self.runtime.handoff
+        log = self.log
+        if log is not None:
+            log("begin_step", epoch=epoch)
         # The walk runs on the graph stream, between the caller's earlier and later work.
         handoff.wait_for_caller()
         try:
@@ -240,8 +245,12 @@ class Pipeline:
                 late = self.runtime.config.counts_late
                 counted = self.runtime.counts_now() if late else self.runtime.device_counts()
                 self.runtime.contract.check_commit(caller="main", counted=counted)
+                if log is not None:
+                    log("finish", epoch=epoch)
                 norm = self._agree(epoch, gradients)
                 self.runtime.update(optimizer, gradients, norm=norm)
+                if log is not None:
+                    log("commit", epoch=epoch)
                 self.norm = norm
         except Exception as error:
             if self.consent is None:
@@ -270,6 +279,8 @@ class Pipeline:
         if self.clipping:
             sums = square_sums(gradients, self.clipping.elsewhere)
             parts = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+        if self.log is not None:
+            self.log("consent", epoch=epoch)
         if self.consent is not None:
             agreed = self.consent.agree(epoch, parts)
         else:
@@ -278,14 +289,31 @@ class Pipeline:
         return None if parts is None else Norm.of(agreed, self.clipping)
 
     def actions(self) -> None:
-        """Every action and message of the row, in the table's order."""
-        key = self.runtime.key
+        """
+        Every action and message of the row, in the table's order, once in each walk of a step.
+
+        Only the last walk reduces gradients.
+        """
+        key, last = self.runtime.key, self.runtime.config.walks - 1
         for (index, m), passage in self.passages.items():
             passage.key = key(index, m)
-        self.position = 0
-        for act, passage, _ in self.program:
-            act(passage)
-            self.position += 1
+        for self.walk in range(last + 1):
+            if self.walk:
+                self.runtime.next_walk()
+            self.position = 0
+            for act, passage, atom in self.program:
+                if atom.kind is not Kind.REDUCE_GRAD or self.walk == last:
+                    act(passage)
+                self.position += 1
+
+    def drawn(self, p: Passage) -> int:
+        """The microbatch's number in the step's data: each walk takes as many as the table has."""
+        return p.microbatch + self.walk * self.row.table.num_microbatches
+
+    def _place(self, p: Passage) -> None:
+        """Tell the rank log, if there is a log, which buffer the next message uses."""
+        if self.log is not None:
+            self.log.place = p.ref.slot, p.ref.generation
 
     def finalize(self) -> Gradients:
         """Whole and reduced gradients of every stage."""
@@ -324,16 +352,17 @@ class Pipeline:
         p.ref = actions.reserve(p.key)
         into = actions.post_receive(p.key, p.ref)[0]
         assert p.source is not None
+        self._place(p)
         p.arriving = self.channels.receive(into, p.source, Message(stage - 1, p.microbatch, False))
 
     def forward(self, p: Passage) -> None:
         """
-        F; before the stage's first F in a step, also the refresh.
+        F; before the stage's first F in a step, in its first walk, also the refresh.
 
         The refresh reads only weights, so it does not wait for the message.
         """
         actions, key, stage = self.runtime.actions, p.key, p.stage
-        if p.opens:
+        if p.opens and not self.walk:
             actions.refresh(stage.index)
         if p.arriving is not None:
             self.channels.wait(p.arriving)
@@ -349,22 +378,23 @@ class Pipeline:
                 actions.performer.fill(actions.input_buffers(key)[1:], self._further(p))
             p.ref = actions.forward(key)
         else:
-            p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, p.microbatch))
+            p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, self.drawn(p)))
         if p.last:
             outputs = actions.outputs(key, p.ref)
-            self.feed.outputs(stage, key.epoch, p.microbatch, outputs)
+            self.feed.outputs(stage, key.epoch, self.drawn(p), outputs)
             actions.finish_outputs(key, p.ref)
 
     def _further(self, p: Passage) -> Sequence[Tensor]:
         """A stage's inputs beside the output of the previous stage."""
         if len(p.stage.inputs) == 1:
             return ()
-        return self.feed.inputs(p.stage, p.key.epoch, p.microbatch)
+        return self.feed.inputs(p.stage, p.key.epoch, self.drawn(p))
 
     def send_output(self, p: Passage) -> None:
         """SEND_F: reads the output, until `await_output`."""
         (output,) = self.runtime.actions.outputs(p.key, p.ref)
         assert p.target is not None
+        self._place(p)
         p.leaving = self.channels.send(
             output, p.target, Message(p.stage.index, p.microbatch, False)
         )
@@ -382,6 +412,7 @@ class Pipeline:
         """RECV_B, into the buffer that dI reads."""
         into = self.runtime.actions.post_receive(p.key, p.ref, gradient=True)[0]
         assert p.target is not None
+        self._place(p)
         p.arriving_gradient = self.channels.receive(
             into, p.target, Message(p.stage.index + 1, p.microbatch, True)
         )
@@ -398,7 +429,7 @@ class Pipeline:
             actions.dgrad(key, ref, actions.dgrads(reader.key, reader.ref))
             actions.finish_dgrads(reader.key, reader.ref)
         elif p.last:
-            actions.dgrad(key, ref, self.feed.output_gradients(p.stage, key.epoch, p.microbatch))
+            actions.dgrad(key, ref, self.feed.output_gradients(p.stage, key.epoch, self.drawn(p)))
         else:
             actions.dgrad(key, ref)
 
@@ -406,6 +437,7 @@ class Pipeline:
         """SEND_B: reads the input gradient, until `await_gradient`."""
         (gradient,) = self.runtime.actions.dgrads(p.key, p.ref)
         assert p.source is not None
+        self._place(p)
         p.leaving_gradient = self.channels.send(
             gradient, p.source, Message(p.stage.index, p.microbatch, True)
         )
@@ -441,6 +473,6 @@ def _require_boundaries(stage: StageBackend, *, first: bool, last: bool) -> None
         )
     if first and flows:
         raise BackendError(
-            f"{where} is the first stage, but has input gradients, which nothing reads; "
-            "make it with first=True, or its backend's counterpart"
+            f"{where} is the first stage, but has input gradients, which nothing reads; make it "
+            "with first=True, or what its backend has instead"
         )

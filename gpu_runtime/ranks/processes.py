@@ -1,5 +1,5 @@
 """
-What the commands that run in every rank share: meeting, one speaker, and the exit code of a stop.
+Shared by commands that run in every rank: joining, printing on one rank, exit codes of a stop.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def process_count() -> int | None:
 
 def report_once(run: Callable[[], Outcome]) -> Outcome:
     """
-    Run a command in this rank, and let one rank print what all found.
+    Run a command in this rank; one rank prints the result of all.
 
     Rank 0 prints; rank 1 does if rank 0 is the rank that was lost.
 

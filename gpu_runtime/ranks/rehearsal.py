@@ -83,7 +83,7 @@ class _EndedReduction:
 
 class RehearsalPerformer:
     """
-    Performs nothing: the graph of the step does.
+    Performs nothing: the step's graph performs the actions.
 
     Args:
         record: The effects of each action, recorded at the captures.
@@ -125,19 +125,19 @@ class Rehearsal:
     """
     Every transition of a step, through a pipeline's own actions, without device work.
 
-    An event log takes a step that is committed as one in one line. With another observer every step
-    is rehearsed, so that the observer sees each action; nothing is recorded.
+    An event log records a step that is committed in one call as one line. With another observer
+    every step is rehearsed, so that the observer sees each action; nothing is recorded.
 
     Args:
         pipeline: The pipeline; its runtime's contract is asked and told.
         record: The effects of each action, recorded at the captures.
 
     Attributes:
-        as_one: Whether the latest step was checked as one, and must be committed as one.
-        steps: Number of steps rehearsed, and of steps checked as one.
+        as_one: Whether the latest step was checked in one call, and must be committed in one call.
+        steps: Number of steps rehearsed, and of steps checked in one call.
         recurs: The recurring step, if two consecutive steps were the same; else None.
-        difference: Why the latest step that had to be rehearsed could not be checked as one;
-            empty before any.
+        difference: Why the latest rehearsed step could not be checked in one call; empty before the
+            first rehearsal.
     """
 
     def __init__(self, pipeline: Pipeline, record: CaptureRecord) -> None:
@@ -155,7 +155,7 @@ class Rehearsal:
 
     def run(self) -> None:
         """
-        Ask the contract everything that the step asks, up to its commit.
+        Ask the contract for every check of the step, up to its commit.
 
         Raises:
             Refused: What the guarded step would raise.

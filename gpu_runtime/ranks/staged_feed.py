@@ -46,7 +46,7 @@ class StagedFeed:
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Keep the last stage's first output; a rehearsal has no outputs."""
+        """Keep the last stage's first output; in a rehearsal there are no outputs."""
         if not self.rehearsing:
             held = self.losses.setdefault(microbatch, torch.empty_like(outputs[0]))
             held.copy_(outputs[0])
@@ -96,8 +96,8 @@ class StagedFeed:
             if [*map(_form, found)] != [*map(_form, held)]:
                 raise BackendError(
                     f"stage {index}, {what} of microbatch {m} in step {step}: expected "
-                    f"{_described(held)}, found {_described(found)}; every launch takes "
-                    "the same forms as the captured step"
+                    f"{_described(held)}, found {_described(found)}; every launch must be given "
+                    "the shapes, dtypes and devices of the captured step"
                 )
 
 

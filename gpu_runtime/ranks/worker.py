@@ -8,8 +8,10 @@ import datetime
 import itertools
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import attrs
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.destination_registry import DestinationRegistry
+from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import Kind, Schedule
 
 from ..backends.protocol import BackendError, StageBackend, matrices, parameters
@@ -26,7 +29,14 @@ from ..step.clipping import Clipping, Norm
 from ..step.memory.digests import digests
 from ..step.optimizer import Optimizer
 from ..step.plan.rows import Row, walked
-from .channels import Channels, LostError, channels_of, end_group, transport_of
+from .channels import (
+    Channels,
+    LostError,
+    channels_of,
+    end_group,
+    messages_of,
+    transport_of,
+)
 from .consent import Consent, StoppedError, TerminatedError, wait_for
 from .job import require_meeting
 from .membership import Limits, Member, agree_on, all_gather
@@ -43,13 +53,12 @@ _WORKERS = itertools.count()
 
 class Worker:
     """
-    One rank's pipeline, its messages and the consent of all ranks, rebuilt after a stop.
-
-    Every rank makes one, with the same table.
+    One rank's pipeline, its messages and the consent of all ranks, rebuilt after a stop. Every rank
+    makes a worker, with the same table.
 
     Args:
         member: This process.
-        schedule: The table with messages; every rank checks it and refuses it alike.
+        schedule: The table with messages; every rank checks it, with the same result.
         pp: Ranks of one pipeline; the number of ranks is a multiple of it.
         build: Builds the stages of this rank from their indices.
         feed: Builds the data of a replica from its index.
@@ -57,6 +66,10 @@ class Worker:
         limits: Timeouts in seconds.
         optimizer: Builds the optimizer over the stages.
         event_log: Where this rank's event log goes, as for `Runtime`.
+        rank_log: Where this rank's rank log goes (`qeffect.log.rank_log`): a path, True for
+            memory, False for nowhere. By default the log lies beside an event log that has a path,
+            under the path's name with the attempt's name and ``ranks.jsonl``. Mode ``one launch``
+            writes no rank log.
         tagged: Whether messages carry tags, on a transport that has tags.
         pipeline: The class of pipeline; a subclass may record.
         clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
@@ -92,6 +105,7 @@ class Worker:
         limits: Limits | None = None,
         optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
         event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+        rank_log: str | os.PathLike[str] | bool | None = None,
         tagged: bool = True,
         pipeline: type[Pipeline] = Pipeline,
         clip_norm: float | None = None,
@@ -113,8 +127,8 @@ class Worker:
         table = walked(schedule, config.provisioning)
         if table.num_ranks != pp:
             raise BackendError(
-                f"{schedule.source} is for {table.num_ranks} ranks, this pipeline has {pp}; give "
-                "the table of as many ranks"
+                f"{schedule.source} is for {table.num_ranks} ranks, this pipeline has {pp}; "
+                f"give a table of {pp} ranks"
             )
         if member.world % pp:
             raise BackendError(
@@ -152,10 +166,38 @@ class Worker:
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
         self._stepping = False
+        self.rank_log = self._rank_log(event_log, rank_log)
         self.pipeline = self._connect()
 
+    def _rank_log(self, event_log: Any, rank_log: Any) -> RankLog | None:
+        """Begin the rank log, with how the ranks met."""
+        member = self.member
+        attempt = next((name for event, name in member.met if event == "connect"), None)
+        if rank_log is None and isinstance(event_log, str | os.PathLike):
+            rank_log = Path(event_log).with_suffix(f".{(attempt or 'attempt')[:8]}.ranks.jsonl")
+        launches = self.runtime.config.mode == "one launch"
+        if rank_log is None or rank_log is False or launches:
+            return None
+        sent: Counter[tuple[int, int]] = Counter()
+        for first in range(0, member.world, self.pp):
+            ranks = [first + place for place in range(self.pp)]
+            for ends, count in messages_of(self.table, ranks).items():
+                sent[ends] += count * self.runtime.config.walks
+        log = RankLog(
+            None if rank_log is True else rank_log,
+            rank=member.rank,
+            world=member.world,
+            attempt=attempt,
+            worker=self.name,
+            epoch=self.runtime.epoch,
+            channels=[[*ends, count] for ends, count in sorted(sent.items())],
+        )
+        for event, name in member.met:
+            log(event, name=name)
+        return log
+
     def _require_one_end(self, amax: str) -> None:
-        """Refuse ranks whose options for the end of a step differ."""
+        """Require that all ranks have the same options for the end of a step."""
         names = "clip_norm", "skip_nonfinite", "mean", "together", "amax"
         clipping = self.clipping.max_norm, self.clipping.skip_nonfinite
         own = (*clipping, self.mean, self.together, amax)
@@ -250,7 +292,7 @@ class Worker:
                     )
 
     def _reducer(self) -> Reducers | Replicas | None:
-        """Make what sums over replicas and copies; every rank makes every group."""
+        """Make the reducer over replicas and copies; every rank makes every group."""
         member, pp = self.member, self.pp
         replicas = None
         if member.world > pp:
@@ -290,6 +332,7 @@ class Worker:
         channels = Channels.open(
             self.every, device=member.device, deadline=limits.message, tagged=self.tagged
         )
+        channels.log = self.rank_log
         group = None
         if member.world > 1:
             group = dist.new_group(
@@ -402,11 +445,13 @@ class Worker:
                 attrs.evolve(
                     stopped.cause,
                     recoverable=False,
-                    text=f"{stopped.cause.text}; rank 0 begins again at {said[0]}, rank {odd[0]} "
-                    f"at {said[odd[0]]}",
+                    text=f"{stopped.cause.text}; the ranks cannot rebuild together: rank 0 "
+                    f"would begin at {said[0]}, rank {odd[0]} at {said[odd[0]]}",
                 )
             )
         (restore or self.runtime.rebuild)()
+        if self.rank_log is not None:
+            self.rank_log("rebuilt", epoch=self.runtime.epoch)
         self.runtime.reducer = self._reduces = self._reducer()
         self.pipeline = self._connect()
 
@@ -441,6 +486,8 @@ class Worker:
         group, self.consent.group = self.consent.group, None
         if group is not None:
             end_group(group, abort=False)
+        if self.rank_log is not None:
+            self.rank_log.close()
 
 
 def _worded(error: Exception) -> str:

@@ -72,7 +72,7 @@ class Assembly:
         if tuple(sorted(self.stages)) != order.stages:
             raise BackendError(
                 f"the order runs stages {list(order.stages)}, this process has "
-                f"{sorted(self.stages)}; build the stages of the rank whose row it is"
+                f"{sorted(self.stages)}; build the stages of the order's rank"
             )
         self.tied = TiedWeights.of(stages, config.tied)
         self._require_shareable()
@@ -90,7 +90,7 @@ class Assembly:
         plan = (
             plan_slots(order, config.provisioning, feeds=config.feeds) if row is None else row.slots
         )
-        self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers)
+        self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers, walks=config.walks)
 
     def warm(self, handoff: Handoff) -> None:
         """Warm up every stage on the graph stream; the numerical state is restored."""

@@ -95,6 +95,41 @@ class EpochRuntime(RuntimeParts):
             self.handoff.record_tail()
         self.actions._leave(link)
 
+    def next_walk(self, *, caller: Hashable = "main") -> int:
+        """
+        End a walk over the order, and begin the next one of the same epoch: gradients accumulate.
+
+        Every microbatch of the order has run. No stage is refreshed again, and no reduction may
+        have started. Nothing is updated; the last walk of the epoch ends with `finish`.
+
+        Args:
+            caller: Name of the calling stream, the same for every walk and for `finalize`.
+
+        Returns:
+            How many walks of the epoch are over: 1 after the first.
+
+        Raises:
+            BackendError: The configuration allows no further walk.
+            Refused: An action is missing, work is live, the epoch is spoiled, or a reduction has
+                started.
+        """
+        walk = self.contract.memory.walk[0]
+        if walk + 1 >= self.config.walks:
+            raise BackendError(
+                f"walk {walk + 2} of epoch {self.epoch} begins, but the runtime was made for "
+                f"{self.config.walks}; make it with RuntimeConfig(walks={walk + 2}) or end the "
+                "epoch with finish()"
+            )
+        link = self.actions._enter(caller)
+        for index in self.memories:
+            if index not in self._final:
+                self.contract.finalize(index, link)
+                self._final.add(index)
+        over = self.contract.next_walk()
+        self._final.clear()
+        self.actions._leave(link)
+        return over
+
     def finalize(self, *, caller: Hashable = "main") -> Gradients:
         """
         Declare every stage's gradients whole, sum them, and reduce the remaining buckets.
@@ -216,6 +251,52 @@ class EpochRuntime(RuntimeParts):
             counted = self.device_counts()
             assert counted is not None
             self.contract.present_counts(counted)
+
+    def fail(self, stage: int, epoch: int | None = None) -> None:
+        """
+        Record a fault that was seen late, such as an asynchronous error of the device.
+
+        A fault of the current epoch spoils it: `rebuild` restarts that epoch. After a fault of an
+        epoch that was committed, no action or checkpoint is accepted before a `restore`.
+
+        Args:
+            stage: The stage whose action failed.
+            epoch: The epoch of that action; by default the current one.
+
+        Raises:
+            Refused: ``epoch.not-begun``: the epoch is still to come.
+            TypeError, ValueError: No stage has that number, or the epoch is not a natural number.
+        """
+        self.contract.fail(stage, epoch)
+
+    def start_weights_read(self, stage: int, *, caller: Hashable = "main") -> None:
+        """
+        Record that a stream of its own begins to read a stage's weights, as a broadcast does.
+
+        The stream must start behind the caller's. No update begins before `finish_weights_read`.
+
+        Args:
+            stage: The stage whose weights are read.
+            caller: Name of the calling stream.
+
+        Raises:
+            Refused: The weights have a reader already, the caller has not waited for the latest
+                update, or the weights are half updated.
+        """
+        self.contract.start_weights_read(stage, self.actions.links[caller])
+
+    def finish_weights_read(self, stage: int, *, caller: Hashable = "main") -> None:
+        """
+        Record that the calling stream waits for the read of a stage's weights.
+
+        Args:
+            stage: The stage.
+            caller: Name of the calling stream, the same as for `finalize` and `update`.
+
+        Raises:
+            Refused: Nothing reads the weights, or another stream reads the gradients.
+        """
+        self.contract.finish_weights_read(stage, self.actions.links[caller])
 
     def counts_now(self) -> dict[Hashable, DeviceCounts] | None:
         """

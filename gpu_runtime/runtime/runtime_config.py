@@ -120,6 +120,9 @@ class RuntimeConfig:
             refuses at the next `finalize` or `checkpoint`. The default is ``next step`` in mode
             ``one launch``, which accepts no other value, and None otherwise.
         rule: Where dW writes.
+        walks: The most walks over the order in an epoch, at least 1. With more than one, gradients
+            accumulate over the walks, which `Runtime.next_walk` separates; needs the rule
+            ``accumulate``, and a mode other than ``one launch``.
         dtype: Type of the destinations; needs master weights if the parameters have another type.
         provisioning: How slots are counted.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
@@ -147,7 +150,8 @@ class RuntimeConfig:
             `qeffect.gpu_runtime.ranks.replicas`.
 
     Raises:
-        BackendError: `mode` or `counts` has an unknown value, or they do not fit each other.
+        BackendError: `mode`, `counts` or `walks` has an unknown value, or they do not fit each
+            other or the rule.
     """
 
     mode: Mode = "eager"
@@ -157,6 +161,7 @@ class RuntimeConfig:
         )
     )
     rule: Rule = "accumulate"
+    walks: int = 1
     dtype: torch.dtype = torch.bfloat16
     provisioning: Provisioning = "live"
     readers: bool = False
@@ -183,6 +188,21 @@ class RuntimeConfig:
             raise BackendError(
                 f"counts is {self.counts!r}; mode 'one launch' needs 'next step', which is its "
                 "default: leave counts out"
+            )
+        if type(self.walks) is not int or self.walks < 1:
+            raise BackendError(
+                f"walks is {shown(self.walks)}; expected a positive integer, the most walks over "
+                "the order in an epoch"
+            )
+        if self.walks > 1 and self.rule != "accumulate":
+            raise BackendError(
+                f"walks is {self.walks} and rule is {self.rule!r}: only the rule 'accumulate' adds "
+                "the gradients of several walks in the order of their dW; set rule='accumulate'"
+            )
+        if self.walks > 1 and self.mode == "one launch":
+            raise BackendError(
+                f"walks is {self.walks}: a step of several walks cannot be one launch; set "
+                "mode='replays', or one walk over an order of all microbatches"
             )
 
     @property

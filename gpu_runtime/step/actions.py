@@ -28,6 +28,7 @@ from qeffect.relations.constants import RESERVED
 from ..backends.protocol import BackendError
 from .eager import StageMemory
 from .effects import UNREPORTED, Effects
+from .evaluation import evaluated
 from .memory.slots import Slot
 from .performer import Performer
 from .plan.slots import WgradVariant
@@ -45,18 +46,20 @@ class _Place:
         variant: What the microbatch's dW does.
         opens: Whether its dW overwrites the destinations that its stage shares with another
             stage; None if the stage shares none.
+        later: What its dW does in later walks of an epoch; None if an epoch has one walk.
     """
 
     memory: StageMemory
     index: int | None
     variant: WgradVariant | None
     opens: bool | None = None
+    later: WgradVariant | None = None
 
 
 #: Why no action may run after an update that failed half way.
 HALF_UPDATED: Final = (
-    "an update of the weights failed half way: some weights may be updated and others not; load a "
-    "checkpoint into a fresh runtime"
+    "an update of the weights failed half way, or used gradients of a fault that was seen late: "
+    "some weights may be wrong; load a checkpoint into a fresh runtime"
 )
 
 
@@ -79,16 +82,20 @@ class GuardedActions:
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
-    _half_updated: list[int] = attrs.field(init=False)  # the contract's column: each action looks
+    # The contract's columns: each action looks.
+    _half_updated: list[int] = attrs.field(init=False)
+    _walk: list[int] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._half_updated = self.contract.memory.half_updated
+        self._walk = self.contract.memory.walk
         self._versioned = "version" in self.contract.transitions.relations
         for stage, memory in self.memories.items():
             self._slots.update((slot.index, slot) for slot in memory.table)
             for m, (index, variant) in enumerate(zip(memory.slot_of, memory.variants, strict=True)):
                 opens = not variant.accumulate and not variant.joins if memory.shared else None
-                self._places[stage, m, 0, 0] = _Place(memory, index, variant, opens)
+                later = memory.later_variants[m] if memory.later_variants else None
+                self._places[stage, m, 0, 0] = _Place(memory, index, variant, opens, later)
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
@@ -293,6 +300,49 @@ class GuardedActions:
             handoff.cross_back(back)
         contract.wait(link)
 
+    def evaluate(
+        self, stage: int, inputs: Sequence[Tensor], *, caller: Hashable = "main"
+    ) -> tuple[Tensor, ...]:
+        """
+        Run a stage's forward without training on it, between any two actions of the step.
+
+        The backend runs eagerly in memory of its own, in mode ``replays`` too. What the forward
+        moves of scaling state and weight cache is put back.
+
+        Args:
+            stage: Index of the stage.
+            inputs: Its inputs, with the shapes and types of a microbatch.
+            caller: Name of the calling stream.
+
+        Returns:
+            The outputs, detached.
+
+        Raises:
+            Refused: A clause of version, order, completion or epoch, for example
+                `version.refresh-interrupted` between a refresh and the stage's first F; after the
+                forward has run, `order.scaling-updates` if scaling state was not put back.
+            BackendError: The inputs do not match what the stage takes; nothing was changed.
+        """
+        memory = self._memory(stage)
+        memory.table.inputs.check(inputs)
+        contract, handoff, link = self.contract, self.performer.handoff, self.links[caller]
+        cached = contract.memory.cache_epoch[stage] == contract.epoch or not self._versioned
+        back = handoff.cross()
+        try:
+            contract.enter(link)
+            ticket = contract.check_evaluation(stage, link, cached=cached)
+            try:
+                outputs, effects = evaluated(memory, self.memories.values(), inputs, cached=cached)
+                handoff.record_tail()
+            except BaseException:
+                self._abort(ticket, None)
+                raise
+            self._commit(ticket, None, (), effects)
+        finally:
+            handoff.cross_back(back)
+        contract.wait(link)
+        return outputs
+
     def bind(self, key: TapeKey) -> None:
         """
         Bind a key's gradient destinations; must precede its dI.
@@ -317,8 +367,10 @@ class GuardedActions:
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
             place = self._known(key)
-        memory, variant = place.memory, place.variant
-        assert variant is not None  # a known key has a slot and a variant
+        memory, variant, opens = place.memory, place.variant, place.opens
+        if self._walk[0]:
+            variant, opens = place.later, None if opens is None else False
+        assert variant is not None  # a known key has a slot and a variant for each walk
         arena, microbatch = memory.arena, key.microbatch
         contract, performer = self.contract, self.performer
         handoff, executor = performer.handoff, performer.executor
@@ -331,7 +383,7 @@ class GuardedActions:
                 ref,
                 destination=arena.present(microbatch),
                 first=not variant.accumulate,
-                first_of_tied=place.opens,
+                first_of_tied=opens,
                 link=link,
             )
             slot = self._slots[ticket.slot]

@@ -36,6 +36,7 @@ class StageMemory:
         arena: Its matrix-gradient destinations.
         slot_of: Index in the process's pool of the slot that each microbatch uses.
         variants: What the dW of each microbatch does.
+        later_variants: The same in later walks of an epoch; empty if an epoch has one walk.
         reports: What its backend reports about its actions.
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
         all_units: Names of its units, in the order in which dI queues them.
@@ -50,6 +51,7 @@ class StageMemory:
     variants: Sequence[WgradVariant]
     reports: StageReports = attrs.field(factory=StageReports)
     shared: frozenset[str] = frozenset()
+    later_variants: Sequence[WgradVariant] = ()
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)
     all_matrices: tuple[str, ...] = attrs.field(init=False)
@@ -112,14 +114,16 @@ class StageMemory:
             shared: Units whose destination another stage also writes.
         """
         microbatches = range(plan.order.num_microbatches)
+        variants = tuple(plan.variant(stage.index, m, arena.rule) for m in microbatches)
         return cls(
             stage,
             SlotTable(stage, first, plan.num_slots[stage.index]),
             arena,
             tuple(first + plan.slot_of[stage.index, m] for m in microbatches),
-            tuple(plan.variant(stage.index, m, arena.rule) for m in microbatches),
+            variants,
             reports or StageReports(),
             shared,
+            tuple(variant.adding() for variant in variants) if plan.walks > 1 else (),
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ class StageReports:
 
     source: Reports = attrs.field(factory=Reports)
     _start: int = 0
+    _skipped: list[tuple[int, int]] = attrs.field(factory=list)
 
     @classmethod
     def of(cls, stage: StageBackend, relations: Collection[str], *, captured: bool) -> StageReports:
@@ -71,11 +72,17 @@ class StageReports:
         """Count from here, as the kernel does after a restore, and forget earlier fills."""
         self.take_filled()
         self._start = self.updates()
+        self._skipped.clear()
 
     def pass_over(self, before: int) -> None:
         """Ignore work since the count was `before`: it was outside the kernel's actions."""
         self.take_filled()
         self._start += self.updates() - before
+
+    def skip(self, before: int) -> None:
+        """Ignore work since the count was `before`, while tapes refer to earlier counts."""
+        if ran := self.updates() - before:
+            self._skipped.append((before, ran))
 
     def take_filled(self) -> tuple[str, ...] | None:
         """The matrices whose cache was filled since the last call; None if not reported."""
@@ -93,4 +100,4 @@ class StageReports:
         """The kernel's token at the F whose scales were used; None if not reported."""
         if self.source.tape_scales != "carried" or scales is None:
             return None
-        return scales - self._start
+        return scales - self._start - sum(ran for at, ran in self._skipped if at < scales)

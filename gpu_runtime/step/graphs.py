@@ -277,7 +277,8 @@ def warm_up(memory: StageMemory, report: CaptureReport) -> None:
     """
     eager = EagerExecutor()
     slot = next(iter(memory.table))
-    kinds = list({variant.accumulate: variant for variant in memory.variants}.values())
+    each = [*memory.variants, *memory.later_variants]
+    kinds = list({variant.accumulate: variant for variant in each}.values())
     with report.phase("warmup refresh"):
         eager.refresh(memory)
     with report.phase("warmup F"):

@@ -17,7 +17,7 @@ from qeffect.schedule.actions import ScheduleError
 from ..backends.dynamic_head import library
 from ..backends.protocol import BackendError
 from ..ranks.membership import Member, agree_on, all_gather
-from ..runtime import mode_on
+from ..runtime import RuntimeConfig, mode_on
 from .balance import measure_times, slowest
 from .checkpoint import Checkpoints
 from .checkpoint.files import manifest, read_facts
@@ -62,6 +62,7 @@ def job_of(config: Config) -> LanguageJob:
             vpp=parallel.vpp or None,
             dp=parallel.dp,
             microbatches=parallel.microbatches,
+            walks=parallel.walks,
             history=model.history,
             rule=parallel.rule,  # type: ignore[arg-type]
             provisioning=parallel.provisioning,  # type: ignore[arg-type]
@@ -83,7 +84,8 @@ def job_of(config: Config) -> LanguageJob:
             skip_nonfinite=config.optimizer.skip_nonfinite,
         )
         job.table()
-    except (ScheduleError, ValueError) as error:
+        RuntimeConfig(rule=job.rule, walks=job.walks)
+    except (ScheduleError, BackendError, ValueError) as error:
         raise UnusableError(f"{source}: [parallel] {error}") from None
     cut = _cut(config, job.num_stages)
     return attrs.evolve(job, cut=cut, loader=_loader(config, config.data.train, "train"))

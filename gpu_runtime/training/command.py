@@ -1,7 +1,7 @@
 """
 ``qeffect runtime train CONFIG.toml``: a language model over the guarded pipeline.
 
-Under torchrun with as many processes as the file says, or by itself where that is one.
+torchrun starts as many processes as the file needs; a run of one process needs no torchrun.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train; refused where a bit differs or the contract was not kept.
+    Train; the outcome is refused if a bit differs or the contract was not kept.
 
-    Rank 0 speaks; the others end with the same exit code: 1 for a violation, 2 where the run could
-    not be made or was ended from outside (`stopped_outcome`), 0 also where the loss is no longer
-    finite, which is said, and where a checkpoint has no step left to train.
+    Rank 0 prints; all ranks end with the same exit code: 1 for a violation, 2 if the run could not
+    be made or was ended from outside (`stopped_outcome`), otherwise 0. The exit code is also 0 if
+    the loss is no longer finite, which the output notes, and if the checkpoint leaves no step to
+    train.
 
     Raises:
         UnusableError: The run cannot be made by these processes; the same on every rank.
@@ -90,7 +91,7 @@ class JoinedRun:
     A training run that every rank has joined, before its first step.
 
     Args:
-        config: The run, its cut measured where the file asks for that.
+        config: The run; its cut is measured if the file asks for that.
         data: The model and its data.
         member: This process.
         what: The run in one line.
@@ -118,7 +119,7 @@ def carry_out(
         args: The options of the command: its file, `--out` and `--commit`.
         config: The run.
         train: Trains, once all ranks have met.
-        how: What the report says that was done.
+        how: What was done, in the words of the report.
         deterministic: Ask the libraries for deterministic kernels, also if the file does not.
         resume: Whether the run continues from a checkpoint.
 
@@ -154,15 +155,15 @@ def carry_out(
 
 def require_processes(config: Config, job: LanguageJob, how: str) -> None:
     """
-    Require as many processes as a job takes; one that takes one may be started by itself.
+    Require as many processes as a job takes; a job of one process needs no torchrun.
 
     Args:
         config: The run.
         job: Its mapping.
-        how: The command and its file, as they are typed.
+        how: The command and its file, as a user types them.
 
     Raises:
-        UnusableError: There are others.
+        UnusableError: Another number of processes was started.
     """
     started, source = process_count(), config.source
     if started is None and job.world > 1:
@@ -209,7 +210,7 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool) -> Outcome:
 
 
 def launch_lines(record: Mapping[str, Any]) -> list[str]:
-    """A line where launches were asked for: how many there were, or why there were none."""
+    """A line, if launches were asked for: how many steps were launches, or why none was."""
     if record["guarded_replays"]:
         return [f"  guarded replays, not one launch per step: {record['guarded_replays']}"]
     return (
@@ -222,7 +223,7 @@ def loss_line(losses: Sequence[float]) -> str:
 
 
 def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
-    """A line where the loss was not finite; a report has null for it."""
+    """A line, if the loss was not finite; a report has null for such a loss."""
     odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
     return (
         [f"  NOT FINITE: the loss of {counted(len(odd), 'step')}, step {odd[0]} first"]
@@ -246,7 +247,7 @@ def _count(config: Config) -> int:
 
 
 def _alone() -> None:
-    """The environment of a job of one process, which torchrun need not start."""
+    """The environment of a job of one process that was started without torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -262,7 +263,7 @@ def _alone() -> None:
 def _write(
     path: Path, commit: str | None, how: str, config: Config, job: LanguageJob, outcome: Outcome
 ) -> None:
-    """The report of a run that came to its end, whatever it found."""
+    """The report of a run that reached its end, with or without violations."""
     data = outcome.data
     run = {
         "how": how,

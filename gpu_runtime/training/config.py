@@ -57,9 +57,9 @@ class Model:
         seed: Seed of the initial parameters.
         history: Entries of each amax history.
         tied: Whether the token embedding and the head are one weight. A tied weight does not decay.
-        head: The product of the head: `te` is the FP8 product of the layers, with delayed scaling
-            (the reference backend has one with the same rules); `torchao` is TorchAO's
-            `Float8Linear`, with dynamic scaling.
+        head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
+            layers of either backend; `torchao` takes TorchAO's `Float8Linear`, with dynamic
+            scaling.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -84,11 +84,14 @@ class Parallel:
         pp: Ranks of the pipeline.
         vpp: Stages per rank; 0 takes 1 for 1F1B and GPipe, 2 for other schedules.
         dp: Replicas of the pipeline (data parallelism).
-        microbatches: Microbatches per step and replica.
+        microbatches: Microbatches per step and replica, over all walks.
+        walks: Walks over the schedule in a step. With 2, each walk takes half of the microbatches,
+            and gradients accumulate over both before the update. More than one needs
+            `rule = "accumulate"`, and no step is one launch.
         batch: Windows per microbatch.
-        cut: How layers are divided into stages. `even` gives stages equally many, up to one
-            layer; `balanced` uses the two costs below; `measured` uses times; a list gives the
-            layers of each stage.
+        cut: How layers are divided into stages. `even` gives every stage the same number of layers,
+            or one more; `balanced` uses the two costs below; `measured` uses times; a list gives
+            the number of layers of each stage.
         embedding_cost: Cost of the embedding relative to a layer, for `cut = "balanced"`; refused
             with another cut.
         head_cost: Cost of the head relative to a layer, for `cut = "balanced"`; refused with
@@ -106,10 +109,10 @@ class Parallel:
             end of the step.
         provisioning: How many slots a stage has: `live`, as many as tapes are live at once;
             `static`, one for each microbatch.
-        mode: How a step runs. `replays` replays one CUDA graph per action, `one launch` takes a
-            step as one graph whose update the device gates, `eager` uses no graphs. A CPU always
-            runs eager. If no step can be one launch, it runs as replays, and the log says why. The
-            older flags `captured` and `one_launch` are accepted in its place.
+        mode: How a step runs. `replays` replays one CUDA graph per action; `one launch` runs a
+            whole step as one graph, in which the devices decide whether to update; `eager` uses no
+            graphs. A CPU always runs eager. If no step can be one launch, steps run as replays, and
+            the log says why. The older flags `captured` and `one_launch` are accepted instead.
         amax: Which amax the scales come from: that of each `replica`, or the largest of all
             `replicas`, which then share their scaling state.
     """
@@ -119,6 +122,7 @@ class Parallel:
     vpp: int = whole(0, 0, unit="stages")
     dp: int = whole(1, unit="replicas", resume=_REPLICAS)
     microbatches: int = whole(4, unit="microbatches")
+    walks: int = whole(1, unit="walks")
     batch: int = whole(1, unit="windows")
     cut: Any = cut()  # noqa: RUF009 - a field of attrs
     embedding_cost: float = number(0.0, unit="layers")
@@ -187,16 +191,16 @@ class Run:
     Args:
         steps: Optimizer steps of the whole run, those before a resume included.
         device: Device of every rank.
-        backend: Implementation of the layers; `auto` takes `reference` on a CPU and `transformer-
-            engine` on a GPU.
+        backend: Implementation of the layers; on a CPU `auto` takes `reference`, on a GPU
+            `transformer-engine`.
         log: File for the log, in JSON lines; steps are counted from 0. Empty for no log.
         log_every: Steps between two collections of the losses; each step still has its own line.
         evaluate_every: Steps between two evaluations; 0 evaluates only after the last step.
         evaluate_windows: Held-out windows per evaluation.
         tensorboard: Folder for TensorBoard; empty for none.
         event_logs: Folder for the event log of each rank; empty for none.
-        deterministic: Whether libraries may only choose kernels that give the same bits each time.
-            Without it a run that resumes ends with other bits than a run that never stopped.
+        deterministic: Whether libraries may only use CUDA kernels that give the same bits each
+            time. If not, a run that resumes may end with other bits than a run that never stopped.
             `--compare` always asks for such kernels.
         retries: How often in a row a stopped step is started again, if all ranks survived the stop.
         start_s: Timeout for all ranks to meet.
@@ -228,8 +232,9 @@ class Checkpointing:
         every: Steps between two checkpoints; 0 saves only after the last step.
         keep: Checkpoints that stay; the oldest is removed once a newer one is whole.
         asynchronous: Whether the files of a checkpoint are written during the next steps.
-        replicas: Which saved scaling state a replica loads if the checkpoint has another number N
-            of replicas: `same` refuses it, `modulo` loads that of replica r modulo N.
+        replicas: What happens if the checkpoint has another number N of replicas, each with its own
+            scaling state: `same` refuses it; with `modulo`, replica r loads the state of replica r
+            modulo N.
     """
 
     folder: str = text("", unit="path", resume="names the folder to resume from")

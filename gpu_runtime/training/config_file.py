@@ -138,8 +138,8 @@ def _with_mode(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if given.get("one_launch") and not given.get("captured", True):
         raise UnusableError(
-            f"{path}: [parallel] one_launch: expected captured = true beside it, as the step's "
-            "graph is made of those that are replayed, found captured = false; write mode instead"
+            f"{path}: [parallel] one_launch: expected captured = true beside it, because one "
+            "launch is made of captured graphs, found captured = false; write mode instead"
         )
     new = translated(given)
     warnings.warn(

@@ -138,7 +138,7 @@ def cut(**known: Any) -> Any:
         return value in ("even", "balanced", "measured")
 
     expected = "'even', 'balanced', 'measured', or a list of layers a stage"
-    allowed = f"`even`, `balanced`, `measured`, or a list of 1 to {SIZE:,} layers for each stage"
+    allowed = f"`even`, `balanced`, `measured`, or a list of each stage's layers, 1 to {SIZE:,}"
     return _field("even", "string or list of integers", expected, allowed, fits, **known)
 
 

@@ -1,9 +1,9 @@
 """
 The steps of a training run: guarded replays, or one launch each if asked for and possible.
 
-A launch still runs when `StepRunner.step` returns. The device copies its losses and its norm to the
-host after it, and the host reads them one step later, when the devices of all ranks have confirmed
-it: no host waits for a step that it has just launched.
+A launch still runs when `StepRunner.step` returns. After the launch the device copies the step's
+losses and norm to the host. The host reads them one step later, when the devices of all ranks have
+confirmed the step. So no host waits for a step that it has just launched.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
         wanted: The mode that is configured.
 
     Returns:
-        The mode, and why no step can be one launch; empty if each can, or if none is to be.
+        The mode, and why no step can be one launch; empty if steps can be launches, or if another
+        mode is wanted.
     """
     why = ""
     if wanted == "one launch":
-        why = first_obstacle(member, obstacles_on(member.device, job.rule))
+        why = first_obstacle(member, obstacles_on(member.device, job.rule, job.walks))
         if not why:
             return wanted, ""
         wanted = "replays"
@@ -65,15 +66,16 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
 
 class StepRunner:
     """
-    Runs the steps of one rank; every rank makes one, and calls the same.
+    Runs the steps of one rank. Every rank makes a runner and calls the same methods in the same
+    order.
 
     Args:
-        worker: The rank's worker, over `Batches`, at the epoch that it begins at. In mode
-            ``one launch`` its steps are launches, if every rank's can be.
-        why: Why they are not, if that is known already (`mode_of`).
+        worker: The rank's worker, with a feed of `Batches`, at the epoch at which the run begins.
+            In mode ``one launch`` its steps are launches, if every rank's steps can be.
+        why: Why the steps are not launches, if `mode_of` has already found a reason.
 
     Attributes:
-        launches: How many of the steps whose results were read were launches.
+        launches: Number of launches among the steps whose results were read.
         replays: Why steps are guarded replays though launches were asked for; empty otherwise.
     """
 
@@ -98,7 +100,8 @@ class StepRunner:
         One optimizer step; with launches the first is guarded, the second captured.
 
         Raises:
-            StoppedError: All ranks stopped it, or with launches the step before, for one cause.
+            StoppedError: All ranks stopped this step, or with launches the previous step, for one
+                cause.
         """
         epoch, whole = self.worker.runtime.epoch, self.whole
         if whole is None:
@@ -117,7 +120,7 @@ class StepRunner:
 
     @property
     def known(self) -> int:
-        """How many steps, from the first on, the host knows to have succeeded on all ranks."""
+        """Number of steps, from the first on, that are known to have succeeded on all ranks."""
         ahead = 0 if self.whole is None else self.whole.ahead
         return self.worker.runtime.epoch - ahead
 
@@ -142,7 +145,7 @@ class StepRunner:
 
     def leave(self) -> None:
         """
-        Wait until every step is known; the worker is then free for work between two steps.
+        Wait until every step is known to have succeeded; the worker is then free for other work.
 
         Raises:
             StoppedError: All ranks stopped the last step, for one cause.
@@ -153,7 +156,7 @@ class StepRunner:
 
     def all_gather(self, own: Sequence[float]) -> list[list[float]]:
         """
-        Gather equally many numbers of every rank between two steps, by rank.
+        Gather the same count of numbers from every rank between two steps; return them by rank.
 
         Raises:
             StoppedError: A rank has stopped in the current launch.
@@ -167,7 +170,7 @@ class StepRunner:
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
-        Restart after a stop, at the runtime's epoch; with launches that may be one epoch less.
+        Restart after a stop, at the runtime's epoch; with launches, possibly one epoch earlier.
 
         Raises:
             StoppedError: Not every rank survived: relaunch, and resume from a checkpoint.
@@ -184,7 +187,7 @@ class StepRunner:
         Continue with guarded replays if a rank could not capture the step.
 
         Returns:
-            Whether that was the cause of the stop; otherwise nothing was done.
+            Whether a failed capture was the cause of the stop; if not, nothing was done.
         """
         whole = self.whole
         if whole is None or not capture_failed(whole, stopped):
@@ -205,15 +208,15 @@ class StepRunner:
 @attrs.frozen
 class _PendingResults:
     """
-    Copies on the host of a step's results, complete once an event has happened.
+    Copies of a step's results in host memory, complete once an event has happened.
 
     Args:
-        groups: What is copied, each group scalars of one dtype: losses by microbatch; and of a
-            launch whose norm is checked the norm, and its factor with whether the update was
+        groups: The copied scalars, grouped by dtype: the losses by microbatch. For a launch whose
+            norm is checked, also the norm, the gradients' factor, and whether the update was
             skipped.
         held: The copies.
         done: The event.
-        norm: The norm of a guarded step, which the host has already.
+        norm: The norm of a guarded step, which the host already has.
         launched: Whether the step was a launch.
     """
 
@@ -230,7 +233,8 @@ class _PendingResults:
 
     @classmethod
     def of_launch(cls, losses: Mapping[int, Tensor], norm: DeviceNorm | None) -> _PendingResults:
-        """Likewise of a launch; the current stream is after this launch, not after the next."""
+        """Queue the copies of a launch; the current stream must be after this launch, and before
+        the next."""
         looked = [] if norm is None else [[norm.total], [norm.factor, norm.skip]]
         return cls._of([_in_order(losses), *looked], None, launched=True)
 

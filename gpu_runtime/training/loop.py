@@ -38,7 +38,7 @@ _DESTINATIONS: Final = DestinationRegistry()
 
 class Trainer:
     """
-    One rank of a training run; every rank makes one and calls the same.
+    One rank of a training run. Every rank makes a trainer and calls the same methods.
 
     Args:
         member: This process.
@@ -96,7 +96,8 @@ class Trainer:
         self._stopped_at = -1
 
     def _checkpoints(self, *, resume: bool) -> tuple[Checkpoints | None, Path | None]:
-        """Return the folder of checkpoints and the newest one; None without a folder, or one."""
+        """Return the folder of checkpoints and the newest checkpoint; None for either that is
+        missing."""
         given = self.config.checkpoint
         where = f"{self.config.source}: [checkpoint] folder"
         if not given.folder:
@@ -120,7 +121,7 @@ class Trainer:
         return made, newest
 
     def _must(self) -> dict[str, Any]:
-        """What must be equal in the run that saved and the run that loads."""
+        """The facts that must be equal in the saving run and the loading run."""
         model = attrs.asdict(self.config.model)
         del model["seed"]
         return {"model": model, "master": self.job.master}
@@ -148,7 +149,7 @@ class Trainer:
                 self.log.note(f"since {path.name}: {one}")
 
     def _configuration(self) -> dict[str, Any]:
-        """The tables of this run, with the steps of its learning rate that are in force."""
+        """The tables of this run, with the number of decay steps that is in force."""
         tables = self.config.record()
         tables["optimizer"]["decay_steps"] = self.job.rate.steps
         return tables
@@ -281,7 +282,8 @@ class Trainer:
 
     def _known(self, taken: int) -> None:
         """
-        Log the steps whose results are known; wait for all of them before anything but a step.
+        Log the steps whose results are known. If anything but a step follows, first wait for all
+        results.
 
         Args:
             taken: Steps taken so far.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..action_blocks import Dgrad, Forward, Refresh, Update, Wgrad
+from ..action_blocks import Dgrad, Evaluation, Forward, Refresh, Update, Wgrad
 from ..keys import TapeKey, TapeRef
 from .checks import Checks
 from .epochs import EpochCalls
@@ -21,6 +21,14 @@ class Blocks(Checks, EpochCalls, Redemption):
     def refresh(self, stage: int, link: int = 0) -> Refresh:
         """Guard a refresh of a stage's weight cache: ``with contract.refresh(stage): ...``."""
         return Refresh(self, stage, link)
+
+    def evaluation(self, stage: int, **options: Any) -> Evaluation:
+        """
+        Guard a forward that trains nothing: ``with contract.evaluation(stage) as e: ...``.
+
+        The options are those of `check_evaluation`.
+        """
+        return Evaluation(self, stage, options)
 
     def forward(self, key: TapeKey, **options: Any) -> Forward:
         """Guard F: ``with contract.forward(key) as f: ...``, then ``f.ref``."""

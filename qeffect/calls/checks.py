@@ -53,6 +53,37 @@ class Checks(ContractParts):
         serial = self._runner.run("check_refresh", stage, link)
         return issue("refresh", None, stage, serial, self.memory.incarnation[0], None)
 
+    @exclusive_call
+    def check_evaluation(self, stage: int, link: int = 0, cached: bool = True) -> Ticket:
+        """
+        Reserve a stage's domain for an evaluation: a forward that trains nothing.
+
+        An evaluation owes no dI and no dW, has no key and no slot, and updates neither scaling
+        state nor the weight cache; it runs in memory of its own. It is accepted between any two
+        actions of an epoch, except between a refresh and the stage's first F.
+
+        Args:
+            stage: Stage whose weights are read.
+            link: Link of the calling stream.
+            cached: Whether the evaluation reads the stage's quantized weight cache, which must
+                then be current. False if it quantizes the weights itself.
+
+        Raises:
+            Refused: A clause of version, order, completion or epoch.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.commit(contract.check_evaluation(0, cached=False))
+        >>> contract.check_evaluation(0)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: version.stale-cache in check_evaluation: found ...
+        """
+        self._arguments.stage("check_evaluation", stage)
+        self._arguments.link("check_evaluation", link)
+        serial = self._runner.run("check_evaluation", stage, link, 1 if cached else 0)
+        return issue("evaluation", None, stage, serial, self.memory.incarnation[0], None)
+
     def check_forward(
         self,
         key: TapeKey,

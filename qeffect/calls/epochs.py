@@ -82,6 +82,66 @@ class EpochCalls(ContractParts):
         self._epochs.fail_reduction(bucket)
 
     @exclusive_call
+    def fail(self, stage: int, epoch: int | None = None) -> None:
+        """
+        Record a fault that was seen late, after its action was committed.
+
+        Call it for an asynchronous device error, or for a digest that is compared after the tape is
+        gone. A fault of the current epoch spoils it: the epoch can no longer commit. If the update
+        of the epoch has begun, or was committed, the weights were made with wrong gradients. They
+        then count as half updated: only a `restore` goes on.
+
+        Args:
+            stage: The stage whose action failed.
+            epoch: The epoch of that action; by default the current one.
+
+        Raises:
+            Refused: ``epoch.not-begun``.
+            TypeError, ValueError: No stage has that number, or the epoch is not a natural number.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], epoch=3)
+        >>> contract.fail(0, epoch=2)
+        >>> contract.half_updated
+        True
+        >>> contract.checkpoint()
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: persistence.half-updated in checkpoint: found ...
+        """
+        self._epochs.fail(stage, epoch)
+
+    @exclusive_call
+    def next_walk(self, epoch: int | None = None) -> int:
+        """
+        Begin another walk over all microbatches in the same epoch: gradients accumulate.
+
+        Call it after every stage was finalized, in place of the reductions and the update. The same
+        keys run again and are bound again; each dW then adds to the gradients of the walks before.
+        Weights, caches and scaling state stay as they are. The walk before `commit_epoch` is the
+        last one of the epoch.
+
+        Args:
+            epoch: The epoch under way; by default the current one.
+
+        Returns:
+            How many walks of the epoch are over: 1 after the first.
+
+        Raises:
+            Refused: Work is live, a stage is not final, a reduction of the epoch has started, or an
+                update is in flight or failed.
+            TypeError, ValueError: The epoch is not an ``int``.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.next_walk()
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: epoch.not-final in next_walk: found ...
+        """
+        return self._epochs.next_walk(epoch)
+
+    @exclusive_call
     def check_commit(
         self,
         epoch: int | None = None,
@@ -113,8 +173,8 @@ class EpochCalls(ContractParts):
         ...
         qeffect.refusals.Refused: epoch.not-final in check_update: found ...
         """
-        updater = self._streams.caller("commit_epoch", caller)
-        self._epochs.ask("commit_epoch", epoch, updater)
+        updater = self._streams.caller("check_commit", caller)
+        self._epochs.ask("check_commit", epoch, updater)
         if not guards_alone:
             self._require_counts(counted, now=True)
 
@@ -130,7 +190,7 @@ class EpochCalls(ContractParts):
         Reserve the weights of every stage for the optimizer's update.
 
         `commit` the ticket after the update was enqueued on the caller's stream; `abort` it if the
-        update failed. After an abort the weights are half updated: only a `restore` goes on.
+        update failed. After an abort the weights are half updated: only a `restore` is accepted.
         Between check and commit no action, checkpoint or restore is accepted.
 
         Args:

@@ -5,7 +5,7 @@ Commit and abort: the calls that redeem a ticket after its action succeeded or f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from ..arguments import UNUSABLE
 from ..evidence import (
@@ -25,6 +25,11 @@ from ..tickets import ABORTS, COMMITS, Fills, Ticket
 from .queries import Queries
 
 __all__ = ["Redemption"]
+
+
+#: Actions that no device counts, and actions without a slot.
+_UNCOUNTED: Final = ("evaluation", "update")
+_SLOTLESS: Final = ("refresh", "evaluation", "update")
 
 
 class Redemption(Queries):
@@ -53,7 +58,7 @@ class Redemption(Queries):
             filled: For a refresh, or an F that refreshes: by matrix, the weight epoch that its
                 cache was filled from (`StageConfig.reports_fills`). None if nothing was filled or
                 the backend cannot say.
-            updates: For F and dI, how often the domain's scaling state was updated
+            updates: For F, dI and an evaluation, how often the domain's scaling state was updated
                 (`StageConfig.reports_updates`).
             scales: For dI, the token at which the F ran whose scales dI used
                 (`StageConfig.tape_scales`).
@@ -120,7 +125,14 @@ class Redemption(Queries):
                     if filled is not None and st.reports_fills[slot] != 0:
                         names, of = sorted_fills(filled, self._epochs.current)
                     self._commit_refresh(st, slot, serial, names, of)
+                elif action == "evaluation":
+                    if filled is not None and st.reports_fills[slot] != 0:
+                        names, of = sorted_fills(filled, self._epochs.current)
+                    moved = NEVER if updates is None else readable_count(updates)
+                    self.transitions.commit_evaluation(st, slot, serial, of, moved)
                 elif action == "update":
+                    if slot.__class__ is not int or serial.__class__ is not int:
+                        raise TypeError(slot)  # an equal float would become the weight epoch
                     self.transitions.commit_update(st, slot, serial)
                     if self._counted is not None:
                         self._counted.committed()
@@ -140,7 +152,7 @@ class Redemption(Queries):
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
             if self._heard:
-                if self._counted is not None and action != "update":
+                if self._counted is not None and action not in _UNCOUNTED:
                     self._counted.ran(action, slot)
                 if self._observer is not None:
                     counts = readable_count(updates), readable_count(scales)
@@ -155,9 +167,9 @@ class Redemption(Queries):
         """
         Redeem a ticket after its physical action failed.
 
-        The tape is dropped and the epoch spoiled: it can no longer commit. A failed F, dI or
-        refresh also poisons the state domain, whose scaling state may be half updated (paper,
-        IV-E). A failed update leaves the weights half updated; only a `restore` goes on.
+        The tape is dropped and the epoch spoiled: it can no longer commit. A failed F, dI, refresh
+        or evaluation also poisons the state domain, whose scaling state may be half updated (paper,
+        IV-E). A failed update leaves the weights half updated; then only a `restore` is accepted.
 
         Raises:
             Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket``,
@@ -177,6 +189,8 @@ class Redemption(Queries):
     def _abort(self, ticket: Ticket) -> None:
         try:
             name, slot = ABORTS[ticket.action], ticket.slot
+            if slot.__class__ is not int or ticket.serial.__class__ is not int:
+                raise TypeError(slot)
             if slot < 0 or ticket.incarnation != self.memory.incarnation[0]:
                 raise IndexError(slot)
             self.transitions.functions[name](self.memory, slot, ticket.serial)
@@ -184,7 +198,7 @@ class Redemption(Queries):
             raise explain(refused, name, self.memory, (slot, ticket.serial)) from None
         except UNUSABLE:
             raise self._arguments.ticket("abort", ticket, self.incarnation) from None
-        if ticket.action not in ("refresh", "update"):
+        if ticket.action not in _SLOTLESS:
             self._pool.reclaim(slot)
         if self._observer is not None:
             self._observer(name, (slot, ticket.serial), None)

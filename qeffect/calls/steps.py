@@ -1,5 +1,5 @@
 """
-Calls about a whole optimizer step that recurs: recorded once, then committed as one.
+Calls about a whole optimizer step that recurs: recorded once, then committed in one call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["StepCalls"]
 
 
 class StepCalls(Queries):
-    """Record a step; later compare it with the state and commit it as one."""
+    """Record a step; later compare it with the state and commit it in one call."""
 
     def step_state(self) -> StepState:
         """The contract's state as far as a step may change it."""
@@ -72,9 +72,9 @@ class StepCalls(Queries):
 
         Returns:
             None if every transition would be accepted, with the recorded slots. Otherwise a
-            difference; its clause is the one by which the first refused transition is refused. It
-            names none for another incarnation, an observer that does not keep the step, or counts
-            compared at the commit.
+            difference, with the clause of the first refused transition. The clause is empty if the
+            incarnation has changed, the observer does not keep the step, or counts are compared at
+            the commit.
 
         Raises:
             TypeError, ValueError: The argument is not a recorded step, or not of this contract.

@@ -59,7 +59,7 @@ class StreamCalls(ContractParts):
             self._entered = False
 
     def wait(self, link: int = 0) -> None:
-        """Record that the caller waits for all replays so far on the graph stream."""
+        """Record that the caller waits for all replays enqueued on the graph stream so far."""
         if self._entered:
             raise ConcurrentCallError("wait")
         self._entered = True

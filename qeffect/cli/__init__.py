@@ -139,7 +139,7 @@ def _main(given: list[str], as_json: bool, interrupts: Interrupts) -> int:
 
 
 def _ending(given: list[str]) -> Outcome | str | None:
-    """Return what a command found, why its input is unusable, or None where it is interrupted."""
+    """Return a command's outcome; a message if its input is unusable; None if interrupted."""
     try:
         args = parser().parse_args(_attached(given))
         outcome: Outcome = args.run(args, Progress(enabled=not args.quiet))
@@ -189,7 +189,7 @@ def _text(outcome: Outcome, as_json: bool) -> str:
 
 
 def _print(text: str) -> OSError | None:
-    """Print to standard output, all of it; return why it was not taken, None where it was."""
+    """Print a whole text to standard output; return why that failed, or None if it succeeded."""
     try:
         if sys.stdout is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -203,7 +203,7 @@ def _print(text: str) -> OSError | None:
 
 
 def _complain(line: str) -> None:
-    """Print one line to standard error, where there is one."""
+    """Print one line to standard error, if the process has one."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(f"qeffect: {line}", file=sys.stderr, flush=True)

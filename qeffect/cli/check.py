@@ -120,7 +120,7 @@ def _extent(schedule: Schedule) -> str:
 
 
 def _channels(verdict: Verdict) -> list[str]:
-    """Say which way to share queues is assumed, and what each makes of the table."""
+    """List the assumed way to share queues, and the check's answer for every way."""
     if not verdict.channels:
         return []
     transport = verdict.transport
@@ -144,7 +144,7 @@ def _channels(verdict: Verdict) -> list[str]:
 
 
 def _blocking(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Say how many tables can deadlock under rendezvous semantics, by what shares a queue."""
+    """Count the tables that can deadlock under rendezvous semantics, by how queues are shared."""
     asked = [row for row in rows if row["channels"]]
     if not asked:
         return
@@ -192,7 +192,7 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
-    """Hand over to the layer above: the machine needs Hypothesis."""
+    """Call the verification layer, whose random schedules need Hypothesis."""
     if args.random < 1:
         raise UnusableError(f"--random must be at least 1, not {args.random}")
     refuse_unused(

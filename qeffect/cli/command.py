@@ -56,10 +56,11 @@ def _tuple(lines: Iterable[str]) -> tuple[str, ...]:
 @frozen
 class Outcome:
     """
-    What a command found.
+    The outcome of a command.
 
     Args:
-        verdict: ``accepted``, ``refused``, or ``unusable`` where nothing can be done here.
+        verdict: ``accepted``, ``refused``, or ``unusable`` if the command cannot work on this
+            machine.
         data: The JSON object, without the verdict.
         text: Lines for a person.
     """
@@ -137,12 +138,12 @@ def refuse_unused(
     args: argparse.Namespace, options: Iterable[str], why: str, *, wants: str | None = None
 ) -> None:
     """
-    Refuse options that were given and that the rest of the command line makes meaningless.
+    Refuse given options that have no effect with the rest of the command line.
 
     Args:
         args: The parsed arguments; an option that was not given is None or False.
-        options: As they are typed.
-        why: Why they do not apply.
+        options: The options as a user types them.
+        why: Why they have no effect.
         wants: What to add so that they do, if anything.
 
     Raises:
@@ -182,7 +183,7 @@ def _middle_out(value: str) -> str:
 
 def needs(extra: str, load: Callable[[], Any]) -> Any:
     """
-    Import what an optional extra brings.
+    Import a module that an optional extra installs.
 
     Raises:
         UnusableError: It is not installed; the message says how to get it.

@@ -35,8 +35,8 @@ class Interrupts:
     Ends this process on SIGINT; for a program that owns its process.
 
     Args:
-        say: Says on standard error, and on standard output where the command wants that, that the
-            process was interrupted. Called once, from another thread.
+        say: Reports the interruption on standard error and, if the command wants it, on standard
+            output. Called once, from another thread.
     """
 
     def __init__(self, say: Callable[[], object]) -> None:
@@ -122,7 +122,7 @@ def _keep_blocked() -> None:
 
 
 def _silence() -> None:
-    """Lead standard error nowhere: what libraries say while they unwind is of no use."""
+    """Discard standard error: messages of libraries that unwind do not help the user."""
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
     with suppress(OSError):

@@ -1,5 +1,5 @@
 """
-The parser of the command line: complaints of one line, and help that keeps names whole.
+The parser of the command line: errors of one line, and help that keeps names whole.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Help(argparse.HelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     """
-    An argument parser whose complaints are one line and exit with 2.
+    An argument parser whose errors are one line, with exit code 2.
 
-    Options are typed whole: half of one would be another option as soon as a longer one is added.
-    An empty value is refused for every option, since a shell makes one of a variable that is unset.
+    Options cannot be abbreviated: an abbreviation could name another option once a longer one is
+    added. An empty value is refused for every option, since an unset shell variable gives one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if isinstance(action, argparse._SubParsersAction):
-            return arg_string  # the words of a command, which its own parser reads
+            return arg_string  # a subcommand's arguments, which its own parser reads
         if not arg_string:
             raise argparse.ArgumentError(action, "expected a value, found an empty one")
         kind: Any = action.type
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def missing_commands(names: Iterable[str]) -> dict[str, str]:
-    """Say why commands are missing where QEffect is only on the path, by name."""
+    """Return, by name, why commands are missing if QEffect is on the path but not installed."""
     root = Path(__file__).resolve().parents[2]
     return {
         name: f"the command {name} is missing because QEffect is not installed here, only on the "

@@ -1,6 +1,6 @@
 """
-``qeffect plan``: what a schedule needs in tapes, slots, graphs and gradient memory, and how long a
-step of it takes when its actions take what they are said to take.
+``qeffect plan``: the tapes, slots, graphs and gradient memory that a schedule needs, and the time
+of its step, computed from given times of its actions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Plan:
         times.add_argument(
             "--svg", type=Path, metavar="F", help="SVG file of the simulated step's timeline"
         )
-        times.add_argument("--trace", type=Path, metavar="F", help="JSON file of its Chrome trace")
+        times.add_argument(
+            "--trace", type=Path, metavar="F", help="JSON file of the simulated step's Chrome trace"
+        )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Plan and report."""
@@ -134,7 +136,7 @@ def _time(args: argparse.Namespace, schedule: Schedule, transport: Transport) ->
 
 
 def _times(timed: StepTime) -> Iterator[str]:
-    """A step's time, each rank's share of it, and what it is made of."""
+    """Lines for a step's time, each rank's share of it, and its critical path."""
     step, bound, unit = float(timed.time), float(timed.bound), timed.unit
     over = f", {step / bound:.3f} times that" if bound else ""
     yield f"step time {step:.4g} {unit}; the busiest rank computes for {bound:.4g} {unit}{over}"
@@ -169,7 +171,7 @@ def _where(span: Span) -> str:
 
 
 def _layers(args: argparse.Namespace) -> Layers | None:
-    """Return the layers, and refuse a bad value also where nothing would use it."""
+    """Return the layers; refuse a bad value even if nothing would use it."""
     for option in ("hidden", "ffn", "layers"):
         size = getattr(args, option)
         if size is not None and size > _MOST:

@@ -247,7 +247,7 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
 
 def lines(data: Mapping[str, Any]) -> list[str]:
     """
-    Return the prices of a report as text: those of relations, and the three dearest guards.
+    Return a report's prices as text: those of relations, and of the three most expensive guards.
 
     Args:
         data: ``relation_prices``, and ``clause_prices`` where clauses were priced.

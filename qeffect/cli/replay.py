@@ -1,13 +1,15 @@
 """
-``qeffect replay``: does an event log keep the contract, event by event? And do those of all ranks
-of a pipeline fit together?
+``qeffect replay``: does an event log keep the contract, event by event? And do the logs of all
+ranks of a pipeline fit together? Rank logs among them go through the model of ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .command import Outcome, Progress, UnusableError
 
@@ -31,17 +33,26 @@ class Replay:
             type=Path,
             nargs="+",
             metavar="LOG",
-            help="event log in JSON Lines; several are the logs of all ranks of one pipeline",
+            help="event log or rank log in JSON Lines; give the logs of all ranks of one job to "
+            "replay them together",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Replay and report."""
         from ..log.joint import replay_together
+        from ..log.rank_log import is_rank_log
         from ..log.replayer import LogError, replay
 
         report: ReplayReport | JointReport
+        rank_logs = [path for path in args.log if is_rank_log(path)]
+        logs = [path for path in args.log if path not in rank_logs]
+        ranks = None
         try:
-            report = replay(args.log[0]) if len(args.log) == 1 else replay_together(args.log)
+            if rank_logs:
+                ranks = _replay_ranks(rank_logs)
+                if not logs or ranks.clause is not None:
+                    return Outcome(ranks.verdict, ranks.asdict(), (ranks.summary(),))
+            report = replay(logs[0]) if len(logs) == 1 else replay_together(logs)
         except LogError as error:
             raise UnusableError(str(error)) from error
         if _truncated(report):
@@ -49,9 +60,27 @@ class Replay:
             said = report.summary().removeprefix("refused: ")
             said = f"the log is truncated: {said}"
             return Outcome("unusable", {**data, "error": said}, (f"unusable: {said}",))
-        return Outcome(report.verdict, report.asdict(), (report.summary(),))
+        if ranks is None:
+            return Outcome(report.verdict, report.asdict(), (report.summary(),))
+        data = {**report.asdict(), "rank_logs": ranks.asdict()}
+        return Outcome(report.verdict, data, (report.summary(), ranks.summary()))
+
+
+def _replay_ranks(paths: Sequence[Path]) -> Any:
+    """
+    Take rank logs through the model of ranks, which lies in a layer above the kernel.
+
+    Raises:
+        LogError: A file is not a rank log, or a rank's log is missing.
+        UnusableError: The layer is not installed.
+    """
+    for entry in entry_points(group="qeffect.commands", name="ranks"):
+        return entry.load().replay(paths)
+    raise UnusableError(
+        "rank logs need the model of ranks, which is not installed: pip install qeffect"
+    )
 
 
 def _truncated(report: ReplayReport | JointReport) -> bool:
-    """Whether a log merely ends too early; what it holds up to there kept the contract."""
+    """Whether a log's only fault is an early end; all its events kept the contract."""
     return report.clause == "log.closing" and report.expected == "a closing line"

@@ -41,8 +41,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     named.add_argument(
         "--torch",
         metavar="CLASS",
-        help="schedule class of torch by name, or module:Class for a subclass of yours, also from "
-        "the working folder",
+        help="torch schedule class by name, or module:Class for your own subclass, which may be "
+        "in the working folder",
     )
     named.add_argument(
         "--te-order", metavar="LIST", help="Transformer Engine _order list, such as 1,1,-1,-1"
@@ -79,11 +79,12 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--queues",
         choices=tuple(QUEUES),
-        help="which messages share a queue and so arrive in the order of their sends. pair: all of "
-        "a pair of ranks (default). direction: activations and gradients have separate queues "
-        "(torch 2.14's pipeline_per_direction_p2p). edge: one queue for each directed pair "
-        "(torch 2.15's pipeline_per_edge_p2p). edge-direction: one for each directed pair and kind "
-        "of message",
+        help="which messages share a queue and so arrive in the order of their sends. pair: one "
+        "queue for each pair of ranks (default). direction: two queues for each pair, for "
+        "activations and for gradients (torch 2.14's pipeline_per_direction_p2p). edge: one "
+        "queue for each sender and receiver (torch 2.15's pipeline_per_edge_p2p). "
+        "edge-direction: two queues for each sender and receiver, for activations and for "
+        "gradients",
     )
     schedule.add_argument(
         "--rendezvous",
@@ -100,7 +101,8 @@ def read_source(args: argparse.Namespace) -> Schedule:
     Read the schedule that the arguments name.
 
     Raises:
-        UnusableError: The schedule cannot be read, or an option shapes another kind of schedule.
+        UnusableError: The schedule cannot be read, or an option belongs to another kind of
+            schedule.
     """
     if args.torch is None:
         refuse_unused(args, _OF_TORCH, "only --torch CLASS uses that")
@@ -159,7 +161,7 @@ def _read_file(file: str, microbatches: int | None) -> Schedule:
 
 
 def _named(source: str, read: Callable[[], Schedule]) -> Schedule:
-    """Read a schedule; a message about an entry of it also says where the entry comes from."""
+    """Read a schedule; an error about one of its entries also names the schedule's source."""
     try:
         return read()
     except ScheduleError as error:
@@ -173,8 +175,8 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
     How the runtime carries the schedule's messages.
 
     Raises:
-        UnusableError: The limit is negative, or the schedule does not say what is asked of it:
-            when its sends end, or what its messages are.
+        UnusableError: The limit is negative, or the schedule lacks what an option needs: waits for
+            its sends, or the names of its messages.
     """
     limit = args.max_outstanding_sends
     if limit is not None and limit < 0:
@@ -203,9 +205,9 @@ def one_rank(schedule: Schedule) -> list[str]:
 
 def refuse_one_file(args: argparse.Namespace) -> None:
     """
-    Refuse two pictures in one file, one over what it is drawn from, and one that has no place.
+    Refuse two pictures in one file, a picture that overwrites its input, and an unusable place.
 
-    Files are compared however their names are spelled, and before anything is checked.
+    Files are compared by identity, not by the spelling of their paths, and before any check.
 
     Raises:
         UnusableError: --svg or --trace names such a file.

@@ -19,6 +19,7 @@ FOLDER: Final = Path(__file__).with_name("composed")
 #: The transitions of each generated module.
 PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "refresh": ("check_refresh", "commit_refresh", "abort_refresh"),
+    "evaluation": ("check_evaluation", "commit_evaluation", "abort_evaluation"),
     "forward": ("check_forward", "commit_forward", "abort_forward"),
     "dgrad": ("check_dgrad", "commit_dgrad", "abort_dgrad"),
     "wgrad": ("check_wgrad", "commit_wgrad", "abort_wgrad"),
@@ -30,9 +31,13 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
         "start_reduction",
         "finish_reduction",
         "fail_reduction",
+        "start_weights_read",
+        "finish_weights_read",
+        "next_walk",
         "check_update",
         "commit_update",
         "abort_update",
+        "fail",
     ),
     "restarts": ("checkpoint", "restore"),
 }

@@ -79,7 +79,7 @@ def _difference(found: Any, configured: Any, side: int) -> str:
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "arena.spoiled": lambda st, a: (
         f"stage {_spoiled(st, a)}, spoiled in epoch {st.spoiled[_spoiled(st, a)]}",
-        "gradients that no failed action may have half written",
+        "an epoch in which no action failed",
     ),
     "arena.duplicate-bind": lambda st, a: (
         f"{a['key']} bound again",

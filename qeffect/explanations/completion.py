@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .words import Arguments, Explanation, asked, domain_of, slot_of, stages_of
+from .words import Arguments, Explanation, asked, domain_of, other_indices, slot_of, stages_of
 
 __all__ = ["EXPLANATIONS"]
 
@@ -79,11 +79,29 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "completion.wrong-consumer": lambda st, a: (
         f"link {a['link']}, of caller {st.caller_at[a['link']]}",
-        f"a link of caller {st.consumer[0]}, which reads the gradients of this epoch",
+        f"a link of caller {st.consumer[0]}, the stream of this epoch's gradients and update",
     ),
     "completion.update-stream": lambda st, a: (
         f"an update on the stream of caller {a['caller']}",
         f"an update on the stream of caller {st.consumer[0]}, which waited for the gradients",
+    ),
+    "completion.weights-in-use": lambda st, a: (
+        f"an update while the weights of stages {other_indices(st.weights_read)} are being read",
+        "the end of every read, on the update's stream",
+    ),
+    "completion.second-reader": lambda st, a: (
+        f"another read of the weights of stage {a['stage']}",
+        "one read of a stage's weights at a time",
+    ),
+    "completion.not-reading": lambda st, a: (
+        f"the end of a read of the weights of stage {a['stage']}, which nothing reads",
+        f"a read that was started; under way: stages {other_indices(st.weights_read)}",
+    ),
+    "completion.update-to-reader": lambda st, a: (
+        f"a read behind caller {st.caller_at[a['link']]}, which has not waited for the "
+        f"optimizer's update on the stream of caller {st.updater[0]}",
+        f"a join of link {_updaters_link(st, domain_of(st, a))} after the commit, then a wait on "
+        f"link {a['link']}",
     ),
     "completion.update-to-graph": lambda st, a: (
         f"{asked(a)} before the graph stream of domain {domain_of(st, a)} waited for the "

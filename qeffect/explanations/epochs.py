@@ -24,8 +24,48 @@ def _bucket(st: Any, a: Arguments) -> str:
 
 
 def _asked(a: Arguments) -> str:
-    """Say what was asked for during an update."""
-    return "a restore" if a["transition"] == "restore" else "another update"
+    """Say what was asked for during an update, or of half-updated weights."""
+    return _ASKED.get(a["transition"], "an action")
+
+
+#: What a transition asks for; any other asks for an action.
+_ASKED: Final[Mapping[str, str]] = {
+    "restore": "a restore",
+    "next_walk": "another walk",
+    "check_evaluation": "an evaluation",
+    "check_update": "another update",
+    "check_refresh": "a refresh",
+    "bind": "a bind",
+    "reserve": "a slot for an action",
+    "start_weights_read": "a read",
+}
+
+
+def _under_way(st: Any) -> str:
+    """Say which update or which evaluations are in flight."""
+    if st.optimizing[0]:
+        return f"the update with ticket {st.optimizing[0]}"
+    return f"an evaluation in flight (stage: ticket) {nonzero_entries(st.evaluating)}"
+
+
+def _unknown_ticket(st: Any, a: Arguments) -> tuple[str, str]:
+    """Say which ticket of an evaluation or of an update was presented, and which is in flight."""
+    if "stage" in a:
+        expected = st.evaluating[a["stage"]]
+        return (
+            f"evaluation ticket {a['ticket']} of stage {a['stage']}",
+            f"ticket {expected}" if expected else "no evaluation in flight",
+        )
+    return (
+        f"update ticket {a['ticket']} of epoch {a['epoch']}",
+        f"ticket {st.optimizing[0]} of the weight epochs {st.weight_epoch}"
+        if st.optimizing[0]
+        else "no update in flight",
+    )
+
+
+def _walks(st: Any) -> str:
+    return f"{counted(st.walk[0], 'earlier walk')}, " if st.walk[0] else ""
 
 
 def _values(column: Any) -> Any:
@@ -62,6 +102,10 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"buckets not yet reduced: {other_indices(st.reduced, a['epoch'])}",
         "every configured reduction finished",
     ),
+    "reduction.begun": lambda st, a: (
+        f"another walk after {counted(st.started[0], 'reduction')} of the epoch",
+        "no reduction before the last walk",
+    ),
     "epoch.spoiled": lambda st, a: (
         f"stage {a['stage']}, spoiled in epoch {st.spoiled[a['stage']]}",
         "an epoch in which no action failed",
@@ -80,36 +124,36 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"the weight epochs {st.weight_epoch}",
     ),
     "epoch.in-flight": lambda st, a: (
-        f"{_asked(a)} during the update with ticket {st.optimizing[0]}",
-        "no update in flight",
+        f"{_asked(a)} during {_under_way(st)}",
+        "no update and no evaluation in flight",
     ),
     "epoch.half-updated": lambda st, a: (
-        "another update of half-updated weights",
-        "weights that a restore has made whole",
+        f"{_asked(a)} over half-updated weights",
+        "weights restored from a checkpoint after the failure",
     ),
-    "epoch.unknown-ticket": lambda st, a: (
-        f"update ticket {a['ticket']} of epoch {a['epoch']}",
-        f"ticket {st.optimizing[0]} of the weight epochs {st.weight_epoch}"
-        if st.optimizing[0]
-        else "no update in flight",
+    "epoch.not-begun": lambda st, a: (
+        f"a fault of epoch {a['epoch']} in stage {a['stage']}",
+        f"an epoch of at most {st.weight_epoch[a['stage']]}, the current one",
     ),
+    "epoch.unknown-ticket": _unknown_ticket,
     "persistence.live-tape": lambda st, a: (
         f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",
         "no live tape",
     ),
     "persistence.action-in-flight": lambda st, a: (
         f"in flight (domain: ticket) {nonzero_entries(st.busy) or 'none'}; refreshes in flight "
-        f"(stage: ticket) {nonzero_entries(st.refreshing) or 'none'}; update in flight (ticket) "
+        f"(stage: ticket) {nonzero_entries(st.refreshing) or 'none'}; evaluations in flight "
+        f"(stage: ticket) {nonzero_entries(st.evaluating) or 'none'}; update in flight (ticket) "
         f"{st.optimizing[0] or 'none'}",
         "no action in flight",
     ),
     "persistence.half-updated": lambda st, a: (
         "weights of which an update failed half way",
-        "weights that a restore has made whole",
+        "weights restored from a checkpoint after the failed update",
     ),
     "persistence.mid-epoch": lambda st, a: (
         f"an epoch with {counted(sum(_values(st.forwards)), 'forward')} and "
-        f"{counted(sum(_values(st.wgrads)), 'weight gradient')} done, "
+        f"{counted(sum(_values(st.wgrads)), 'weight gradient')} done, {_walks(st)}"
         f"refreshed but not yet forwarded: {_waiting(st) or 'no stage'}",
         "a checkpoint directly after a commit",
     ),

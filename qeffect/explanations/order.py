@@ -32,10 +32,12 @@ def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "order.in-flight": lambda st, a: (
         asked(a),
-        f"no F, dI or refresh in flight; in flight {nonzero_entries(st.busy)} (domain: ticket)",
+        "no F, dI, refresh or evaluation in flight; in flight "
+        f"{nonzero_entries(st.busy)} (domain: ticket)",
     ),
     "order.poisoned": lambda st, a: (
-        f"{asked(a)} over scaling state that a failed F, dI or refresh left half updated",
+        f"{asked(a)} over scaling state that a failed F, dI, refresh or evaluation left half "
+        "updated",
         "a domain restored from the last commit's snapshot",
     ),
     "order.token": lambda st, a: (
@@ -47,7 +49,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "order.scaling-updates": lambda st, a: (
         _reported(a["updates"], "scaling updates", "{} scaling updates"),
-        f"1 scaling update of domain {domain_of(st, a)}",
+        f"{0 if 'stage' in a else 1} scaling update{'s' * ('stage' in a)} of domain "
+        f"{domain_of(st, a)}",
     ),
     "order.scales-moved": lambda st, a: (
         f"{a['key']} over live scales of the F at token {st.rolled_at[domain_of(st, a)]}",

@@ -29,8 +29,9 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"weight epoch {st.weight_epoch[stage_of(st, a)]}",
     ),
     "version.stale-cache": lambda st, a: (
-        f"{a['key']} over a weight cache of {_epoch(st.cache_epoch[stage_of(st, a)])}",
-        f"a cache of epoch {a['key'].epoch}",
+        f"{a['key'] if 'key' in a else asked(a)} over a weight cache of "
+        f"{_epoch(st.cache_epoch[stage_of(st, a)])}",
+        f"a cache of epoch {a['key'].epoch if 'key' in a else st.weight_epoch[a['stage']]}",
     ),
     "version.already-fresh": lambda st, a: (
         f"a refresh of stage {stage_of(st, a)}",
@@ -66,8 +67,11 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a cache filled from the weights of epoch {st.weight_epoch[stage_of(st, a)]}",
     ),
     "version.fill-unasked": lambda st, a: (
-        f"a cache filled from {_weights(a['fill_epoch'])} by an F in slot {a['slot']}",
-        "no fill: the F was checked without a refresh",
+        f"a cache filled from {_weights(a['fill_epoch'])} by "
+        + (f"an F in slot {a['slot']}" if "slot" in a else f"an evaluation of stage {a['stage']}"),
+        "no fill: the F was checked without a refresh"
+        if "slot" in a
+        else "no fill: an evaluation leaves the weight cache as it is",
     ),
     "version.left-out": lambda st, a: (
         f"{a['transition']} of stage {a['stage']}",

@@ -86,6 +86,32 @@ class Epochs:
         """
         self._runner.run("fail_reduction", self._index("fail_reduction", bucket))
 
+    def weights_read(self, transition: str, stage: int, link: int) -> None:
+        """
+        Record that a read of a stage's weights on a stream of its own starts or has ended.
+
+        Raises:
+            TypeError, ValueError: No stage or link has that number.
+            Refused: A clause of completion or of the epoch.
+        """
+        self._runner.arguments.stage(transition, stage)
+        self._runner.arguments.link(transition, link)
+        self._runner.run(transition, stage, link)
+
+    def fail(self, stage: int, epoch: int | None) -> None:
+        """
+        Record a fault of an epoch, by default the current one, that was seen late.
+
+        Raises:
+            TypeError, ValueError: No such stage, or the epoch is not a natural number.
+            Refused: ``epoch.not-begun``.
+        """
+        self._runner.arguments.stage("fail", stage)
+        named = self._named("fail", epoch)
+        if named < 0:
+            raise ValueError(f"fail: epoch must be at least 0, got {named}")
+        self._runner.run("fail", stage, named)
+
     def _index(self, transition: str, bucket: int | str) -> int:
         try:
             if type(bucket) in (int, str):
@@ -96,6 +122,11 @@ class Epochs:
             f"{transition}: no bucket {shown(bucket)} is reduced; expected one of "
             f"{[*self._buckets]}"
         )
+
+    def next_walk(self, epoch: int | None) -> int:
+        """Begin the epoch's next walk; return how many walks are over."""
+        self._runner.run("next_walk", self._named("next_walk", epoch))
+        return int(self._runner.memory.walk[0])
 
     def ask(self, call: str, epoch: int | None, caller: int) -> None:
         """Run every guard of an update over a copy of the memory."""

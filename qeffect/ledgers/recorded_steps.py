@@ -112,13 +112,12 @@ class RecordedSteps:
             if tuple(own) != slots:
                 own.clear()
                 own.update(dict.fromkeys(slots))
-        if end.reserved is not self._pool.reserved:
-            reserved = {**end.reserved}
-            self._pool.reserved.clear()
-            self._pool.reserved.update(reserved)
+        self._pool.reserved.clear()
+        self._pool.reserved.update(end.reserved)
         if self._counted is not None:
             self._counted.ran_step(step.folds, step.counted)
             self._counted.committed()
         observer = self._runner.observer
-        if isinstance(observer, StepObserver):
+        # Without an observer the look at its methods would cost every step some microseconds.
+        if observer is not None and isinstance(observer, StepObserver):
             observer.repeat_step(step)

@@ -82,6 +82,7 @@ class Tapes:
         st = self._memory
         own, update = st.incarnation[0], st.optimizing[0]
         found = [Ticket("refresh", None, s, n, own) for s, n in entries_of(st.refreshing) if n]
+        found += [Ticket("evaluation", None, s, n, own) for s, n in entries_of(st.evaluating) if n]
         if update:
             epochs = (epoch for _, epoch in entries_of(st.weight_epoch))  # all stages' is one
             found.append(Ticket("update", None, next(epochs), update, own))

@@ -34,8 +34,8 @@ __all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "VERSION", "Check", "
 MAGIC: Final = "event-log"
 VERSION: Final = 3
 
-#: Lines about a recorded step, which are no transitions, and their fields: it begins, is kept or
-#: dropped, and a kept one was committed as one.
+#: Fields of the lines about a recorded step, which record no transition: the step begins, is kept,
+#: is dropped, or was committed as one.
 MARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "begin_step": (),
     "keep_step": (),
@@ -216,6 +216,7 @@ EVENT: Final[Mapping[str, Field]] = {
     ),
     "slot": Field(_integer, "a slot index", f"(?:-1|{_NUMBER})"),
     "refresh": _choice(0, 1),
+    "cached": _choice(0, 1),
     "first": _choice(ADDS, OVERWRITES, JOINS, OPENS),
     "bit": _choice(OUT_BIT, GRAD_BIT),
     "message": _choice(IN_BIT, BACK_BIT),

@@ -108,9 +108,25 @@ OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fa
 #: takes no ticket.
 SECOND: Final = 2
 #: Lines that the first two versions lack.
-SINCE_SECOND: Final = frozenset({"check_update", "commit_update", "abort_update", *MARKS})
+SINCE_SECOND: Final = frozenset(
+    {
+        "start_weights_read",
+        "finish_weights_read",
+        "next_walk",
+        "check_evaluation",
+        "commit_evaluation",
+        "abort_evaluation",
+        "check_update",
+        "commit_update",
+        "abort_update",
+        "fail",
+        *MARKS,
+    }
+)
 #: Columns that the closing line of the first two versions lacks; none is in force in their logs.
-COLUMNS_SINCE_SECOND: Final = frozenset({"optimizing", "half_updated"})
+COLUMNS_SINCE_SECOND: Final = frozenset(
+    {"evaluating", "optimizing", "half_updated", "weights_read", "unseen", "walk"}
+)
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 
@@ -163,7 +179,7 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
     if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
         raise ValueError(
             "a log begins with its contract: attach the recorder before the first transition, "
-            "a restore included"
+            "which may be a restore"
         )
     return header
 

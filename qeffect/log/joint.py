@@ -1,19 +1,19 @@
 """
 The event logs of all ranks of a pipeline, checked together.
 
-One log says what one process did, and is replayed alone first: its own order, its slots and the
-lifetimes of their buffers. What no single log can show is whether the ranks fit: so the F, dI and
-dW of each committed step, and its messages, are put side by side again as the table that was in
-fact run, a row a rank, and looked at as `qeffect check` looks at a table:
+One log records what one process did, and is replayed alone first. A single log cannot show whether
+the ranks fit together. So the F, dI, dW and messages of each committed step are joined into the
+table that was in fact run, with one row per rank. This table is checked as `qeffect check` checks a
+table:
 
-* every message that arrived was sent, every one that was sent arrived (`schedule.receive-without-
-  send`, `-send-without-receive`), and no rank did what another one's cannot have come before: each
-  receive ends after its send began (`schedule.deadlock`, where the logs contradict each other);
+* every message that arrived was sent, and every message that was sent arrived
+  (`schedule.receive-without-send`, `schedule.send-without-receive`), and each receive ends after
+  its send began (`schedule.deadlock` if the logs contradict each other);
 * between two ranks receives are posted in the order of their sends (`schedule.message-order`);
 * all ranks committed the same epochs, one after the other (`epoch.wrong-epoch`).
 
-Logs have no common clock. What is refused is what no clock could explain. What ran in an epoch that
-never committed is left out: nothing was built on it.
+Logs have no common clock, so only orders that no clock could explain are refused. Actions of an
+epoch that never committed are left out: nothing depends on them.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class JointReport:
 
     Args:
         verdict: ``accepted`` or ``refused``.
-        ranks: What each rank's log says alone, in the order of the logs.
+        ranks: The replay of each rank's log alone, in the order of the logs.
         epochs: Epochs that every rank committed and that were compared.
-        messages: Messages between ranks in them.
-        rank: Rank of a refusal; this and what follows is None where nothing was refused.
-        epoch: Epoch of it.
-        clause: Its clause.
-        step: Place of the event in its log, the sequence number.
-        action: What it did, as torch writes it, or its transition.
-        message: One sentence.
+        messages: Messages between ranks in these epochs.
+        rank: Rank of the refused event. This and all fields below are None if nothing was refused.
+        epoch: Epoch of the refused event.
+        clause: Clause of the refusal.
+        step: Sequence number of the event in its log.
+        action: The event's action in torch's notation, or its transition.
+        message: The finding in one sentence.
         expected: What was expected.
         found: What was found.
         remedy: What to do.
@@ -111,7 +111,7 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
         paths: The logs of all ranks of one pipeline, in any order.
 
     Returns:
-        The verdict; a log that is refused alone is named by its own clause.
+        The verdict. If one log alone is refused, the verdict has that log's clause.
 
     Raises:
         LogError: A file is not an event log, or the logs are not those of one whole pipeline.
@@ -234,16 +234,20 @@ _Action = tuple[int, str, int, int, int]
 
 def _committed(events: Iterator[dict[str, Any]], epoch: int) -> list[tuple[int, _Step]]:
     """
-    Return every epoch that was committed and not undone by a restore, with its actions.
+    Return every walk of the epochs that were committed and not undone by a restore.
 
     Args:
         events: The lines after the header; a repeated step stands for the lines of that step.
         epoch: The epoch in which the log begins.
+
+    Returns:
+        Epoch and actions of each walk; an epoch of several walks comes once for each.
     """
     own: list[_Action] = []
+    walks: list[_Step] = []  # of the epoch under way
     found: list[tuple[int, _Step]] = []
-    recorded: list[_Action | None] = []  # since the last step began; None is a commit
-    steps: dict[int, list[_Action | None]] = {}
+    recorded: list[_Action | str] = []  # since the last step began; text ends a walk
+    steps: dict[int, list[_Action | str]] = {}
     for event in events:
         transition = event.get("transition")
         if transition == "begin_step":
@@ -251,26 +255,30 @@ def _committed(events: Iterator[dict[str, Any]], epoch: int) -> list[tuple[int, 
             continue
         if transition == "restore":
             epoch = event["epoch"]
-            own, found = [], [pair for pair in found if pair[0] < epoch]
+            own, walks, found = [], [], [pair for pair in found if pair[0] < epoch]
             continue
-        many: list[_Action | None] = []
+        many: list[_Action | str] = []
         if transition == "repeat_step":
-            many = [a and (event["seq"], *a[1:]) for a in steps[event["step"]]]
-        elif transition in ("commit_update", "commit_epoch"):
-            many = [None]
+            again = steps[event["step"]]
+            many = [a if isinstance(a, str) else (event["seq"], *a[1:]) for a in again]
+        elif transition in ("next_walk", "commit_update", "commit_epoch"):
+            many = [transition]
         elif transition in _COMPUTED or transition in ("read", "post_receive", "finish_receive"):
             _, stage, microbatch, *_ = event["key"]
             bit = event.get("bit", event.get("message", 0))
             many = [(event["seq"], transition, stage, microbatch, bit)]
         elif transition in ("keep_step", "drop_step"):
-            recorded = []  # what follows is no part of the step
+            recorded = []  # later lines do not belong to the step
         recorded += many
         for action in many:
-            if action is not None:
+            if not isinstance(action, str):
                 own.append(action)
-            else:
-                found.append((epoch, _Step(tuple(own))))
-                own, epoch = [], epoch + 1
+                continue
+            walks.append(_Step(tuple(own)))
+            own = []
+            if action != "next_walk":
+                found += [(epoch, walk) for walk in walks]
+                walks, epoch = [], epoch + 1
     return found
 
 
@@ -313,7 +321,7 @@ def _homes(logs: Sequence[_Log]) -> dict[int, int]:
 
 
 def _uneven(logs: Sequence[_Log]) -> JointReport | None:
-    """Return which rank committed other epochs than the first rank."""
+    """Return which rank committed other epochs, or other walks, than the first rank."""
     for log in logs[1:]:
         if log.epochs != logs[0].epochs:
             clause = CLAUSES["epoch.wrong-epoch"]

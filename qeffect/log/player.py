@@ -20,7 +20,6 @@ from ..explain import explain
 from ..refusals import Refused
 from ..text import counted, shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
-from .fields import MARKS
 from .format import (
     COLUMNS_ADDED,
     COLUMNS_OF_FIRST,
@@ -188,7 +187,7 @@ class Player:
         st = contract.memory
         converters = Converters(contract)
         former, first = self.former, self.first
-        steps = StepReplay(contract, converters.arguments)
+        steps = StepReplay(contract, converters.arguments, lambda: self.events + 1)
         plans = converters.plans(steps.functions(), former=former)
         update, hexdigest = chain.update, chain.hexdigest
         decode = json.JSONDecoder(parse_float=_stumble, parse_constant=_stumble).raw_decode
@@ -216,11 +215,7 @@ class Player:
                     values[position] = convert(values[position])
                 if values[0] != number - 1:
                     self._out_of_sequence(number, event)
-                if event["transition"] in MARKS:
-                    function(st, values[0], *values[2:stop])
-                    result = None
-                else:
-                    result = function(st, *values[2:stop])
+                result = function(st, *values[2:stop])
             except RepeatError as refused:
                 raise Violation(
                     refused.clause,
@@ -233,7 +228,7 @@ class Player:
             except Refused as refused:
                 self._refused(number, body, refused, converters)
             except _STUMBLES:
-                self._stumbled(number, body, converters)
+                self._stumbled(number, body, converters, steps)
                 break
             if result is not None and values[stop] != result:
                 self._other_result(number, body, result)
@@ -386,12 +381,22 @@ class Player:
             transition,
         )
 
-    def _stumbled(self, number: int, body: bytes, converters: Converters) -> None:
+    def _stumbled(
+        self, number: int, body: bytes, converters: Converters, steps: StepReplay
+    ) -> None:
         """Return if the line is the closing line; otherwise raise what is wrong with the line."""
         where = self._where(number)
         event = parse(body, where)
         if "events" in event:
             self._close(number, event, converters.contract)
+            if steps.events is not None:
+                raise Violation(
+                    "log.step",
+                    number,
+                    "events",
+                    "the end of the log while a step is being recorded",
+                    "a line that keeps or drops the step",
+                )
             return
         check_event(event, where)
         clause, field, expected = converters.unknown(event)

@@ -99,7 +99,7 @@ class Converters:
         Return how to apply each line.
 
         Args:
-            marks: What applies each line about a recorded step; it takes the sequence number too.
+            marks: What applies each line about a recorded step.
             former: The log is of a former version: the check of an update also commits the update.
         """
         converts: dict[str, Callable[[Any], Any]] = {

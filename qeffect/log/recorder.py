@@ -50,7 +50,7 @@ class Recorder:
     Args:
         contract: The contract to observe, before its first transition.
         file: Where to write: a path, a binary file, or None to keep the lines in memory.
-        rank: Rank of the process, for whoever reads the log.
+        rank: Rank of the process, for the log's readers.
 
     Raises:
         TypeError: Not a file object, or opened in text mode.
@@ -124,7 +124,7 @@ class Recorder:
 
     def keep_step(self, began: int, step: RecordedStep) -> None:
         """
-        Write that a step was recorded; older ones than the last few can no longer be repeated.
+        Write that a step was recorded; only the last few kept steps can be repeated.
 
         Args:
             began: What `begin_step` returned.
@@ -144,7 +144,7 @@ class Recorder:
         return step in self._steps
 
     def repeat_step(self, step: RecordedStep) -> None:
-        """Write that a step was committed as one."""
+        """Write that a step was committed in one call."""
         self("repeat_step", (self._steps[step],), None)
 
     def close(self) -> list[str]:

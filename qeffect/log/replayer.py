@@ -1,8 +1,8 @@
 """
 The replayer: an event log's transitions, run again through the functions that guard a runtime.
 
-It takes time linear in the log's transitions, those of repeated steps included, and memory that
-does not depend on its length but for the incarnations that its restores began.
+Its time is linear in the number of transitions, those of repeated steps included. Its memory does
+not grow with the log, except by one number per restore.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplayReport:
         events: Events that were replayed and accepted.
         epoch: Weight epoch after them.
         rank: Rank that the header names.
-        clause: Clause of a refusal; this and what follows is None where nothing was refused.
+        clause: Clause of the refusal. This and all fields below are None if nothing was refused.
         step: Sequence number of the refused event.
         action: Its transition.
         line: Line of the log, counted from 1.

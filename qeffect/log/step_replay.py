@@ -17,7 +17,7 @@ from ..contract import Contract
 from ..engine.concrete_memory import Memory
 from ..explain import explain
 from ..refusals import Refused
-from ..steps.counters import Event, base_of, groups, translated_event
+from ..steps.counters import Event, moved_between, translated_event
 from ..steps.recorded_step import RECUR
 from .format import KEPT_STEPS, MARKS
 
@@ -55,17 +55,22 @@ class StepReplay:
     Args:
         contract: The replayed contract.
         arguments: From a well-formed event to the arguments of its transition.
+        seq: Returns the sequence number of the line that is being applied.
 
     Attributes:
         events: The transitions since the step that is being recorded began; None between steps.
     """
 
     def __init__(
-        self, contract: Contract, arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+        self,
+        contract: Contract,
+        arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]],
+        seq: Callable[[], int],
     ) -> None:
         self.contract = contract
         self.events: list[Event] | None = None
         self._arguments = arguments
+        self._seq = seq
         self._began = 0
         self._start: Memory | None = None
         self._steps: dict[int, _Kept] = {}
@@ -85,19 +90,19 @@ class StepReplay:
         if name not in MARKS and self.events is not None:
             self.events.append((name, self._arguments(event)))
 
-    def begin(self, st: Memory, seq: int) -> None:
+    def begin(self, st: Memory) -> None:
         """Begin to record a step."""
         if self.events is not None:
             raise RepeatError("log.step", "a step begins", "the end of the step before it")
-        self.events, self._start, self._began = [], st.copy(), seq
+        self.events, self._start, self._began = [], st.copy(), self._seq()
 
-    def drop(self, st: Memory, seq: int) -> None:
+    def drop(self, st: Memory) -> None:
         """Discard the step that is being recorded."""
         if self.events is None:
             raise RepeatError("log.step", "a step is dropped", "that it began")
         self.events = None
 
-    def keep(self, st: Memory, seq: int) -> None:
+    def keep(self, st: Memory) -> None:
         """Keep the step that is being recorded; older ones than the last few are forgotten."""
         if self.events is None or self._start is None:
             raise RepeatError("log.step", "a step is kept", "that it began")
@@ -109,7 +114,7 @@ class StepReplay:
         for began in [*self._steps][:-KEPT_STEPS]:
             del self._steps[began]
 
-    def repeat(self, st: Memory, seq: int, step: int) -> None:
+    def repeat(self, st: Memory, step: int) -> None:
         """Run the transitions of a kept step, moved like the contract's counters."""
         kept = self._steps.get(step)
         if kept is None or kept.start.incarnation[0] != st.incarnation[0]:
@@ -119,9 +124,7 @@ class StepReplay:
             )
         if self.events is not None:
             raise RepeatError("log.step", f"step {step}", "the end of the step being recorded")
-        amounts = {
-            group: base_of(st, group)[2] - base_of(kept.start, group)[2] for group in groups(st)
-        }
+        amounts = moved_between(kept.start, st)
         functions = self.contract.transitions.functions
         for event in kept.events:
             name, given = translated_event(st, event, amounts)

@@ -10,8 +10,9 @@ from .columns import Column
 from .constants import ADDS, JOINS, NEVER, OPENS, State
 
 #: A dW writes its stage's own buffer and a shared buffer; without a sharer both are the same.
-#: ``bound`` is the epoch in which a cell's destination was bound, ``opened`` the epoch of the
-#: gradients in a buffer; ``writing`` is the ticket of the dW in flight on a buffer, or 0.
+#: ``bound`` is the epoch in which a cell's destination was bound for the current walk, ``opened``
+#: the epoch of the gradients in a buffer; ``writing`` is the ticket of the dW in flight on a
+#: buffer, or 0.
 STATE = {
     "bound": Column("cell", initial=NEVER),
     "opened": Column("buffer", initial=NEVER),
@@ -99,6 +100,10 @@ def finalize_guards(st: State, stage, link):
         raise Refused("arena.spoiled")
     if st.wgrads[stage] != st.cells[stage] or st.wgrads[t] != st.cells[t]:
         raise Refused("arena.incomplete")
+
+
+def next_walk_writes(st: State, epoch):
+    st.fill(st.bound, NEVER)
 
 
 def restore_writes(st: State, epoch, incarnation):

@@ -20,7 +20,10 @@ from .constants import BACK_BIT, COPY_BIT, NEVER, State
 #: enqueued; ``ended_at`` is the number of that end in the link's ``submitted``.
 #: ``consumer`` is the caller whose stream reads the gradients, ``named`` the last epoch in which a
 #: call named that stream. ``updater`` is the caller whose stream ran the latest optimizer update,
-#: and ``unawaited`` is 1 until the graph stream has waited for that update.
+#: and ``unawaited`` is 1 until the graph stream has waited for that update. ``unseen`` is 1 until
+#: the link's caller has waited for the graph stream after that.
+#: ``weights_read`` is 1 while a stream of its own reads a stage's weights. The stream of the update
+#: waits for its end, and is named like the one that waits for the gradients.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),
@@ -36,6 +39,8 @@ STATE = {
     "consumer": Column("one", "caller", None),
     "updater": Column("one", "caller", None),
     "unawaited": Column("domain", "flag"),
+    "weights_read": Column("stage", "flag"),
+    "unseen": Column("link", "flag"),
 }
 
 
@@ -52,6 +57,8 @@ def join_writes(st: State, link):
 def wait_writes(st: State, link):
     d = st.domain_at[link]
     st.waited[link] = st.replays[d]
+    if st.unawaited[d] == 0:
+        st.unseen[link] = 0
 
 
 def drain_writes(st: State, domain):
@@ -133,6 +140,22 @@ def check_refresh_guards(st: State, stage, link):
 def commit_refresh_writes(st: State, stage, ticket, filled, fill_epoch):
     d = st.domain_of[stage]
     replayed(st, d)
+
+
+def check_evaluation_guards(st: State, stage, link, cached):
+    d = st.domain_of[stage]
+    require_join(st, d, link)
+    require_update_awaited(st, d)
+
+
+def commit_evaluation_writes(st: State, stage, ticket, fill_epoch, updates):
+    d = st.domain_of[stage]
+    replayed(st, d)
+
+
+def abort_evaluation_writes(st: State, stage, ticket):
+    d = st.domain_of[stage]
+    st.undrained[d] = 1
 
 
 def check_forward_guards(st: State, key, slot, token, link, refresh):
@@ -323,24 +346,61 @@ def finish_reduction_writes(st: State, bucket, link):
     st.consumer[0] = st.caller_at[link]
 
 
+def start_weights_read_guards(st: State, stage, link):
+    d = st.domain_of[stage]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.weights_read[stage] != 0:
+        raise Refused("completion.second-reader")
+    if st.unseen[link] != 0 and st.updater[0] != st.caller_at[link]:
+        raise Refused("completion.update-to-reader")
+
+
+def start_weights_read_writes(st: State, stage, link):
+    d = st.domain_of[stage]
+    st.weights_read[stage] = 1
+    st.undrained[d] = 1
+
+
+def finish_weights_read_guards(st: State, stage, link):
+    d = st.domain_of[stage]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.weights_read[stage] == 0:
+        raise Refused("completion.not-reading")
+    if st.named[0] == st.weight_epoch[stage] and st.consumer[0] != st.caller_at[link]:
+        raise Refused("completion.wrong-consumer")
+
+
+def finish_weights_read_writes(st: State, stage, link):
+    st.weights_read[stage] = 0
+    st.named[0] = st.weight_epoch[stage]
+    st.consumer[0] = st.caller_at[link]
+
+
 def check_update_before_persistence_guards(st: State, epoch, caller):
     if st.consumer[0] != caller:
         raise Refused("completion.update-stream")
+    if not st.every(st.weights_read, 0):
+        raise Refused("completion.weights-in-use")
 
 
 def check_update_writes(st: State, epoch, caller):
     st.updater[0] = caller
+    st.fill(st.unseen, 1)
     st.fill(st.unawaited, 1)
     st.fill(st.undrained, 1)
 
 
 def commit_update_writes(st: State, epoch, ticket):
     # Part of the update may have been enqueued after a join or a drain.
+    st.fill(st.unseen, 1)
     st.fill(st.unawaited, 1)
     st.fill(st.undrained, 1)
 
 
 def abort_update_writes(st: State, epoch, ticket):
+    st.fill(st.unseen, 1)
     st.fill(st.unawaited, 1)
     st.fill(st.undrained, 1)
 
@@ -354,4 +414,6 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.landed, 0)
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
+    st.fill(st.weights_read, 0)
+    st.fill(st.unseen, 0)
     st.named[0] = NEVER

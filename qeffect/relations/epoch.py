@@ -9,22 +9,58 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import NEVER, State
 
-#: ``weight_epoch`` counts a stage's optimizer updates; ``spoiled`` and ``final`` are the last epoch
+#: ``weight_epoch`` counts a stage's optimizer updates, ``walk`` the walks of the epoch that are
+#: over, and ``wgrads`` the dW of the walk under way; ``spoiled`` and ``final`` are the last epoch
 #: in which a stage was spoiled or finalized. ``optimizing`` is the ticket of the update in flight,
-#: or 0; ``half_updated`` is 1 from a failed update until the next restore.
+#: or 0; ``half_updated`` is 1 from a failed update, or a late fault of an epoch whose update began,
+#: until the next restore. ``evaluating`` is the ticket of a stage's evaluation in flight, or 0.
 #:
-#: While an update is in flight, or failed half way, every action of the epoch ran. So other clauses
-#: refuse every action: each F by ``ownership.repeated-forward``, each refresh by
-#: ``version.late-refresh`` or ``version.already-fresh``. Only a second update and a restore need
-#: guards here.
+#: While an update is in flight, every action of the epoch ran. So other clauses refuse each F, dI
+#: and dW. A refresh and a bind need guards here, for a stage that leaves out order or the arena.
 STATE = {
     "weight_epoch": Column("stage"),
+    "walk": Column("one"),
     "wgrads": Column("stage"),
     "spoiled": Column("stage", initial=NEVER),
     "final": Column("stage", initial=NEVER),
     "optimizing": Column("one", "ticket"),
     "half_updated": Column("one", "flag"),
+    "evaluating": Column("stage", "ticket"),
 }
+
+
+def reserve_guards(st: State, key, slot, link):
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def bind_guards(st: State, key, destination):
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def check_refresh_guards(st: State, stage, link):
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def check_forward_guards(st: State, key, slot, token, link, refresh):
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def check_dgrad_guards(st: State, key, ref, token, link):
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def check_wgrad_guards(st: State, key, ref, link, destination, first):
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
 
 
 def commit_wgrad_writes(st: State, slot, ticket, covered):
@@ -63,6 +99,40 @@ def invalidate_writes(st: State, stage):
         st.spoiled[stage] = st.weight_epoch[stage]
 
 
+def check_evaluation_guards(st: State, stage, link, cached):
+    if st.evaluating[stage] != 0:
+        raise Refused("epoch.in-flight")
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def check_evaluation_writes(st: State, stage, link, cached):
+    ticket = st.serial[0] + 1
+    st.evaluating[stage] = ticket
+
+
+def commit_evaluation_before_ownership_guards(st: State, stage, ticket, fill_epoch, updates):
+    if st.evaluating[stage] == 0 or st.evaluating[stage] != ticket:
+        raise Refused("epoch.unknown-ticket")
+
+
+def commit_evaluation_writes(st: State, stage, ticket, fill_epoch, updates):
+    st.evaluating[stage] = 0
+
+
+def abort_evaluation_guards(st: State, stage, ticket):
+    if st.evaluating[stage] == 0 or st.evaluating[stage] != ticket:
+        raise Refused("epoch.unknown-ticket")
+
+
+def abort_evaluation_writes(st: State, stage, ticket):
+    st.evaluating[stage] = 0
+    st.spoiled[stage] = st.weight_epoch[stage]
+    st.final[stage] = NEVER
+
+
 def finalize_guards(st: State, stage, link):
     if st.spoiled[stage] == st.weight_epoch[stage]:
         raise Refused("epoch.spoiled")
@@ -85,8 +155,36 @@ def fail_reduction_writes(st: State, bucket):
     st.final[t] = NEVER
 
 
+def start_weights_read_guards(st: State, stage, link):
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+
+
+def next_walk_guards(st: State, epoch):
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if not st.every(st.evaluating, 0):
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("epoch.wrong-epoch")
+    if not st.every(st.final, epoch):
+        raise Refused("epoch.not-final")
+
+
+def next_walk_writes(st: State, epoch):
+    st.walk[0] = st.walk[0] + 1
+    st.fill(st.wgrads, 0)
+    st.fill(st.final, NEVER)
+
+
 def check_update_guards(st: State, epoch, caller):
     if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if not st.every(st.evaluating, 0):
         raise Refused("epoch.in-flight")
     if st.half_updated[0] != 0:
         raise Refused("epoch.half-updated")
@@ -111,6 +209,7 @@ def commit_update_guards(st: State, epoch, ticket):
 def commit_update_writes(st: State, epoch, ticket):
     st.optimizing[0] = 0
     st.fill(st.weight_epoch, epoch + 1)
+    st.walk[0] = 0
     st.fill(st.wgrads, 0)
 
 
@@ -126,13 +225,29 @@ def abort_update_writes(st: State, epoch, ticket):
     st.half_updated[0] = 1
 
 
+def fail_guards(st: State, stage, epoch):
+    if epoch > st.weight_epoch[stage]:
+        raise Refused("epoch.not-begun")
+
+
+def fail_writes(st: State, stage, epoch):
+    if epoch == st.weight_epoch[stage]:
+        st.spoiled[stage] = epoch
+        st.final[stage] = NEVER
+    if epoch != st.weight_epoch[stage] or st.optimizing[0] != 0:
+        st.half_updated[0] = 1
+
+
 def restore_before_ownership_guards(st: State, epoch, incarnation):
     if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if not st.every(st.evaluating, 0):
         raise Refused("epoch.in-flight")
 
 
 def restore_writes(st: State, epoch, incarnation):
     st.fill(st.weight_epoch, epoch)
+    st.walk[0] = 0
     st.fill(st.wgrads, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)

@@ -9,9 +9,10 @@ from ..refusals import Refused
 from .columns import Column
 from .constants import State
 
-#: ``busy`` is the serial of the F, dI or refresh in flight on a domain, or 0; ``position`` counts
-#: the updates of this epoch. ``scaled_at`` is the token at which a tape's F ran, ``rolled_at`` the
-#: token at which the domain's latest F ran.
+#: ``busy`` is the serial of the F, dI, refresh or evaluation in flight on a domain, or 0;
+#: ``position`` counts the updates of this walk, and ``dgrads`` its dI; ``forwards`` counts the F of
+#: the epoch. ``scaled_at`` is the token at which a tape's F ran, ``rolled_at`` the token at which
+#: the domain's latest F ran.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),
@@ -44,6 +45,36 @@ def commit_refresh_writes(st: State, stage, ticket, filled, fill_epoch):
 
 
 def abort_refresh_writes(st: State, stage, ticket):
+    d = st.domain_of[stage]
+    st.busy[d] = 0
+    st.poisoned[d] = 1
+
+
+def check_evaluation_guards(st: State, stage, link, cached):
+    d = st.domain_of[stage]
+    if st.busy[d] != 0:
+        raise Refused("order.in-flight")
+    if st.poisoned[d] != 0:
+        raise Refused("order.poisoned")
+
+
+def check_evaluation_writes(st: State, stage, link, cached):
+    d = st.domain_of[stage]
+    ticket = st.serial[0] + 1
+    st.busy[d] = ticket
+
+
+def commit_evaluation_guards(st: State, stage, ticket, fill_epoch, updates):
+    if st.reports_updates[stage] != 0 and updates != 0:
+        raise Refused("order.scaling-updates")
+
+
+def commit_evaluation_writes(st: State, stage, ticket, fill_epoch, updates):
+    d = st.domain_of[stage]
+    st.busy[d] = 0
+
+
+def abort_evaluation_writes(st: State, stage, ticket):
     d = st.domain_of[stage]
     st.busy[d] = 0
     st.poisoned[d] = 1
@@ -148,6 +179,11 @@ def finalize_guards(st: State, stage, link):
     # Every dI follows its F, so the count of dI implies the count of F.
     if st.dgrads[stage] != st.cells[stage]:
         raise Refused("order.incomplete")
+
+
+def next_walk_writes(st: State, epoch):
+    st.fill(st.position, 0)
+    st.fill(st.dgrads, 0)
 
 
 def commit_update_writes(st: State, epoch, ticket):

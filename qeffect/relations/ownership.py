@@ -25,7 +25,8 @@ from .constants import (
 )
 
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
-#: ``forwarded`` is the epoch of a cell's last forward. ``moving`` is the mask of transfers under
+#: ``forwarded`` is the epoch of a cell's last forward in the
+#: current walk. ``moving`` is the mask of transfers under
 #: way out of a slot and into it, which continue after their tape is aborted; ``arrived`` is the
 #: mask of messages that a live tape has received, with
 #: the copy of its input.
@@ -373,7 +374,7 @@ def finish_receive_guards(st: State, key, ref, message, link):
     require_transfer(st, key, ref, bit)
     if (bit != IN_BIT and bit != BACK_BIT) or moving & bit == 0:
         raise Refused("ownership.receive-not-posted")
-    # The end of a message that a lost tape waited for is no arrival.
+    # A message that a lost tape waited for ends without having arrived.
     if (
         needs & SOURCE_BIT != 0
         and mask != 0
@@ -427,6 +428,15 @@ def drop_guards(st: State, key, ref):
 def drop_writes(st: State, key, ref):
     slot = ref.slot
     release(st, slot)
+
+
+def next_walk_guards(st: State, epoch):
+    if not st.every(st.consumers, 0):
+        raise Refused("ownership.live-tape")
+
+
+def next_walk_writes(st: State, epoch):
+    st.fill(st.forwarded, NEVER)
 
 
 def check_update_guards(st: State, epoch, caller):

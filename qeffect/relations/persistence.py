@@ -21,6 +21,8 @@ def checkpoint_before_order_guards(st: State):
         raise Refused("persistence.live-tape")
     if not st.every(st.refreshing, 0) or st.optimizing[0] != 0:
         raise Refused("persistence.action-in-flight")
+    if not st.every(st.evaluating, 0):
+        raise Refused("persistence.action-in-flight")
     if st.half_updated[0] != 0:
         raise Refused("persistence.half-updated")
     if not st.every(st.refreshed, NO_STAGE):
@@ -32,7 +34,7 @@ def checkpoint_guards(st: State):
         raise Refused("persistence.device-work")
     if not st.every(st.reducing, 0):
         raise Refused("persistence.reduction-in-flight")
-    if not st.every(st.forwards, 0) or not st.every(st.wgrads, 0):
+    if not st.every(st.forwards, 0) or not st.every(st.wgrads, 0) or st.walk[0] != 0:
         raise Refused("persistence.mid-epoch")
 
 

@@ -59,6 +59,11 @@ def fail_reduction_writes(st: State, bucket):
     st.reducing[bucket] = 0
 
 
+def next_walk_before_persistence_guards(st: State, epoch):
+    if st.started[0] != 0:
+        raise Refused("reduction.begun")
+
+
 def check_update_before_persistence_guards(st: State, epoch, caller):
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")

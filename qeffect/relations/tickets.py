@@ -17,6 +17,11 @@ def check_refresh_writes(st: State, stage, link):
     st.serial[0] = ticket
 
 
+def check_evaluation_writes(st: State, stage, link, cached):
+    ticket = st.serial[0] + 1
+    st.serial[0] = ticket
+
+
 def check_forward_writes(st: State, key, slot, token, link, refresh):
     ticket = st.serial[0] + 1
     st.serial[0] = ticket

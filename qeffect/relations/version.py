@@ -127,6 +127,19 @@ def abort_forward_writes(st: State, slot, ticket):
         st.filling[s] = 0
 
 
+def check_evaluation_guards(st: State, stage, link, cached):
+    d = st.domain_of[stage]
+    if cached != 0 and st.cache_epoch[stage] != st.weight_epoch[stage]:
+        raise Refused("version.stale-cache")
+    if st.refreshed[d] != NO_STAGE:
+        raise Refused("version.refresh-interrupted")
+
+
+def commit_evaluation_guards(st: State, stage, ticket, fill_epoch, updates):
+    if st.reports_fills[stage] != 0 and fill_epoch != NEVER:
+        raise Refused("version.fill-unasked")
+
+
 def check_dgrad_guards(st: State, key, ref, token, link):
     s = key.stage
     e = key.epoch

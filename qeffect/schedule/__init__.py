@@ -1,5 +1,5 @@
 """
-Pipeline schedules: tables in, actions out, and what can be said about them before anything runs.
+Pipeline schedules: how tables are read, and what is checked before anything runs.
 
 `tables`, `torch_tables`, `te_order` and `infer` read, and `tables` writes; `ranks` checks what
 needs no kernel (under a `transport`, which says how the runtime carries messages), `check` drives

@@ -23,7 +23,7 @@ _ROLE_MARKS = {
 _LEGEND = {
     ">": "the refused entry, marked >..<",
     "+": "the expected entry, the first one of two, or one that is needed",
-    "!": "the entry taken instead, or another one that waits",
+    "!": "the entry taken instead, or another entry that waits",
 }
 
 

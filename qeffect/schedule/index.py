@@ -12,9 +12,10 @@ from .actions import PER_STAGE, Atom, Kind, Schedule
 from .transport import DEFAULT, Transport
 
 Event = tuple[Kind, int, int]
+"""An action's kind, stage and microbatch."""
 
 
-class Spot(NamedTuple):
+class Occurrence(NamedTuple):
     """The place of an indivisible step: its rank, and its position among the rank's steps."""
 
     rank: int
@@ -41,15 +42,15 @@ class Index:
     """
 
     schedule: Schedule
-    first: dict[Event, Spot]
-    repeated: list[tuple[Spot, Spot]]
-    stray_stages: list[Spot]
-    misplaced: list[Spot]
-    stray_microbatches: list[Spot]
-    per_stage: list[Spot]
+    first: dict[Event, Occurrence]
+    repeated: list[tuple[Occurrence, Occurrence]]
+    stray_stages: list[Occurrence]
+    misplaced: list[Occurrence]
+    stray_microbatches: list[Occurrence]
+    per_stage: list[Occurrence]
     transport: Transport = DEFAULT
 
-    def get(self, kind: Kind, stage: int, microbatch: int) -> Spot | None:
+    def get(self, kind: Kind, stage: int, microbatch: int) -> Occurrence | None:
         """The first occurrence of an event; `None` without one."""
         return self.first.get((kind, stage, microbatch))
 
@@ -57,7 +58,7 @@ class Index:
         """The rank of a stage; `None` if the pipeline or this table lacks the stage."""
         return self.schedule.stage_to_rank.get(stage)
 
-    def before(self, earlier: Spot | None, later: Spot) -> bool:
+    def before(self, earlier: Occurrence | None, later: Occurrence) -> bool:
         """Whether both steps are on one rank, the earlier one first."""
         return (
             earlier is not None and earlier.rank == later.rank and earlier.position < later.position
@@ -76,7 +77,7 @@ def index_of(schedule: Schedule, transport: Transport | None = None) -> Index:
     homes = schedule.stage_to_rank
     for rank, atoms in enumerate(schedule.atoms):
         for position, atom in enumerate(atoms):
-            spot = Spot(rank, position, atom)
+            spot = Occurrence(rank, position, atom)
             home = homes.get(atom.stage)
             if home is None:
                 index.stray_stages.append(spot)

@@ -18,7 +18,7 @@ from .steptime import Span, StepTime
 
 
 @attrs.frozen
-class Placed:
+class TimedEntry:
     """
     An entry and its place in time.
 
@@ -51,7 +51,7 @@ class Layout:
         timed: The simulated times, if the entries are drawn to scale.
     """
 
-    entries: tuple[Placed, ...]
+    entries: tuple[TimedEntry, ...]
     unit: str
     end: float
     timed: StepTime | None = None
@@ -68,7 +68,7 @@ def layout(schedule: Schedule) -> Layout:
     """
     by_step = not schedule.has_comms
     run = None if by_step else _run(schedule)
-    placed: list[Placed] = []
+    placed: list[TimedEntry] = []
     for rank, row in enumerate(schedule.rows):
         clock = 0
         for step, action in enumerate(row):
@@ -83,7 +83,7 @@ def layout(schedule: Schedule) -> Layout:
                 if ran:
                     length = run.finish[rank, step] - start
             clock = start + length
-            placed.append(Placed(rank, step, action, start, length, ran))
+            placed.append(TimedEntry(rank, step, action, start, length, ran))
     return Layout(
         tuple(placed),
         "step" if by_step else "time",
@@ -110,7 +110,7 @@ def timed_layout(timed: StepTime) -> Layout:
         action = timed.schedule.entry(rank, step)
         assert action is not None
         start = float(spans[0].start)
-        placed.append(Placed(rank, step, action, start, float(spans[-1].end) - start))
+        placed.append(TimedEntry(rank, step, action, start, float(spans[-1].end) - start))
     return Layout(tuple(placed), timed.unit, float(timed.time), timed)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from .actions import RECEIVES, SENDS, Kind
 from .findings import Finding, finding, place
-from .index import Index, Spot
+from .index import Index, Occurrence
 
 # For each message: the kind that computes it, its counterpart, and the counterpart's stage offset.
 _PRODUCER = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
@@ -122,8 +122,8 @@ def check_message_order(index: Index) -> Iterator[Finding]:
     if not index.schedule.complete:
         return
     queue = index.transport.queue
-    sent: dict[tuple[int, int, str], list[Spot]] = defaultdict(list)
-    received: dict[tuple[int, int, str], list[Spot]] = defaultdict(list)
+    sent: dict[tuple[int, int, str], list[Occurrence]] = defaultdict(list)
+    received: dict[tuple[int, int, str], list[Occurrence]] = defaultdict(list)
     for (kind, stage, microbatch), spot in index.first.items():
         if kind not in COUNTERPART:
             continue

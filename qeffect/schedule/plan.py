@@ -196,7 +196,7 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
 
 
 def _outstanding(schedule: Schedule, rank: int) -> int | None:
-    """The most sends of a rank that are posted and not awaited; `None` where no waits are shown."""
+    """Peak number of a rank's sends posted and not awaited; `None` if the table has no waits."""
     if not schedule.awaits_sends:
         return None
     posted = most = 0

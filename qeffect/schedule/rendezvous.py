@@ -26,7 +26,7 @@ import attrs
 
 from .actions import RECEIVES, SEND_WAITS, SENDS, WAITS, Atom, Kind
 from .findings import Finding, finding, place
-from .index import Event, Index, Spot
+from .index import Event, Index, Occurrence
 from .messages import COUNTERPART, INPUTS
 from .processes import Processes
 from .transport import QUEUES, Transport
@@ -50,10 +50,10 @@ class Stop:
 
     rank: int
     atom: Atom | None
-    message: Spot
-    head: Spot
+    message: Occurrence
+    head: Occurrence
     peer: int
-    across: Spot | None
+    across: Occurrence | None
 
     def __str__(self) -> str:
         """The stop as one clause of a sentence."""
@@ -119,8 +119,8 @@ class _Run:
         self.rows = index.schedule.atoms
         self.position = [0] * len(self.rows)
         #: Messages that were posted and have not ended, by queue and end.
-        self.queues: dict[tuple[Hashable, int], deque[Spot]] = {}
-        self.posted: dict[Event, tuple[Hashable, int, Spot]] = {}
+        self.queues: dict[tuple[Hashable, int], deque[Occurrence]] = {}
+        self.posted: dict[Event, tuple[Hashable, int, Occurrence]] = {}
         self.done: set[Event] = set()
         self.engine = Processes[Event]()
         #: By rank, the event that its row stopped for.
@@ -130,7 +130,7 @@ class _Run:
         for number, atom in enumerate(self.rows[rank]):
             event = (atom.kind, atom.stage, atom.microbatch)
             if atom.kind in _MESSAGES:
-                self._post(Spot(rank, number, atom), event)
+                self._post(Occurrence(rank, number, atom), event)
             wanted = self._wanted(atom, event)
             if wanted is not None and wanted in self.posted and wanted not in self.done:
                 yield wanted
@@ -146,7 +146,7 @@ class _Run:
             return event
         return None
 
-    def _post(self, spot: Spot, event: Event) -> None:
+    def _post(self, spot: Occurrence, event: Event) -> None:
         counterpart, offset = COUNTERPART[spot.atom.kind]
         other = self.index.get(counterpart, spot.atom.stage + offset, spot.atom.microbatch)
         if other is None or other.rank == spot.rank or event in self.posted:
@@ -163,7 +163,7 @@ class _Run:
                 self.done.add(ended)
                 self.engine.happen(ended)
 
-    def _queue(self, spot: Spot, peer: int) -> Hashable:
+    def _queue(self, spot: Occurrence, peer: int) -> Hashable:
         sends = spot.atom.kind in SENDS
         ranks = (spot.rank, peer) if sends else (peer, spot.rank)
         if self.transport.both_ways:

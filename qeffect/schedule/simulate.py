@@ -22,7 +22,7 @@ import attrs
 
 from .actions import RECEIVES, SEND_WAITS, Atom, Kind
 from .findings import Finding, finding, place
-from .index import Event, Index, Spot
+from .index import Event, Index, Occurrence
 from .messages import INPUTS
 from .processes import Processes
 
@@ -44,7 +44,7 @@ class Wait:
 
     rank: int
     atom: Atom
-    needs: Spot
+    needs: Occurrence
 
 
 @attrs.frozen
@@ -133,7 +133,7 @@ def check_deadlock(run: Run) -> Iterator[Finding]:
     )
 
 
-def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Spot | None:
+def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Occurrence | None:
     """Return what a step waits for on another rank, or `None`."""
     if atom.kind in RECEIVES and blocking:
         kind, offset = _SEND_OF[atom.kind]

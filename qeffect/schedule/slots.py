@@ -16,14 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from .actions import Kind
-
-Step = tuple[Kind, int, int]
-"""An action's kind, stage and microbatch."""
+from .index import Event
 
 Tape = tuple[int, int]
 """A stage and a microbatch."""
 
-Readers = Mapping[Step, Sequence[Tape]]
+Readers = Mapping[Event, Sequence[Tape]]
 """The tapes that each step reads; a tape is free after all steps that read it."""
 
 
@@ -45,7 +43,7 @@ class Assignment:
     peak: int
 
 
-def own_readers(steps: Iterable[Step], kinds: Iterable[Kind] = (Kind.WGRAD,)) -> Readers:
+def own_readers(steps: Iterable[Event], kinds: Iterable[Kind] = (Kind.WGRAD,)) -> Readers:
     """
     Return readers that each read the tape of their own stage and microbatch.
 
@@ -58,7 +56,7 @@ def own_readers(steps: Iterable[Step], kinds: Iterable[Kind] = (Kind.WGRAD,)) ->
 
 
 def assign(
-    steps: Iterable[Step],
+    steps: Iterable[Event],
     readers: Readers,
     *,
     reuse: bool = True,

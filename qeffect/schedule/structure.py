@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ..text import counted
 from .actions import WAITS, Kind
 from .findings import Finding, finding, place
-from .index import Index, Spot
+from .index import Index, Occurrence
 
 _NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "input gradient", Kind.WGRAD: "weight gradient"}
 _SHOWN = 8
@@ -134,7 +134,7 @@ def check_order(index: Index) -> Iterator[Finding]:
 def check_reductions(index: Index) -> Iterator[Finding]:
     """A stage's gradients are reduced once, after everything else that the stage computes."""
     schedule = index.schedule
-    reduced: dict[int, Spot] = {}
+    reduced: dict[int, Occurrence] = {}
     for spot in index.per_stage:
         if spot.atom.kind is not Kind.REDUCE_GRAD:
             continue
@@ -153,7 +153,7 @@ def check_reductions(index: Index) -> Iterator[Finding]:
             )
     if not reduced:
         return
-    late: dict[int, list[Spot]] = defaultdict(list)
+    late: dict[int, list[Occurrence]] = defaultdict(list)
     for (kind, stage, _), spot in index.first.items():
         reduction = reduced.get(stage)
         if kind in _NAMES and reduction is not None and index.before(reduction, spot):
@@ -236,7 +236,7 @@ def check_sharding(index: Index) -> Iterator[Finding]:
                 )
 
 
-def _once_per_entry(spots: list[Spot]) -> Iterator[Spot]:
+def _once_per_entry(spots: list[Occurrence]) -> Iterator[Occurrence]:
     # B is two indivisible steps; one wrong entry gives one finding.
     last: tuple[int, int, int] | None = None
     for spot in spots:

@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from .actions import Kind, Schedule
 from .findings import Finding
-from .layout import Layout, Placed, layout, timed_layout
+from .layout import Layout, TimedEntry, layout, timed_layout
 from .steptime import Span, StepTime
 from .svg import (
     COLOURS,
@@ -79,8 +79,8 @@ def timeline(
     Args:
         schedule: The schedule.
         finding: What to mark; without it the picture says that nothing was refused.
-        window: The most columns to draw; a longer schedule is cut around the refused entry. `None`
-            draws all.
+        window: Largest number of columns to draw; a longer schedule is cut around the refused
+            entry. `None` draws all.
         timed: The times of its step, to draw it to scale and whole; nothing is marked then.
 
     Returns:
@@ -135,7 +135,7 @@ class _Picture:
     def y(self, rank: int) -> float:
         return self.top + rank * _ROW + (_ROW - _ENTRY) - 6
 
-    def visible(self, entry: Placed) -> bool:
+    def visible(self, entry: TimedEntry) -> bool:
         return entry.start + entry.length >= self.first and entry.start <= self.last
 
     def lines(self) -> Iterator[str]:
@@ -349,7 +349,7 @@ class _Picture:
     def _extent(self, span: Span) -> tuple[float, float]:
         return self.x(float(span.start)), float(span.end - span.start) * self.unit
 
-    def _entry(self, entry: Placed) -> Iterator[str]:
+    def _entry(self, entry: TimedEntry) -> Iterator[str]:
         x = max(self.x(entry.start), _LEFT)
         width = min(self.x(entry.start + entry.length), self.x(self.last)) - x
         if width <= 1:
@@ -372,7 +372,7 @@ class _Picture:
             )
         yield "</g>"
 
-    def _colour(self, entry: Placed) -> str:
+    def _colour(self, entry: TimedEntry) -> str:
         base = COLOURS.get(entry.action.kind, GREY)
         local = self.schedule.stages_of(entry.rank)
         chunk = local.index(entry.action.stage) if entry.action.stage in local else 0
@@ -413,10 +413,10 @@ class _Picture:
         for role, entry in related:
             yield from self._said(entry, style(role)[0], below=entry.rank >= refused.rank)
 
-    def _has_arrow(self, role: str, entry: Placed) -> bool:
+    def _has_arrow(self, role: str, entry: TimedEntry) -> bool:
         return entry is not self.refused and role not in ("waits", "awaited")
 
-    def _arc(self, role: str, entry: Placed, refused: Placed) -> str:
+    def _arc(self, role: str, entry: TimedEntry, refused: TimedEntry) -> str:
         colour, name, dash = style(role)
         (x0, y0), (x1, y1) = self._centre(entry), self._centre(refused)
         half = _ENTRY / 2
@@ -433,7 +433,7 @@ class _Picture:
             path = f"M{x0},{y0} C{x0},{(y0 + y1) / 2} {x1},{(y0 + y1) / 2} {x1},{y1}"
         return arrow(path, colour, name, dash)
 
-    def _said(self, entry: Placed, colour: str, *, below: bool) -> Iterator[str]:
+    def _said(self, entry: TimedEntry, colour: str, *, below: bool) -> Iterator[str]:
         """Write an entry's name beside a box that is too narrow for it, if there is room."""
         if entry.length:
             return
@@ -454,13 +454,13 @@ class _Picture:
                 )
                 return
 
-    def _span(self, entry: Placed) -> float:
+    def _span(self, entry: TimedEntry) -> float:
         return entry.length * self.unit if entry.length else _MARK
 
-    def _centre(self, entry: Placed) -> tuple[float, float]:
+    def _centre(self, entry: TimedEntry) -> tuple[float, float]:
         return self.x(entry.start + entry.length / 2), self.y(entry.rank) + _ENTRY / 2
 
-    def _outline(self, entry: Placed, colour: str, stroke: float, dash: str) -> Iterator[str]:
+    def _outline(self, entry: TimedEntry, colour: str, stroke: float, dash: str) -> Iterator[str]:
         x, y = self._centre(entry)
         span = self._span(entry)
         fill = "none" if entry.length else PINK if colour == RED else PALE

@@ -87,7 +87,7 @@ def torch_schedule(
     if max_outstanding_sends is not None:
         options["max_outstanding_sends"] = max_outstanding_sends
     if options and not comms:
-        raise ScheduleError(f"{what}: {' and '.join(options)} shape messages; ask for comms too")
+        raise ScheduleError(f"{what}: {' and '.join(options)} concern messages only; set comms too")
     cls = getattr(schedules, base) if own is None else own
     _check_options(cls, version, cls_name, options)
     try:
@@ -189,7 +189,7 @@ def _import_torch() -> tuple[ModuleType, ModuleType]:
 
 
 class _Stage:
-    """A stage that only has a place, which is all that torch's constructors read."""
+    """A stage that has only its place in the pipeline; torch's constructors read nothing else."""
 
     def __init__(self, index: int, rank: int, pp: int, vpp: int, submod: object) -> None:
         self.stage_index = index

@@ -18,7 +18,7 @@ from typing import Any
 from .actions import RECEIVES, SEND_WAITS, SENDS, Kind, Schedule
 from .durations import UNITS
 from .findings import Finding
-from .layout import Placed, layout
+from .layout import TimedEntry, layout
 from .steptime import Span, StepTime
 
 MICROSECONDS = 1000
@@ -180,13 +180,13 @@ def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": {"name": value}}
 
 
-def _thread(entry: Placed) -> int:
+def _thread(entry: TimedEntry) -> int:
     if entry.action.is_compute:
         return 0
     return 1 if entry.action.kind in SENDS | RECEIVES | SEND_WAITS else 2
 
 
-def _slice(entry: Placed, finding: Finding | None) -> dict[str, Any]:
+def _slice(entry: TimedEntry, finding: Finding | None) -> dict[str, Any]:
     args: dict[str, Any] = {"step": entry.step}
     if entry.action.stage >= 0:
         args["stage"] = entry.action.stage
@@ -208,7 +208,7 @@ def _slice(entry: Placed, finding: Finding | None) -> dict[str, Any]:
     }
 
 
-def _flow(phase: str, number: int, entry: Placed) -> dict[str, Any]:
+def _flow(phase: str, number: int, entry: TimedEntry) -> dict[str, Any]:
     event: dict[str, Any] = {
         "name": "message",
         "cat": "messages",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from ..text import counted
 from .actions import SEND_WAITS, SENDS, WAITS, Kind
 from .findings import Finding, finding, place
-from .index import Index, Spot
+from .index import Index, Occurrence
 
 _SHOWN = 8
 _WAIT_OF = {start: wait for wait, start in WAITS.items()}
@@ -36,8 +36,8 @@ def check_send_waits(index: Index) -> Iterator[Finding]:
 
 def check_reduction_waits(index: Index) -> Iterator[Finding]:
     """Each wait follows its reduction, once; if a table awaits one, it awaits every reduction."""
-    started: dict[int, Spot] = {}
-    awaited: dict[int, Spot] = {}
+    started: dict[int, Occurrence] = {}
+    awaited: dict[int, Occurrence] = {}
     for spot in index.per_stage:
         if spot.atom.kind is Kind.REDUCE_GRAD:
             started.setdefault(spot.atom.stage, spot)
@@ -59,12 +59,14 @@ def check_outstanding(index: Index) -> Iterator[Finding]:
     if limit is None or not index.schedule.awaits_sends:
         return
     for rank, atoms in enumerate(index.schedule.atoms):
-        outstanding: dict[tuple[Kind, int, int], Spot] = {}
+        outstanding: dict[tuple[Kind, int, int], Occurrence] = {}
         for position, atom in enumerate(atoms):
             if atom.kind in SEND_WAITS:
                 outstanding.pop((WAITS[atom.kind], atom.stage, atom.microbatch), None)
             elif atom.kind in SENDS:
-                outstanding[atom.kind, atom.stage, atom.microbatch] = Spot(rank, position, atom)
+                outstanding[atom.kind, atom.stage, atom.microbatch] = Occurrence(
+                    rank, position, atom
+                )
                 if len(outstanding) <= limit:
                     continue
                 *earlier, _ = outstanding.values()
@@ -82,7 +84,7 @@ def check_outstanding(index: Index) -> Iterator[Finding]:
                 break
 
 
-def _check_start(wait: Spot, start: Spot | None) -> Iterator[Finding]:
+def _check_start(wait: Occurrence, start: Occurrence | None) -> Iterator[Finding]:
     atom = wait.atom
     microbatch = atom.microbatch if atom.microbatch >= 0 else ""
     name = f"{atom.stage}{WAITS[atom.kind].value}{microbatch}"
@@ -108,7 +110,7 @@ def _check_start(wait: Spot, start: Spot | None) -> Iterator[Finding]:
         )
 
 
-def _twice(spot: Spot, earlier: Spot) -> Finding:
+def _twice(spot: Occurrence, earlier: Occurrence) -> Finding:
     return finding(
         "wait-twice",
         f"{spot.atom.action} occurs again; it already occurs on rank {earlier.rank} at step "
@@ -121,7 +123,7 @@ def _twice(spot: Spot, earlier: Spot) -> Finding:
     )
 
 
-def _missing(spot: Spot) -> Finding:
+def _missing(spot: Occurrence) -> Finding:
     atom = spot.atom
     microbatch = atom.microbatch if atom.microbatch >= 0 else ""
     name = f"{atom.stage}{_WAIT_OF[atom.kind].value}{microbatch}"

@@ -1,5 +1,5 @@
 """
-A step that recurs: one optimizer step, recorded once, then checked and committed as one.
+A step that recurs: one optimizer step, recorded once, then checked and committed in one call.
 
 A training step runs the same transitions in every epoch, and only counters differ between epochs.
 So a step is first run transition by transition, with every guard of every action, and recorded:
@@ -27,9 +27,9 @@ transitions, the functions in force, run again from starts that are moved far ap
 accepted and must end in the recorded end, moved alike. The contract's state beside its memory (free
 slots, reservations, device counts) is compared and written in the same way.
 
-A start that differs may still be as good: the caller waited once more, or another tape used a slot
+A start that differs may be just as good: the caller waited once more, or another tape used a slot
 before. The step's transitions then run one by one over a copy of the state, and the step is
-committed as one if all are accepted (`qeffect.ledgers.step_trial`).
+committed in one call if all are accepted (`qeffect.ledgers.step_trial`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ __all__ = [
     "group_of",
     "groups",
     "is_counter",
+    "moved_between",
     "translated",
     "translated_event",
 ]
@@ -128,6 +129,11 @@ def groups(memory: Memory) -> Iterator[Group]:
             yield family, 0
         else:
             yield from ((family, member) for member in range(len(getattr(memory, name))))
+
+
+def moved_between(start: Memory, now: Memory) -> dict[Group, int]:
+    """Return how far each counter has moved from one memory of a contract to a later one."""
+    return {group: base_of(now, group)[2] - base_of(start, group)[2] for group in groups(now)}
 
 
 def translated(memory: Memory, amounts: Amounts) -> Memory:

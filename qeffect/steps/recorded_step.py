@@ -57,6 +57,9 @@ RECUR: Final = frozenset(
         "finalize",
         "start_reduction",
         "finish_reduction",
+        "start_weights_read",
+        "finish_weights_read",
+        "next_walk",
         "check_update",
         "commit_update",
     }
@@ -130,8 +133,8 @@ class RecordedStep:
         for name, column in seen.columns.items():
             if column.entries != getattr(end.memory, name):
                 raise ValueError(
-                    f"the recorded transitions end with another value of column {name} than the "
-                    "contract; some transitions may not have been recorded"
+                    f"column {name} of the contract differs from its value after the recorded "
+                    "transitions; some transitions may not have been recorded"
                 )
         step = cls(
             transitions,
@@ -238,15 +241,15 @@ class RecordedStep:
                 self.transitions.functions[transition](found, *given)
             except Refused as refused:
                 raise ValueError(
-                    f"the step depends on the values of its counters: with all counters moved, "
-                    f"{transition} is refused by {refused.clause}"
+                    "the step depends on the values of its counters: with all counters "
+                    f"advanced, {transition} is refused by {refused.clause}"
                 ) from None
         wanted = translated(self.end.memory, amounts)
         for name in self.transitions.columns:
             if getattr(found, name) != getattr(wanted, name):
                 raise ValueError(
-                    f"the step depends on the values of its counters: with all counters moved, the "
-                    f"column {name} ends differently"
+                    "the step depends on the values of its counters: with all counters "
+                    f"advanced, column {name} ends differently"
                 )
 
     @property

@@ -29,7 +29,7 @@ class RecordableContract(Protocol):
 @runtime_checkable
 class StepObserver(Protocol):
     """
-    An observer that takes a step committed as one, such as an event log's recorder.
+    An observer that takes a step committed in one call, such as an event log's recorder.
 
     It hears every transition of a step while the step is recorded, between `begin_step` and
     `keep_step` or `drop_step`.
@@ -39,7 +39,7 @@ class StepObserver(Protocol):
         """Take one accepted transition."""
 
     def begin_step(self) -> Any:
-        """Begin a step that is recorded; what is returned names it."""
+        """Begin a recorded step; the result identifies the step."""
 
     def keep_step(self, began: Any, step: RecordedStep) -> None:
         """The step was recorded."""
@@ -51,7 +51,7 @@ class StepObserver(Protocol):
         """Whether the observer still keeps a recorded step."""
 
     def repeat_step(self, step: RecordedStep) -> None:
-        """The contract committed a kept step as one."""
+        """The contract committed a kept step in one call."""
 
 
 class Recording:
@@ -66,8 +66,8 @@ class Recording:
         observer: The contract's observer before the recording; None if it had none.
 
     Raises:
-        ValueError: The contract has an observer that does not take steps; a step committed as one
-            would bypass it.
+        ValueError: The contract has an observer that does not take steps; a step committed in one
+            call would bypass it.
     """
 
     def __init__(self, contract: RecordableContract) -> None:

@@ -22,15 +22,16 @@ and microbatch, or with one accumulating destination per matrix. The kernel comp
 (matrix, microbatch, shape, dtype, device, address, length) for equality and byte ranges for
 overlap; it never touches memory.
 
-Tied weights, an embedding and the head that reads it, have one gradient. Two matrices may share a
-destination where both are declared tied, in one stage or in two; sharing that is not declared is
-refused, by name and by address. Every dW of both stages then writes the shared destination beside
-its stage's own: the epoch's first dW of either stage overwrites it, all others add to it, one at a
-time. So a dW states for both destinations whether it overwrites, and a stage is final only when the
-sharing stage's dW have run too. If gradients are reduced, the shared gradient leaves in one bucket,
-after the last dW of both stages. A weight that is tied across ranks has a copy on each rank, and
-every copy leaves in a bucket of the same name; a contract sees its own process only, so the
-configurations of all ranks are compared before the first step (`qeffect.sharing`).
+Tied weights, an embedding and the head that reads it, have one gradient. Two matrices, in one stage
+or in two, may share a destination if both are declared tied. Undeclared sharing is refused, whether
+two matrices name one buffer or two buffers overlap in memory. Every dW of both stages then writes
+the shared destination as well as its own stage's. The epoch's first dW of either stage overwrites
+the shared destination; all others add to it, one at a time. So a dW states for both destinations
+whether it overwrites, and a stage is final only when the sharing stage's dW have run too. If
+gradients are reduced, the shared gradient leaves in one bucket, after the last dW of both stages. A
+weight that is tied across ranks has a copy on each rank, and every copy leaves in a bucket of the
+same name; a contract sees its own process only, so the configurations of all ranks are compared
+before the first step (`qeffect.sharing`).
 
 Destinations are bound before dI, because that is where `main_grad` is read. The first dW that
 writes a buffer in an epoch overwrites it, later dW accumulate. A dW that fails may have written
@@ -49,8 +50,8 @@ keeps all others.""",
             argument="key.stage",
             unchanged="The destinations, and the mark that the epoch is spoiled.",
             section="IV-E",
-            cause="An earlier F, dI or dW of this stage raised, or a tape was dropped, so a "
-            "microbatch is missing from the sum in the buffers, or only half of it was added.",
+            cause="An earlier F, dI or dW of this stage raised, or a tape was dropped. The sum "
+            "in the buffers then lacks a microbatch, or contains half of one.",
             remedy="Purge the epoch, restore the last commit and run the epoch again.",
         ),
         Clause(
@@ -69,8 +70,8 @@ keeps all others.""",
             id="arena.mismatch",
             number="4.3",
             title="Gradients go to their configured destinations",
-            invariant="The given destinations equal the cell's configured destinations in matrix, "
-            "microbatch, shape, dtype, device, address and length.",
+            invariant="The destinations of the call equal the cell's configured destinations in "
+            "matrix, microbatch, shape, dtype, device, address and length.",
             transitions=("bind", "check_wgrad"),
             argument="destination",
             unchanged=_BUFFER,
@@ -109,15 +110,15 @@ keeps all others.""",
             id="arena.overwrite",
             number="4.6",
             title="Only the first writer overwrites",
-            invariant="A dW that overwrites a buffer, its stage's own or the shared one, is the "
-            "buffer's first in the epoch.",
+            invariant="Only a buffer's first dW of the epoch overwrites the buffer, whether it "
+            "is the stage's own or shared.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
             section="III-D",
             cause="A graph captured for microbatch 0 (is_first_microbatch, overwrite_main_grad) "
-            "was replayed for a later one, or the second use of a tied weight assigns its "
-            "gradient: the accumulated gradient would be erased.",
+            "was replayed for a later microbatch, or the second use of a tied weight assigns "
+            "its gradient. Either would erase the accumulated gradient.",
             remedy="Ask `first_writer(key)` and `first_of_tied(key)` which graph to replay.",
         ),
         Clause(
@@ -190,14 +191,14 @@ keeps all others.""",
             id="arena.overlapping-destinations",
             number="4.12",
             title="Destinations do not overlap undeclared",
-            invariant="Two destinations have different names, and disjoint byte ranges on one "
-            "device, unless both matrices are declared tied and name one destination.",
+            invariant="Two destinations have different names and do not overlap in memory, "
+            "unless both matrices are declared tied and name one destination.",
             transitions=("configure",),
             argument="destination.address",
             unchanged=_NOTHING,
             section="III-D",
-            cause="Views were cut from one arena at wrong offsets, or two matrices, such as tied "
-            "weights, share a buffer without declaring it.",
+            cause="Views were cut from one arena at wrong offsets, or two matrices, such as "
+            "tied weights, share a buffer that `tied` does not declare.",
             remedy="Give each destination its own aligned range, or name the shared destination "
             "for both matrices in `buffers` and declare both in `tied`.",
         ),

@@ -13,21 +13,22 @@ PART = Part(
     without="a later graph's scratch overwrites what an earlier graph still needs",
     holder="a capture rank per graph and a cursor per pool; one pool per slot needs no more",
     intro="""\
-While graphs are captured into one memory pool, memory that an earlier graph frees becomes scratch
-of a later graph. Such graphs are right only if they are replayed in the order of their capture.
-Holding references to the tensors does not help. The paper does not name this relation.
+While graphs are captured into one memory pool, a later graph uses the memory that an earlier graph
+freed as scratch. Such graphs compute right values only if they are replayed in the order of their
+capture. Holding references to the tensors does not help. The paper does not name this relation.
 
 With one pool per slot, F, dI and dW of one tape are the only graphs in a pool, and ownership
-already forces their order: this part then refuses nothing that ownership accepts. A pool that
-several slots share needs a schedule that never reorders them while a tape is live in the pool; ZB-V
-does reorder.""",
+already forces their order: this part then refuses nothing that ownership accepts. If several slots
+share a pool, the schedule must keep the capture order while a tape is live in the pool; ZB-V does
+not.""",
     clauses=(
         Clause(
             id="capture.out-of-order",
             number="5.1",
             title="A shared pool replays in capture order",
-            invariant="While a tape is live in a memory pool, each graph replayed from that pool "
-            "was captured after the graph replayed before.",
+            invariant="While a tape is live in a memory pool, graphs of that pool are replayed "
+            "in the order of their capture: each was captured after the graph replayed "
+            "before it.",
             transitions=("check_forward", "check_dgrad", "check_wgrad"),
             argument="key",
             unchanged="The pool's cursor, and the tapes whose memory it holds.",

@@ -17,21 +17,25 @@ PART = Part(
     intro="""\
 A replay returns to the host at once, and its output tensors always exist. Two device-level edges
 make them right: the graph stream waits for the caller's work before the replay, and the caller
-waits for the graph's tail before it consumes. The contract counts: per *link* (one caller stream
-and one domain's graph stream) the work that the caller submitted and how much of it the graph
-stream has waited for; per graph stream its replays, and per link how many of them the caller has
-waited for. Each missing edge has its own clause. A stream that fills a slot must have waited for
-the previous tenant's replays. The end of a transfer counts as work of the caller whose link it
-names, so that a replay neither reads a message before it has arrived nor overwrites a buffer that
-is still read. So does the copy of an input, which the reservation of its slot stands for.
+waits for the graph's tail before it consumes. A *link* joins one caller stream and one domain's
+graph stream. Per link, the contract counts the work that the caller submitted, and how much of it
+the graph stream has waited for. It also counts each graph stream's replays and, per link, how many
+of them the caller has waited for. Each missing edge has its own clause. A stream that fills a slot
+must have waited for the previous tenant's replays. The end of a transfer counts as work of the
+caller whose link it names. So a replay neither reads a message before it has arrived, nor
+overwrites a buffer that is still read. The copy of an input counts in the same way, at the
+reservation of its slot.
 
 The optimizer's update is device work too. It runs on the stream of the caller that its check
 names, and that stream must have waited for every gradient. No graph stream reads the new weights
 before it has waited for that stream, and no checkpoint is taken before the host has seen the update
 finish.
 
-The contract takes the host's order of calls for the order of enqueueing. The runtime must really
-put the waits on the streams.""",
+An asynchronous save or a broadcast of parameters reads weights on a stream of its own. The read
+starts after the latest update, and the stream of the next update waits for its end.
+
+The contract assumes that the host's order of calls is the order of enqueueing. The runtime must
+really put the waits on the streams.""",
     clauses=(
         Clause(
             id="completion.wrong-stream",
@@ -41,6 +45,7 @@ put the waits on the streams.""",
             transitions=(
                 "check_refresh",
                 "check_forward",
+                "check_evaluation",
                 "check_dgrad",
                 "check_wgrad",
                 "reserve",
@@ -51,6 +56,8 @@ put the waits on the streams.""",
                 "finalize",
                 "start_reduction",
                 "finish_reduction",
+                "start_weights_read",
+                "finish_weights_read",
             ),
             argument="link",
             unchanged=_STREAMS,
@@ -65,7 +72,13 @@ put the waits on the streams.""",
             title="A replay waits for its caller",
             invariant="Before a replay the graph stream has waited for all the work that this "
             "caller submitted.",
-            transitions=("check_refresh", "check_forward", "check_dgrad", "check_wgrad"),
+            transitions=(
+                "check_refresh",
+                "check_forward",
+                "check_evaluation",
+                "check_dgrad",
+                "check_wgrad",
+            ),
             argument="link",
             unchanged=_STREAMS,
             section="IV-D",
@@ -100,8 +113,9 @@ put the waits on the streams.""",
             argument="link",
             unchanged=_STREAMS,
             section="design",
-            cause="A dW that is enqueued but may still read its input freed the slot, and the "
-            "receive was posted on a stream that had not waited for that dW.",
+            cause="The commit of a dW freed the slot while the dW may still read its input on "
+            "the device, and the receive was posted on a stream that had not waited for that "
+            "dW.",
             remedy="Let the receiving stream wait for the graph stream after that dW, and call "
             "`wait` on the receive's link.",
         ),
@@ -110,15 +124,14 @@ put the waits on the streams.""",
             number="6.5",
             title="A replay waits for the slot's transfers",
             invariant="Before F the graph stream has waited for the end of the slot's latest "
-            "transfer, or for the copy of its input, whichever link that end or copy named. The "
-            "same holds before dI of a stage that receives its output's gradient.",
+            "transfer, or for the copy of its input, on whichever link. The same holds "
+            "before dI of a stage that receives its output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
             section="design",
-            cause="A send of the slot's previous tenant, or the receive of this tenant, ended on "
-            "another caller's stream, or a loader's stream copied the input, and only this "
-            "caller's stream was joined.",
+            cause="A transfer of the slot ended on another caller's stream, or a loader's "
+            "stream copied the input, but only this caller's stream was joined.",
             remedy="Join the link that the end or the reservation named, or end the transfer on "
             "the link that calls F.",
         ),
@@ -126,15 +139,15 @@ put the waits on the streams.""",
             id="completion.two-ends",
             number="6.6",
             title="Ends of transfers are joined, or name one stream",
-            invariant="The end of a slot's transfer, or the copy of an input into the slot, names "
-            "the same link as the slot's previous end or copy, or follows a wait of the graph "
-            "stream for that previous one.",
+            invariant="The end of a slot's transfer, or the copy of an input into the slot, "
+            "names the link of the slot's previous end or copy. A different link is accepted "
+            "only after the graph stream has waited for that previous end or copy.",
             transitions=("reserve", "finish_receive", "finish_read"),
             argument="link",
             unchanged=_STREAMS,
             section="design",
             cause="Two sends from one slot ended on two streams, and no replay waited for the "
-            "first; the contract remembers one end per slot.",
+            "first. The contract remembers only the latest end per slot.",
             remedy="Name one link for both, or join the first link in between.",
         ),
         Clause(
@@ -142,13 +155,14 @@ put the waits on the streams.""",
             number="6.7",
             title="One stream reads the gradients",
             invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
-            "stage (named at finalize) and for each reduction (named at `finish_reduction`).",
-            transitions=("finalize", "finish_reduction"),
+            "stage, for each reduction and for each read of weights on another stream. `finalize`, "
+            "`finish_reduction` and `finish_weights_read` name that stream.",
+            transitions=("finalize", "finish_reduction", "finish_weights_read"),
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
-            cause="The default stream, or the communication stream itself, waited for the "
-            "reduction, but the optimizer runs on another stream.",
+            cause="The optimizer runs on a stream that did not wait for the reduction: another "
+            "stream waited, for example the default or the communication stream.",
             remedy="Let the optimizer's stream wait for every graph stream and for each "
             "reduction's handle, and name its links in `finalize` and in `finish_reduction`.",
         ),
@@ -172,16 +186,71 @@ put the waits on the streams.""",
             id="completion.update-to-graph",
             number="6.9",
             title="Weights are read after the optimizer's update",
-            invariant="Before a refresh or an F the graph stream has waited for the optimizer's "
-            "latest update, whichever stream ran it, or the host has seen the update finish.",
-            transitions=("check_refresh", "check_forward"),
+            invariant="Before a refresh, an F or an evaluation the graph stream has waited for "
+            "the optimizer's latest update, whichever stream ran it, or the host has seen the "
+            "update finish.",
+            transitions=("check_refresh", "check_forward", "check_evaluation"),
             argument="link",
             unchanged=_STREAMS,
             section="IV-D",
-            cause="The epoch was committed, but the graph stream was not made to wait: the "
-            "weights were quantized or used while the optimizer still wrote them.",
+            cause="The epoch was committed, but the graph stream did not wait for the update: "
+            "the weights could be quantized or used while the optimizer still writes them.",
             remedy="After the commit, make each graph stream wait for the optimizer's stream, and "
             "call `join` on that caller's link of the domain.",
+        ),
+        Clause(
+            id="completion.weights-in-use",
+            number="6.10",
+            title="Weights are not updated while they are read",
+            invariant="No update begins while a stream of its own reads a stage's weights.",
+            transitions=("check_update",),
+            argument="",
+            unchanged="The weights, and the reads under way.",
+            section="design",
+            cause="An asynchronous save or a broadcast of parameters still reads the weights that "
+            "the optimizer is about to write: the copy mixes two epochs.",
+            remedy="Make the update's stream wait for the reader, and call `finish_weights_read`.",
+        ),
+        Clause(
+            id="completion.second-reader",
+            number="6.11",
+            title="A stage's weights have one reader at a time",
+            invariant="A read of a stage's weights starts after the former read ended.",
+            transitions=("start_weights_read",),
+            argument="stage",
+            unchanged=_STREAMS,
+            section="design",
+            cause="A second save began before the first ended, or two kinds of readers overlap.",
+            remedy="End the first read, or let one stream wait for both readers and report them as "
+            "one.",
+        ),
+        Clause(
+            id="completion.not-reading",
+            number="6.12",
+            title="Only a read that was started ends",
+            invariant="The end of a read of a stage's weights follows its start, once.",
+            transitions=("finish_weights_read",),
+            argument="stage",
+            unchanged=_STREAMS,
+            section="design",
+            cause="The end was reported twice, or a restore came between.",
+            remedy="Call `start_weights_read`, then `finish_weights_read`, once each.",
+        ),
+        Clause(
+            id="completion.update-to-reader",
+            number="6.13",
+            title="Weights are read on other streams after the update",
+            invariant="The caller behind which a reader starts ran the optimizer's latest update, "
+            "or has waited for the graph stream since the graph stream waited for the update or "
+            "the host saw the update finish.",
+            transitions=("start_weights_read",),
+            argument="link",
+            unchanged=_STREAMS,
+            section="design",
+            cause="The reader's stream was not made to wait for the optimizer's stream: the copy "
+            "holds weights of two epochs.",
+            remedy="Start the reader behind the optimizer's stream, or call `join` on the "
+            "optimizer's link and then `wait` on the reader's.",
         ),
     ),
 )

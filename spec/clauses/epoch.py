@@ -24,12 +24,32 @@ update ends the epoch. It is an action like F: `check_update` reserves the weigh
 `commit_epoch` is the check and the commit in one call, for an update that was enqueued whole.
 Across processes the caller makes the update a barrier.
 
+An epoch has one *walk* over all microbatches, or several: gradients then accumulate over the walks.
+When every stage is final and no reduction has started, `next_walk` begins the next walk in the same
+epoch. The same keys run again, and each is bound again; every dW adds to the gradients of the
+walks before. Each walk is finalized, in its declared order if there is one. A reference of an
+earlier walk stays refused, because its tape was released. The caller says which walk is the last:
+it commits the update.
+
 From its check to its commit the update may write any weight. Every action of the epoch has run
-then, so each F, dI, dW, bind and refresh is refused. There is one exception: if a stage leaves out
-the order relation, an `invalidate` and then a refresh are accepted. A second update, a restore and
-a checkpoint have clauses of their own. An update that fails half way leaves some
-weights updated and others not, and nothing can tell which: the weights are *half updated*. Only a
-restore of the whole process goes on from there.
+then, so each F, dI and dW is refused. A bind, a refresh, a second update, a restore and a
+checkpoint have clauses of their own. An update that fails half way leaves some weights updated
+and others not, and nothing can tell which: the weights are *half updated*. After that, only a
+restore of the whole process is accepted.
+
+Some faults are seen late: an asynchronous device error, a digest that is compared after the tape is
+gone. `fail` names the stage and the epoch of the fault. A fault of the current epoch spoils it. If
+the epoch's update is in flight, or was committed, the weights were made with wrong gradients, and
+count as half updated.
+
+An evaluation is a forward that trains nothing: it owes no dI and no dW, and has no key, no slot
+and no effect token. It runs in memory of its own, not in a slot whose graph updates scales.
+`check_evaluation` reserves the stage and its domain; `commit_evaluation` leaves the epoch as it
+was. An evaluation is accepted between any two actions of an epoch, also between the last dW and the
+update, but not between a refresh and the stage's first F. With `cached` it reads the quantized
+weight cache, which must be current; otherwise it quantizes the weights itself and leaves the cache
+alone. Its backend reports that it updated no scales and filled no cache; if it did, or if it
+failed, the epoch is spoiled and the domain poisoned.
 
 A failed or aborted F, dI or dW spoils the stage's epoch: the stage can no longer be finalized, and
 only a restore begins the epoch again. A dropped tape, a failed reduction, and `invalidate` while
@@ -40,25 +60,25 @@ treat a lost cache as fresh, and the next dI would read it. Afterwards every F a
 is refused as stale; aborts, drops, drain and restore remain possible.
 
 A contract made with `counted=True` also compares what the device ran. With every action the device
-itself counts, by stage and kind, and folds the action into a digest that depends on the order. A
-check of the update presents the counts, and is refused if they differ from those of the committed
-actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device-count` and
-`epoch.device-order`: these clauses are tested, not proved.""",
+itself raises a count for the action's stage and kind, and folds the action into a digest that
+depends on the order. A check of the update presents the counts, and is refused if they differ from
+those of the committed actions. A ledger beside the transitions checks `epoch.uncounted`,
+`epoch.device-count` and `epoch.device-order`: these clauses are tested, not proved.""",
     clauses=(
         Clause(
             id="epoch.spoiled",
             number="8.1",
             title="A spoiled epoch is never final",
             invariant="A stage is not finalized if in this epoch one of its F, dI, dW or "
-            "reductions failed or was aborted, one of its tapes was dropped, or its weight cache "
-            "was lost between its first F and the end of its last dI.",
+            "reductions failed or was aborted, one of its tapes was dropped, or its weight "
+            "cache was lost after its first F and before the end of its last dI.",
             transitions=("finalize",),
             argument="stage",
             unchanged=_STAGE,
             section="IV-E",
-            cause="An F, dI or dW raised, a tape was dropped or purged, or `invalidate` reported "
-            "the loss of a cache that some dI still needed; a refresh after the first F could not "
-            "fill it with the same values.",
+            cause="An F, dI or dW raised, a tape was dropped or purged, or `invalidate` "
+            "reported the loss of a cache that some dI still needed. A refresh after the "
+            "first F would fill that cache with other values.",
             remedy="Restore the last commit and run the epoch again.",
         ),
         Clause(
@@ -91,8 +111,8 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             number="8.4",
             title="An update finds every stage final",
             invariant="The update begins when every stage of the process is final in the epoch "
-            "that the update ends.",
-            transitions=("check_update",),
+            "that the update ends. So does the epoch's next walk.",
+            transitions=("next_walk", "check_update"),
             argument="",
             unchanged=_STAGE,
             section="IV-E",
@@ -103,9 +123,9 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             id="epoch.wrong-epoch",
             number="8.5",
             title="An update names the epoch that it ends",
-            invariant="An update names the weight epoch of every stage, whichever relations are "
-            "left out.",
-            transitions=("check_update",),
+            invariant="The epoch that an update or the next walk of an epoch names equals the "
+            "weight epoch of every stage, even of stages that leave relations out.",
+            transitions=("next_walk", "check_update"),
             argument="epoch",
             unchanged="The weight epoch of every stage.",
             section="III-C",
@@ -118,9 +138,8 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             number="8.6",
             title="An update brings what the device counted",
             invariant="If the device counts its replays, the check of an update presents the "
-            "counts of every state domain. If the counts may come late (`late=True`), they are "
-            "presented before "
-            "the next update and before a checkpoint.",
+            "counts of every state domain. With `late=True` the counts may come later, but "
+            "before the next update and before a checkpoint.",
             transitions=("check_update", "checkpoint"),
             argument="",
             unchanged=_UNCOUNTED,
@@ -138,8 +157,8 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             argument="",
             unchanged=_COUNTED,
             section="design",
-            cause="A graph was replayed without a check, was replayed twice, or was not replayed "
-            "although its action was committed.",
+            cause="A graph was replayed without a check or replayed twice, or an action was "
+            "committed whose graph was not replayed.",
             remedy="Find the code that replays graphs outside the guarded actions; restore the "
             "last commit.",
         ),
@@ -153,48 +172,94 @@ actions. A ledger beside the transitions checks `epoch.uncounted`, `epoch.device
             argument="",
             unchanged=_COUNTED,
             section="design",
-            cause="The graph of another slot or another stage was replayed, or actions were "
-            "committed in another order than they were launched.",
+            cause="The graph of another slot or another stage was replayed, or the order of "
+            "commits differs from the order of launches.",
             remedy="Launch the graph of the slot that the ticket names; commit in launch order.",
         ),
         Clause(
             id="epoch.in-flight",
             number="8.9",
-            title="One update of the weights at a time",
-            invariant="While an update is in flight, no second update and no restore begins.",
-            transitions=("check_update", "restore"),
+            title="One update of the weights at a time, and no evaluation beside it",
+            invariant="While an update is in flight, no second update, walk, evaluation, restore, "
+            "refresh, bind or read of the weights on another stream begins. While an evaluation is "
+            "in flight, no update, no walk and no restore begins, and no second evaluation of its "
+            "stage.",
+            transitions=(
+                "bind",
+                "check_refresh",
+                "start_weights_read",
+                "next_walk",
+                "check_evaluation",
+                "check_update",
+                "restore",
+            ),
             argument="",
-            unchanged="The update in flight, and the weights.",
+            unchanged="The update or the evaluation in flight, and the weights.",
             section="design",
-            cause="An update was checked and neither committed nor aborted.",
-            remedy="Commit the update after it was enqueued, abort it if it failed, or use "
-            "`with contract.update():`.",
+            cause="An update or an evaluation was checked and neither committed nor aborted.",
+            remedy="Commit it after it was enqueued, abort it if it failed, or use "
+            "`with contract.update():` and `with contract.evaluation(stage):`.",
         ),
         Clause(
             id="epoch.half-updated",
             number="8.10",
-            title="Half-updated weights are not updated again",
-            invariant="After an update failed half way, no update begins before a restore.",
-            transitions=("check_update",),
+            title="Half-updated weights are not used",
+            invariant="After an update failed half way, or after a late fault of an epoch whose "
+            "update began, no action, bind, walk, evaluation, update or read of the weights "
+            "begins before a restore.",
+            transitions=(
+                "reserve",
+                "bind",
+                "check_refresh",
+                "check_forward",
+                "check_dgrad",
+                "check_wgrad",
+                "start_weights_read",
+                "next_walk",
+                "check_evaluation",
+                "check_update",
+            ),
             argument="",
-            unchanged="The weights, some of which are updated and others not.",
+            unchanged="The weights, some of which are updated and others not, and the tapes.",
             section="design",
-            cause="`optimizer.step` raised, for example out of memory, and the loop went on.",
+            cause="`optimizer.step` raised, for example out of memory, and the loop went on; or "
+            "`fail` named an epoch that the weights were already updated with.",
             remedy="Load the last checkpoint, or start the run again from it, then `restore` the "
             "contract.",
         ),
         Clause(
             id="epoch.unknown-ticket",
             number="8.11",
-            title="An update's ticket is redeemed once",
+            title="The ticket of an update or an evaluation is redeemed once",
             invariant="Commit and abort of an update are accepted only with the ticket in flight "
-            "and the epoch of its check.",
-            transitions=("commit_update", "abort_update"),
+            "and the epoch of its check, those of an evaluation only with the ticket in flight of "
+            "its stage.",
+            transitions=(
+                "commit_evaluation",
+                "abort_evaluation",
+                "commit_update",
+                "abort_update",
+            ),
             argument="ticket",
-            unchanged="The weight epoch, and the update in flight.",
+            unchanged="The weight epoch, and the action in flight.",
             section="design",
-            cause="The update was already committed or aborted, or a restore came between.",
-            remedy="Let `with contract.update():` redeem the ticket.",
+            cause="The action was already committed or aborted, or a restore came between.",
+            remedy="Let `with contract.update():` or `with contract.evaluation(stage):` redeem the "
+            "ticket.",
+        ),
+        Clause(
+            id="epoch.not-begun",
+            number="8.12",
+            title="A fault names an epoch that began",
+            invariant="A fault that is seen late names the current epoch or an earlier one.",
+            transitions=("fail",),
+            argument="epoch",
+            unchanged="The weights, and every stage's ledger.",
+            section="design",
+            cause="The caller's step counter is ahead of the contract's epoch, for example after a "
+            "restore.",
+            remedy="Name the epoch in which the action ran; leave the argument out for the current "
+            "one.",
         ),
     ),
 )

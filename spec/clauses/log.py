@@ -18,24 +18,25 @@ PART = Part(
 No guard sees an action that was never checked. A runtime therefore writes a log: a header with its
 configuration, one line per accepted transition with its arguments and result, and a closing line
 with the number of events and a digest of the state that they led to. `event-log.schema.json`
-describes the format; a changed field that is marked `x-semantic` changes what the log claims. Every
-line ends in a digest of all bytes of the log before it. The digest finds damage, not forgery: a
-forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
+describes the format and marks fields as `x-semantic`: a changed semantic field changes what the log
+claims. Every line ends in a digest of all bytes of the log before it. The digest finds damage, not
+forgery: a forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
 
-A contract that commits a recorded step as one writes one line, which names the step. The lines of
-the recorded step stand between `begin_step` and `keep_step` (or `drop_step`). For `repeat_step` the
-replayer runs each of the kept step's transitions again, moved like the counters, with all guards.
+A contract that commits a whole recorded step in one call writes one line, which names the step. The
+lines of the recorded step stand between `begin_step` and `keep_step` (or `drop_step`). For
+`repeat_step` the replayer runs each transition of the kept step again, with all guards; epochs,
+tokens and other counters in the arguments advance with the step.
 
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
-log is accepted when every event is, with the recorded result, and the final state is the recorded
-one. Input that is not a log (binary, empty, malformed) is unusable; that is an error, not a
-refusal. A line has one spelling: no spaces, the schema's order of fields, printable names, the
-configuration as a recorder describes it. Any other spelling is rejected as malformed, and so is a
-header with more stages, slots, cells, links or destinations than a log may configure.
+log is accepted if every event is accepted with the recorded result, and the final state is the
+recorded state. Input that is not a log (binary, empty, malformed) is unusable; that is an error,
+not a refusal. A line has one spelling: no spaces, the schema's order of fields, printable names,
+the configuration as a recorder describes it. Any other spelling is rejected as malformed, and so is
+a header with more stages, slots, cells, links or destinations than a log may configure.
 
-Some changes to a log give a history that also keeps the contract; only the digests reveal them:
-another name for a caller, domain or pool, an argument of a part that is left out, a wait that
-nothing depends on, or an event that a later restore undoes.""",
+Some changes to a log give a history that also keeps the contract, and only the digests reveal them.
+Examples are another name for a caller, domain or pool, an argument of a part that is left out, a
+wait that nothing depends on, and an event that a later restore undoes.""",
     clauses=(
         Clause(
             id="log.chain",
@@ -104,8 +105,8 @@ nothing depends on, or an event that a later restore undoes.""",
             id="log.incarnation",
             number="10.6",
             title="An incarnation begins once",
-            invariant="The incarnation of a restore is new to the log: neither the header nor an "
-            "earlier restore has it.",
+            invariant="The incarnation of a restore is new to the log: it occurs neither in the "
+            "header nor in an earlier restore.",
             transitions=("replay",),
             argument="incarnation",
             unchanged=_BEFORE,
@@ -117,10 +118,11 @@ nothing depends on, or an event that a later restore undoes.""",
         Clause(
             id="log.step",
             number="10.7",
-            title="A step committed as one was recorded before",
-            invariant="A step that is repeated in one line is one of the last four that were kept, "
-            "in the same incarnation. Steps are recorded one after another. A kept step has one "
-            "commit, and only transitions that recur.",
+            title="A step committed in one call was recorded before",
+            invariant="A line that repeats a step names one of the last four steps that were "
+            "kept in the same incarnation. Steps are recorded one after another, and each is "
+            "kept or dropped before the log ends. A kept step has one commit, and consists only "
+            "of transitions that may recur.",
             transitions=("replay",),
             argument="step",
             unchanged=_BEFORE,

@@ -16,30 +16,30 @@ PART = Part(
     holder="one effect token per state domain; F and dI advance it, dW cannot",
     intro="""\
 With delayed scaling F and dI update amax histories and scales; dW consumes what dI retained and
-must not update them again. A *state domain* is everything that one update may roll. An update of
-Transformer Engine goes over every module of the process and rolls each history that has a new entry
-(before its pull request 825, every history), so all chunks of a rank share one domain. A domain has
-an effect token, a count of the F and dI committed in it. A caller threads the token: the caller
-presents the value that it saw, and an F or dI is accepted only if that is the current value. dW
-takes no token and has none to advance.
+must not update them again. A *state domain* is everything that one update may roll. Transformer
+Engine's update goes over every module of the process and rolls each history that has a new entry;
+before its pull request 825 it rolled every history. So all chunks of a rank share one domain. A
+domain has an effect token, a count of the F and dI committed in it. A caller threads the token: it
+presents the value that it saw, and an F or dI is accepted only if that value is current. dW neither
+takes nor advances a token.
 
-A token proves that updates happened once each, and one after another. The order of microbatches is
-checked only if the caller declares a sequence. An F, dI or refresh that fails on the device leaves
-scales half updated: its domain is *poisoned* until the numerical state of the last commit is
-restored. Abort never rewinds the token.""",
+A token proves that each update happened once, and that updates happened one after another. The
+order of microbatches is checked only if the caller declares a sequence. An F, dI, refresh or
+evaluation that fails on the device leaves scales half updated: its domain is *poisoned* until the
+numerical state of the last commit is restored. Abort never rewinds the token.""",
     clauses=(
         Clause(
             id="order.in-flight",
             number="3.1",
             title="One update at a time",
-            invariant="At most one F, dI or refresh of a state domain is in flight, and none at a "
-            "commit or a restore, whose guards require that no tape is live and no refresh in "
-            "flight.",
-            transitions=("check_refresh", "check_forward", "check_dgrad"),
+            invariant="At most one F, dI, refresh or evaluation of a state domain is in flight. At "
+            "a commit or a restore none is in flight, because both require that no tape is live, "
+            "and no refresh and no evaluation in flight.",
+            transitions=("check_refresh", "check_forward", "check_evaluation", "check_dgrad"),
             argument="",
             unchanged=_TOKEN,
             section="III-B",
-            cause="An F, dI or refresh of the domain was checked and neither committed nor "
+            cause="An action of the domain was checked and neither committed nor "
             "aborted, or two host threads drive chunks that share scaling state.",
             remedy="Commit or abort it first; give chunks separate domains only if nothing rolls "
             "their scales together.",
@@ -48,9 +48,16 @@ restored. Abort never rewinds the token.""",
             id="order.poisoned",
             number="3.2",
             title="Half-updated scales are not used",
-            invariant="No F, dI, refresh, finalize or checkpoint happens in a state domain in "
-            "which an F, dI or refresh has failed since the last restore.",
-            transitions=("check_refresh", "check_forward", "check_dgrad", "finalize", "checkpoint"),
+            invariant="No F, dI, refresh, evaluation, finalize or checkpoint happens in a state "
+            "domain in which an F, dI, refresh or evaluation has failed since the last restore.",
+            transitions=(
+                "check_refresh",
+                "check_forward",
+                "check_evaluation",
+                "check_dgrad",
+                "finalize",
+                "checkpoint",
+            ),
             argument="",
             unchanged=_TOKEN,
             section="IV-E",
@@ -105,16 +112,17 @@ restored. Abort never rewinds the token.""",
         Clause(
             id="order.scaling-updates",
             number="3.6",
-            title="F and dI update scales once",
+            title="F and dI update scales once, an evaluation never",
             invariant="If the backend reports scaling updates (`StageConfig.reports_updates`; "
             "Transformer Engine's stages do not), an F or dI commits only if it updated its "
-            "domain's scaling state exactly once.",
-            transitions=("commit_forward", "commit_dgrad"),
+            "domain's scaling state exactly once, and an evaluation only if it did not update it.",
+            transitions=("commit_forward", "commit_evaluation", "commit_dgrad"),
             argument="updates",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
             section="III-B",
             cause="An autocast region was entered twice for one F, the update was skipped because "
-            "no module was registered, or a captured graph lacks it.",
+            "no module was registered, a captured graph lacks it, or an evaluation replayed a "
+            "graph of F.",
             remedy="Update scales once, at the end of the outermost region of F and of dI. Then "
             "restore the numerical state of the last commit, `restore` the contract, and run the "
             "epoch again.",
@@ -123,8 +131,8 @@ restored. Abort never rewinds the token.""",
             id="order.scales-moved",
             number="3.7",
             title="Live scales are those of the tape's forward",
-            invariant="If dI reads live scales, no other F of its domain runs between the tape's "
-            "F and its dI.",
+            invariant="If dI reads live scales, no other F of its domain runs between the F and "
+            "the dI of one tape.",
             transitions=("check_dgrad",),
             argument="ref",
             unchanged=_TOKEN,
@@ -138,8 +146,8 @@ restored. Abort never rewinds the token.""",
             id="order.wrong-scales",
             number="3.8",
             title="dI uses the scales of its own forward",
-            invariant="If tapes carry scales, dI commits only if it used the scales of its own F, "
-            "named by the token at which that F ran.",
+            invariant="If tapes carry scales, dI commits only if it used the scales of its own "
+            "F. The token at which that F ran names these scales.",
             transitions=("commit_dgrad",),
             argument="scales",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",

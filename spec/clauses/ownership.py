@@ -39,12 +39,13 @@ nothing runs on it; `finish_receive` then frees the slot. At most one read of an
 an input gradient, is under way at a time.
 
 A stage may declare that a caller's stream copies its input into the slot (`copies_input`). The
-reservation then stands for the copy: the caller enqueues the copy with it, on the stream of the
-link that it names, and F runs only in a slot that its key has reserved.
+caller then enqueues the copy when it reserves the slot, on the stream of the link that the
+reservation names. F runs only in a slot that its key has reserved.
 
-A stage may declare that it feeds another stage of its process (`feeds`). F of the target then finds
-the tape that the source's F of the same microbatch left, and dI of the source runs after the
-target's dI. If the two exchange messages, a message of theirs arrives only after its read began.
+A stage may declare that it feeds another stage of its process (`feeds`). For each microbatch, F of
+the target then runs only while the tape of the source's F is live, and dI of the source runs after
+dI of the target. If the two stages exchange messages, a message arrives only after the read of its
+buffer began.
 
 A check reserves the slot under a *ticket*, the next of a series of serial numbers. While a slot has
 an outstanding ticket, every other action on the slot is refused. A commit or an abort redeems the
@@ -74,8 +75,8 @@ ticket, once.""",
             argument="slot",
             unchanged=_POOL,
             section="III-A",
-            cause="The slot index was computed within a stage, or by another chunk of this rank; "
-            "slots are numbered over all stages of the process.",
+            cause="The slot index counts from the first slot of its stage, or was computed for "
+            "another chunk of this rank. Slots are numbered over all stages of the process.",
             remedy="Let the contract choose the slot, or add the stage's first slot to the index.",
         ),
         Clause(
@@ -111,15 +112,18 @@ ticket, once.""",
             id="ownership.repeated-forward",
             number="1.5",
             title="A key is forwarded once in an epoch",
-            invariant="A key's forward is accepted once, also after its release or abort.",
+            invariant="A key's forward is accepted once. It is not accepted again after the "
+            "tape's release or abort.",
             transitions=("reserve", "check_forward"),
             argument="key",
             unchanged=_POOL,
             section="design",
             cause="A microbatch was run again after it had finished or failed, or activation "
             "recomputation re-runs F under the same key and would roll the amax history twice.",
-            remedy="Give recomputation its own invocation and no state update; to repeat a failed "
-            "microbatch restore and run the whole epoch again.",
+            remedy="Recompute activations inside the key's dI, between its check and its commit, "
+            "with the scales of its F, and record no amax. dI's reports then show one scaling "
+            "update and its own F's scales. Evaluate with `check_evaluation`. To repeat a failed "
+            "microbatch, restore, then run the whole epoch again.",
         ),
         Clause(
             id="ownership.generation-exhausted",
@@ -188,7 +192,8 @@ ticket, once.""",
             number="1.9",
             title="A reference is valid as long as its tape",
             invariant="The slot named by a reference is occupied and has the reference's "
-            "generation, or a transfer of that tape is still under way there and the call ends it.",
+            "generation. One other call is accepted: it ends a transfer that is still under "
+            "way after its tape was aborted.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -223,8 +228,9 @@ ticket, once.""",
             argument="key",
             unchanged=_TENANT,
             section="IV-B",
-            cause="dW was paired with the work of another microbatch: a FIFO, or the chunk's most "
-            "recent dI, was taken instead of the key's own. ZB-V reorders dW against dI.",
+            cause="dW was paired with another microbatch's work: the runtime took the oldest "
+            "entry of a queue, or the work of the chunk's most recent dI, instead of the "
+            "key's own. ZB-V reorders dW against dI.",
             remedy="Look retained work up by key; `qeffect check --pairing` shows which discipline "
             "mispairs which schedule.",
         ),
@@ -298,8 +304,8 @@ ticket, once.""",
             id="ownership.matrix-coverage",
             number="1.16",
             title="dW covers every matrix once",
-            invariant="dW commits only if the gradient of every matrix of its stage was produced "
-            "exactly once, also if gradients are copied.",
+            invariant="dW commits only if the gradient of every matrix of its stage was "
+            "produced exactly once. This holds for copied gradients too.",
             transitions=("commit_wgrad",),
             argument="covered",
             unchanged="The whole state; the public API then aborts the tape, since its dW has run.",
@@ -313,15 +319,16 @@ ticket, once.""",
             id="ownership.no-such-reader",
             number="1.17",
             title="Readers are configured, and finish once",
-            invariant="Only a reader that is configured for the stage, and has not finished with "
-            "the tape, reads it.",
+            invariant="A tape is read only by a reader that is configured for its stage, and "
+            "only until that reader has finished.",
             transitions=("read", "finish_read"),
             argument="bit",
             unchanged=_TENANT,
             section="design",
             cause="The stage was configured without `sends_output` or `sends_gradient`, or this "
             "reader has already finished.",
-            remedy="Configure the reader, or finish it once, when the send has completed.",
+            remedy="Configure the reader, and call `finish_read` once, when the send has "
+            "completed.",
         ),
         Clause(
             id="ownership.read-before-dgrad",
@@ -341,8 +348,8 @@ ticket, once.""",
             number="1.19",
             title="A reader reads once at a time",
             invariant="A read of a tape's output, or of its input gradient, begins only if no "
-            "read of the same buffer is under way. The slot waits for one end of a read, so a "
-            "second reader could lose it to a new tenant.",
+            "read of the same buffer is under way. The slot waits for the end of one read "
+            "only: the first end would free the slot while a second reader still reads it.",
             transitions=("read",),
             argument="bit",
             unchanged=_TENANT + " The read under way.",
@@ -371,9 +378,10 @@ ticket, once.""",
             id="ownership.receive-missing",
             number="1.21",
             title="F and dI use a message that was received",
-            invariant="F of a stage that receives its input runs on an input that was posted and "
-            "arrived for this key; the same holds for dI and the output's gradient. F of a stage "
-            "whose input is copied runs in the slot that its key reserved.",
+            invariant="F of a stage that receives its input runs only after the receive of this "
+            "key's input was posted and has ended. The same holds for dI and the output's "
+            "gradient. F of a stage whose input is copied runs in the slot that its key "
+            "reserved.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
             unchanged=_TENANT,
@@ -460,10 +468,10 @@ ticket, once.""",
         Clause(
             id="ownership.live-tape",
             number="1.27",
-            title="An update finds no live tape",
-            invariant="The optimizer's update begins only if every slot of every stage of the "
-            "process is free.",
-            transitions=("check_update",),
+            title="An update and a next walk find no live tape",
+            invariant="The optimizer's update, or the next walk of an epoch, begins only if every "
+            "slot of every stage of the process is free.",
+            transitions=("next_walk", "check_update"),
             argument="",
             unchanged="Every live tape, and the weight epoch.",
             section="IV-E",
@@ -510,14 +518,14 @@ ticket, once.""",
             id="ownership.input-not-made",
             number="1.30",
             title="F runs after the F of the stage that feeds it",
-            invariant="If another stage of the process feeds the stage, F finds the live tape that "
-            "this source's F of the same microbatch left.",
+            invariant="If another stage of the process feeds the stage, F runs only while the "
+            "tape of that stage's F for the same microbatch is live.",
             transitions=("check_forward",),
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="Chunks of one rank run in the wrong order: the chunk's input is still that of "
-            "another microbatch, or the source's tape was lost.",
+            cause="Chunks of one rank run in the wrong order, so the chunk's input still "
+            "belongs to another microbatch. Or the source's tape was lost.",
             remedy="Run F of the stage that feeds this one first; a declared order must place it "
             "first.",
         ),
@@ -525,15 +533,15 @@ ticket, once.""",
             id="ownership.gradient-not-made",
             number="1.31",
             title="dI runs after the dI of the stage that it feeds",
-            invariant="If the stage feeds another stage of the process, dI runs after this "
-            "target's dI of the same microbatch has succeeded, in an epoch of the target that no "
-            "failure has spoiled.",
+            invariant="If the stage feeds another stage of the process, dI runs only after that "
+            "target's dI of the same microbatch succeeded, and only if no failure has "
+            "spoiled the target's epoch.",
             transitions=("check_dgrad",),
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="Chunks of one rank run their backward in the direction of the forward: the "
-            "gradient is still that of another microbatch.",
+            cause="Chunks of one rank run their backward in the direction of the forward, so "
+            "the gradient still belongs to another microbatch.",
             remedy="Run dI of the stage that this one feeds first; a declared order must place it "
             "first.",
         ),
@@ -548,8 +556,8 @@ ticket, once.""",
             argument="key",
             unchanged="The transfer under way, and the slot that it keeps.",
             section="design",
-            cause="The receive was matched with another message, or its end was told before the "
-            "send was posted.",
+            cause="The receive was matched with another message, or `finish_receive` was called "
+            "before the send was posted.",
             remedy="Begin the read (`read`) of the other stage's tape before the receive ends. If "
             "the message can no longer arrive, drop the tape first.",
         ),

@@ -19,9 +19,9 @@ PART = Part(
 A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
 no reduction, no half-updated weights, no device work that the host has not seen finish. A restore
 loads the numerical state first, then begins a new *incarnation*: every slot is free, every
-generation zero, every reference issued before is refused, every weight cache is stale. That holds
-also when one checkpoint is restored twice, because the incarnation is a new random number that is
-never persisted.""",
+generation zero, every reference issued before is refused, every weight cache is stale. This holds
+even if one checkpoint is restored twice, because the incarnation is a new random number that is
+never saved.""",
     clauses=(
         Clause(
             id="persistence.live-tape",
@@ -40,20 +40,22 @@ never persisted.""",
             id="persistence.mid-epoch",
             number="9.2",
             title="No checkpoint within an epoch",
-            invariant="A checkpoint is taken when no forward and no dW of the current epoch was "
-            "committed, and no refresh waits for its forward.",
+            invariant="A checkpoint is taken when no forward and no dW was committed in the "
+            "current epoch, and no refreshed cache waits for its forward.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="The step has begun: scaling state and gradients belong to no optimizer version.",
+            cause="The step has begun: the scaling state and the gradients are between two "
+            "optimizer steps.",
             remedy="Checkpoint directly after `commit_epoch`, before the next refresh or forward.",
         ),
         Clause(
             id="persistence.action-in-flight",
             number="9.3",
             title="No checkpoint with an action in flight",
-            invariant="A checkpoint is taken when no F, dI, refresh or update is in flight.",
+            invariant="A checkpoint is taken when no F, dI, refresh, evaluation or update is in "
+            "flight.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,

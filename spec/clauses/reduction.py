@@ -21,15 +21,17 @@ dW of the epoch. That may be long before finalize and before other stages' bucke
 stages of one domain that name the same bucket share it: a destination that both write is reduced
 once, after the last dW of both.
 
-The runtime records when a reduction is enqueued, and on which stream; when the stream that will
-read the gradients waits for it; or that it failed. If an order of all buckets is declared, every
-replica starts the reductions in that order, as collectives of one group require. After a failed
-reduction the content of the gradients is unknown: the epoch cannot commit until it is rebuilt.
+The runtime reports three facts of a reduction: that it was enqueued, and on which stream; that the
+stream which will read the gradients waits for it; or that it failed. If an order of all buckets is
+declared, every replica starts the reductions in that order, as collectives of one group require.
+After a failed reduction the content of the gradients is unknown: the epoch cannot commit until it
+is rebuilt.
 
 No guard checks whether a dW writes a bucket that is being reduced, or whether a bucket still holds
-the placeholders of an epoch without a dW: no dW follows the stage's last dW, and no reduction
-starts before it. Both facts are promised and proved. A tape that is dropped during a reduction has
-run its dW and waits only for readers: the buffers do not change, and the epoch is spoiled.""",
+the placeholders of an epoch without a dW: no dW follows the stage's last dW, no reduction starts
+before that dW, and no walk follows a reduction. These facts are promised and proved. A tape that is
+dropped during a reduction has already run its dW and waits only for readers: dropping it leaves the
+buffers unchanged, and spoils the epoch.""",
     clauses=(
         Clause(
             id="reduction.incomplete",
@@ -41,8 +43,9 @@ run its dW and waits only for readers: the buffers do not change, and the epoch 
             argument="bucket",
             unchanged=_REDUCTIONS,
             section="IV-E",
-            cause="A bucket was launched as soon as its last hook fired, in dI or in the first of "
-            "two stages that share it, before a delayed dW had run.",
+            cause="A bucket's reduction was launched when its last hook fired, before a delayed "
+            "dW had run: the hook fired in dI, or in the first of two stages that share the "
+            "bucket.",
             remedy="Start the reduction after the last dW of the bucket's stages has committed.",
         ),
         Clause(
@@ -126,6 +129,21 @@ run its dW and waits only for readers: the buffers do not change, and the epoch 
             section="IV-E",
             cause="The optimizer stepped on local gradients: a bucket's hook was never fired.",
             remedy="Reduce every bucket before the commit.",
+        ),
+        Clause(
+            id="reduction.begun",
+            number="7.8",
+            title="No walk follows a reduction",
+            invariant="Another walk of the epoch begins only if no reduction of the epoch has "
+            "started.",
+            transitions=("next_walk",),
+            argument="",
+            unchanged=_REDUCTIONS,
+            section="design",
+            cause="Gradients were reduced after each walk of an accumulated step. The dW of the "
+            "next walk would add local gradients to reduced ones.",
+            remedy="Start the reductions after the last walk. If every walk is a step of its own, "
+            "commit instead of calling `next_walk`.",
         ),
     ),
 )

@@ -73,7 +73,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "wgrad-before-dgrad",
         "Weight gradients follow their own input gradients",
         "The weight gradient of a stage and microbatch follows its own input gradient.",
-        "A dW was moved into a bubble that comes before its dI.",
+        "A dW was moved into an idle gap (bubble) before its dI.",
         "Move the input gradient before it; the input gradient of another microbatch does not "
         "count.",
     ),
@@ -152,7 +152,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "outstanding-sends",
         "Outstanding sends are bounded",
-        "A rank has at most max_outstanding_sends sends posted and not awaited at once.",
+        "At any time, a rank has at most `max_outstanding_sends` sends that are posted and not "
+        "yet awaited.",
         "The table was made for a higher limit.",
         "Move a wait before the send, or allow more.",
     ),
@@ -215,12 +216,12 @@ check` names the first entry that breaks a clause. A table that passes is then r
 through the transitions of parts 1 to 9.
 
 Whether messages keep their order, and whether every rank reaches the end, depends on which messages
-share a queue and on when a send ends. The check states its assumptions (by default one queue per
-pair of ranks, and buffered sends) and tries the alternatives: one queue for a pair of ranks, for a
-pair and kind of message (activation or gradient), for a directed pair, for a directed pair and
-kind; and, under each, rendezvous semantics, where a send holds its queue, or its rank, until its
-receive is posted. A table that does not end there *can* deadlock; whether a runtime does depends on
-its buffers and on what it posts together.""",
+share a queue and on when a send ends. The check states its assumptions: by default one queue per
+pair of ranks, and buffered sends. It also tries the alternatives. A queue may serve a pair of
+ranks, or one direction of the pair, for all messages or for one kind (activation or gradient).
+Under each choice the check also tries rendezvous semantics, where a send holds its queue, or its
+rank, until its receive is posted. A table that hangs under an alternative *can* deadlock; whether
+it does depends on the runtime's buffers and on which messages it posts together.""",
     clauses=tuple(
         Clause(
             id=f"schedule.{name}",

@@ -30,8 +30,8 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             number="2.1",
             title="A key's epoch is the weight epoch",
             invariant="F, dI, dW, a bind and a reservation carry a key of the stage's weight "
-            "epoch. For dI and dW `ownership.wrong-key` ensures it: their key is that of a live "
-            "tape, and no tape outlives its epoch.",
+            "epoch. For dI and dW `ownership.wrong-key` ensures this: their key belongs to a "
+            "live tape, and no tape outlives its epoch.",
             transitions=("reserve", "bind", "check_forward"),
             argument="key.epoch",
             unchanged="The weight epochs, the slots and the bindings.",
@@ -46,15 +46,17 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.stale-cache",
             number="2.2",
             title="The weight cache is current",
-            invariant="F and dI run over a weight cache of their key's epoch, or F refreshes it.",
-            transitions=("check_forward", "check_dgrad"),
+            invariant="F and dI run over a weight cache of their key's epoch, or F refreshes it. "
+            "An evaluation runs over a cache of the current weights, or does not read the cache.",
+            transitions=("check_forward", "check_evaluation", "check_dgrad"),
             argument="key.epoch",
             unchanged=_CACHE,
             section="III-C",
             cause="The first forward after an optimizer step or a restart replayed a graph that "
             "was captured with is_first_microbatch=False, and nothing refreshed the cache.",
             remedy="Refresh the stage's cache directly before its first forward of the epoch, or "
-            "let that forward refresh it (`refresh=True`).",
+            "let that forward refresh it (`refresh=True`). Evaluate after that forward, or "
+            "quantize the weights in the evaluation itself (`cached=False`).",
         ),
         Clause(
             id="version.already-fresh",
@@ -74,8 +76,9 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.late-refresh",
             number="2.4",
             title="A refresh precedes the stage's forwards",
-            invariant="A refresh happens before the stage's first committed forward of the epoch. "
-            "The order relation counts forwards: a stage that leaves it out does not check this.",
+            invariant="A refresh happens before the stage's first committed forward of the "
+            "epoch. The order relation counts the forwards, so a stage without that relation "
+            "does not check this.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
             unchanged=_CACHE,
@@ -89,14 +92,15 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.refresh-interrupted",
             number="2.5",
             title="Nothing comes between a refresh and its forward",
-            invariant="After a refresh the next F, dI or refresh of the state domain is that "
-            "stage's forward, or that stage's refresh again.",
-            transitions=("check_refresh", "check_forward", "check_dgrad"),
+            invariant="After a refresh the next F, dI, refresh or evaluation of the state domain "
+            "is that stage's forward, or that stage's refresh again.",
+            transitions=("check_refresh", "check_forward", "check_evaluation", "check_dgrad"),
             argument="key.stage",
             unchanged=_CACHE,
             section="design",
-            cause="All chunks are refreshed at the start of the epoch, or another chunk's action "
-            "was scheduled in between. If updates roll all histories, the scales then differ.",
+            cause="All chunks were refreshed at the start of the epoch, or another chunk's "
+            "action was scheduled in between. The scales then differ if an update rolls the "
+            "histories of all chunks.",
             remedy="Replay each stage's refresh directly before its own first forward.",
         ),
         Clause(
@@ -180,17 +184,18 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.fill-unasked",
             number="2.11",
             title="A forward without a refresh fills no cache",
-            invariant="If the backend reports fills, an F that was checked without a refresh "
-            "fills no cache.",
-            transitions=("commit_forward",),
+            invariant="If the backend reports fills, an F that was checked without `refresh` "
+            "fills no cache, and no evaluation does.",
+            transitions=("commit_forward", "commit_evaluation"),
             argument="fill_epoch",
             unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
             "domain.",
             section="III-C",
             cause="A later microbatch replayed a graph that was captured with "
-            "is_first_microbatch=True, or the flag that skips the cast was ignored.",
+            "is_first_microbatch=True, the flag that skips the cast was ignored, or an evaluation "
+            "ran with is_first_microbatch=True.",
             remedy="Check that F with `refresh=True`, or replay the graph that does not write the "
-            "cache.",
+            "cache. Evaluate with is_first_microbatch=False, or None.",
         ),
     ),
 )

@@ -25,7 +25,7 @@ from ..constants import (
     TARGET_BIT,
 )
 from ..predicates import Register, implies
-from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, UPDATE, WGRAD
+from ..world import DGRAD, DONE, EVALUATION, FORWARD, NONE, REFRESH, RUNNING, UPDATE, WGRAD
 from .words import Args, History, Index, State, Truth
 
 __all__ = ["STEPS"]
@@ -153,7 +153,8 @@ def no_gradient_moves(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.right-consumer", "read")
 def right_consumer(st: State, h: History, a: Args) -> Truth:
-    """A reader reads alone, only if the slot waits for it, and a gradient only after dI."""
+    """A read begins only if the slot waits for its reader and no other read of the buffer is under
+    way. A gradient is read only after dI."""
     s = a.ref.slot
     one = ((a.bit == OUT_BIT) | (a.bit == GRAD_BIT)) & ((h.moving[s] & a.bit) == 0)
     there = implies(a.bit == GRAD_BIT, h.ran_dgrad[a.key.cell] == 1)
@@ -190,7 +191,7 @@ def claimed_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.forward-once", "reserve", "check_forward")
 def forward_once(st: State, h: History, a: Args) -> Truth:
-    """No key's forward runs twice for the same weights."""
+    """No key's forward runs twice in a walk."""
     return h.ran_forward[a.key.cell] == 0
 
 
@@ -206,6 +207,19 @@ def weights_of_the_key(st: State, h: History, a: Args) -> Truth:
 def cache_of_the_key(st: State, h: History, a: Args) -> Truth:
     """A forward that does not fill the cache finds the key's weights in it."""
     return implies(a.refresh == 0, h.cached[a.key.stage] == a.key.epoch)
+
+
+@STEPS("version.evaluation-of-these-weights", "check_evaluation")
+def evaluation_of_these_weights(st: State, h: History, a: Args) -> Truth:
+    """An evaluation that reads the weight cache finds the current weights in it."""
+    return implies(a.cached != 0, h.cached[a.stage] == h.weights[0])
+
+
+@STEPS("version.no-evaluation-after-fill", "check_evaluation", needs="order", g="stage")
+def no_evaluation_after_fill(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No evaluation comes between a fill of a cache of its domain and the first F after it."""
+    waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
+    return implies(waits, h.cached[g] != h.weights[0])
 
 
 @STEPS("version.cache-for-dgrad", "check_dgrad", needs="order")
@@ -231,7 +245,8 @@ def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.filled-just-before", "check_forward", needs="order")
 def first_after_fill(st: State, h: History, a: Args) -> Truth:
-    """A first forward that finds its cache filled is the next scaling update after that fill."""
+    """If a stage's first forward finds its cache filled, no other scaling update of the domain came
+    between."""
     s = a.key.stage
     first = (a.refresh == 0) & (h.fill_of_epoch[s] == NEVER)
     return implies(first, h.filled_after[s] == h.updates[st.domain_of[s]])
@@ -239,7 +254,7 @@ def first_after_fill(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.threaded", "check_forward", "check_dgrad")
 def threaded(st: State, h: History, a: Args) -> Truth:
-    """The token that the caller threads has seen every scaling update of the domain."""
+    """The token that the caller presents counts every scaling update of the domain."""
     d = st.domain_of[a.key.stage]
     return a.token == h.updates[d]
 
@@ -248,14 +263,14 @@ def threaded(st: State, h: History, a: Args) -> Truth:
 def declared_forward(st: State, h: History, a: Args) -> Truth:
     """If an order is declared, F runs at its place."""
     d = st.domain_of[a.key.stage]
-    return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_epoch[d])
+    return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.declared-dgrad", "check_dgrad")
 def declared_dgrad(st: State, h: History, a: Args) -> Truth:
     """If an order is declared, dI runs at its place."""
     d = st.domain_of[a.key.stage]
-    return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
+    return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.live-scales", "check_dgrad")
@@ -274,21 +289,24 @@ def own_scales(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """F and dI find scaling state sound, with no other update in flight."""
+    """F and dI find scaling state that no failure left half updated, with no other update in
+    flight."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
-@STEPS("order.sound-state-of-stage", "check_refresh")
+@STEPS("order.sound-state-of-stage", "check_refresh", "check_evaluation")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
-    """A refresh finds scaling state sound, with no other update in flight."""
+    """A refresh or an evaluation finds scaling state that no failure left half updated, and no
+    update in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-at-finalize", "finalize")
 def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only after all its F and dI ran, and with sound scaling state."""
+    """A stage is finalized only after all its F and dI ran, and if no failure left scales half
+    updated."""
     n = st.cells[a.stage]
     ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
     return ran & (h.broken[st.domain_of[a.stage]] == 0)
@@ -346,8 +364,8 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
-    """When a stage is finalized, every dW that writes its destinations, another stage's too, ran
-    once, and no failed dW left them half written."""
+    """When a stage is finalized, every dW that writes its destinations ran once, also the dW of a
+    stage that shares them. No failed dW left a destination half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
@@ -363,13 +381,14 @@ def not_spoiled(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.never-lost-in-use", "finalize", needs="order")
 def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
-    """No stage is finalized whose cache was lost between its first F and the end of its last dI."""
+    """A stage is not finalized if its cache was lost after its first F and before its last dI
+    ended."""
     return h.lost_in_use[a.stage] != h.weights[0]
 
 
 @STEPS("epoch.final-once", "finalize")
 def final_once(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized once for the same weights."""
+    """A stage is finalized once in a walk."""
     return h.finals[a.stage] == 0
 
 
@@ -383,16 +402,17 @@ def replay_after_caller(st: State, h: History, a: Args) -> Truth:
     return here & (h.behind[a.link] == 0)
 
 
-@STEPS("completion.refresh-after-caller", "check_refresh")
+@STEPS("completion.refresh-after-caller", "check_refresh", "check_evaluation")
 def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
-    """A refresh comes after all work of its caller, on the graph stream of its own domain."""
+    """A refresh or an evaluation comes after all work of its caller, on the graph stream of its own
+    domain."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.behind[a.link] == 0)
 
 
 @STEPS("completion.filled-after-former-work", "reserve")
 def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """The stream that fills a slot waited for every replay of the slot's former work."""
+    """The stream that fills a slot waited for every replay of the work that held it before."""
     mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -400,7 +420,7 @@ def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.received-after-former-work", "post_receive")
 def received_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """The stream that receives into a slot waited for every replay of the slot's former work."""
+    """The stream of a receive waited for every replay of the work that held its slot before."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -428,7 +448,8 @@ def consumer_after_replay(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.gradients-after-replay", "finalize")
 def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
-    """The stream that finalizes a stage waited for its latest dW, and for its sharer's."""
+    """The stream that finalizes a stage waited for the latest dW of every stage that writes its
+    destinations."""
     writes = (a.stage == h.stage[0]) | (st.sharer_of[a.stage] == h.stage[0])
     return implies((a.link == h.link[0]) & writes, h.seen_gradients[0] == 1)
 
@@ -456,15 +477,43 @@ def update_after_gradients(st: State, h: History, a: Args) -> Truth:
     return waited & (st.caller_at[finalizer] == a.caller)
 
 
+@STEPS("completion.reader-after-update", "start_weights_read")
+def reader_after_update(st: State, h: History, a: Args) -> Truth:
+    """The stream behind which a reader of the weights starts ran the latest update, or waited for
+    it."""
+    here = st.domain_at[a.link] == st.domain_of[a.stage]
+    return here & ((h.behind_update[a.link] == 0) | (st.caller_at[a.link] == h.updated_on[0]))
+
+
+@STEPS("completion.one-reader", "start_weights_read")
+def one_reader(st: State, h: History, a: Args) -> Truth:
+    """The former read of the stage's weights has ended."""
+    return h.weights_reader[a.stage] != RUNNING
+
+
+@STEPS("completion.reader-running", "finish_weights_read")
+def reader_running(st: State, h: History, a: Args) -> Truth:
+    """Only a read under way ends, on a stream that calls into the stage's domain."""
+    here = st.domain_at[a.link] == st.domain_of[a.stage]
+    return here & (h.weights_reader[a.stage] == RUNNING)
+
+
+@STEPS("completion.update-after-readers", "check_update", g="stage")
+def update_after_readers(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No weights are being read when the update begins, and its stream waited for every reader."""
+    ours = st.caller_at[h.reader_awaited_by[g]] == a.caller
+    return (h.weights_reader[g] != RUNNING) & implies(h.weights_reader[g] == DONE, ours)
+
+
 @STEPS("completion.forward-after-update", "check_forward")
 def forward_after_update(st: State, h: History, a: Args) -> Truth:
     """No F reads weights, or fills a cache from them, that the optimizer is still writing."""
     return h.updating[st.domain_of[a.key.stage]] == 0
 
 
-@STEPS("completion.refresh-after-update", "check_refresh")
+@STEPS("completion.refresh-after-update", "check_refresh", "check_evaluation")
 def refresh_after_update(st: State, h: History, a: Args) -> Truth:
-    """No refresh quantizes weights that the optimizer is still writing."""
+    """No refresh and no evaluation reads weights that the optimizer is still writing."""
     return h.updating[st.domain_of[a.stage]] == 0
 
 
@@ -548,9 +597,30 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
 
 
+@STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
+def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
+    """A walk ends only when every dW ran, no tape is live, and nothing was spoiled."""
+    ran = h.ran_wgrad[c] == 1
+    idle = (h.owing[s] == 0) & (h.acting[s] == 0)
+    return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
+
+
+@STEPS("order.walk-whole", "next_walk", d="domain")
+def walk_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
+    """No scaling update is in flight when a walk ends."""
+    return h.running[d] == 0
+
+
+@STEPS("reduction.after-every-walk", "next_walk", b="bucket")
+def reduced_after_every_walk(st: State, h: History, a: Args, b: Index) -> Truth:
+    """Another walk begins only if no reduction of its gradients has started."""
+    return h.reduction[b] == NONE
+
+
 @STEPS("epoch.commit-whole", "commit_update", "abort_update", c="cell", s="slot")
 def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
-    """When an update ends, no action came between, and it names the weights that it replaces."""
+    """No action came between the check and the end of an update. The update names the weights that
+    it replaces."""
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return (h.ran_wgrad[c] == 1) & idle & (a.epoch == h.weights[0])
 
@@ -573,27 +643,26 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
 @STEPS(
     "epoch.whole-weights",
     "reserve",
+    "bind",
+    "check_refresh",
     "check_forward",
+    "check_evaluation",
     "check_dgrad",
     "check_wgrad",
+    "start_weights_read",
+    "next_walk",
     "check_update",
     "checkpoint",
 )
 def whole_weights(st: State, h: History, a: Args) -> Truth:
-    """No action and no checkpoint finds an update in flight, or half-updated weights."""
+    """No action, bind, reader or checkpoint finds an update in flight, or half-updated weights."""
     return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
 
 
-@STEPS("version.whole-weights", "check_refresh", needs="order")
-def whole_weights_quantized(st: State, h: History, a: Args) -> Truth:
-    """No refresh quantizes weights of an update in flight, or half-updated weights."""
-    return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
-
-
-@STEPS("arena.whole-weights", "bind")
-def whole_weights_bound(st: State, h: History, a: Args) -> Truth:
-    """No destination is bound during an update, or over half-updated weights."""
-    return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
+@STEPS("epoch.fault-of-an-epoch", "fail")
+def fault_of_an_epoch(st: State, h: History, a: Args) -> Truth:
+    """A late fault names the epoch of the current weights or an earlier one."""
+    return a.epoch <= h.weights[0]
 
 
 @STEPS("epoch.restore-between-updates", "restore")
@@ -602,25 +671,48 @@ def restore_between_weight_updates(st: State, h: History, a: Args) -> Truth:
     return h.optimizing[0] == 0
 
 
+@STEPS("epoch.evaluated-alone", "check_evaluation")
+def evaluated_alone(st: State, h: History, a: Args) -> Truth:
+    """No other evaluation of the stage is in flight when an evaluation begins."""
+    return h.evaluating[a.stage] == 0
+
+
+@STEPS(
+    "epoch.none-evaluates",
+    "next_walk",
+    "check_update",
+    "commit_update",
+    "abort_update",
+    "checkpoint",
+    "restore",
+    g="stage",
+)
+def none_evaluates(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No evaluation is in flight when a walk ends, or when weights are updated, saved or
+    replaced."""
+    return h.evaluating[g] == 0
+
+
 # A checkpoint and a restore
 
 
 @STEPS("persistence.quiescent", "checkpoint", g="stage", s="slot")
 def quiescent(st: State, h: History, a: Args, g: Index, s: Index) -> Truth:
     """A checkpoint finds no live tape, no action in flight and no gradient of an open step."""
-    return (h.owing[s] == 0) & (h.acting[s] == 0) & (h.num_wgrads[g] == 0)
+    none = (h.num_wgrads[g] == 0) & (h.walks[0] == 0)
+    return (h.owing[s] == 0) & (h.acting[s] == 0) & none
 
 
 @STEPS("order.quiescent", "checkpoint", d="domain")
 def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
-    """A checkpoint finds scaling state sound, and as the last commit left it."""
+    """A checkpoint finds scaling state as the last commit left it, and not half updated."""
     return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
 
 
 @STEPS("completion.drained", "checkpoint", "restore", d="domain")
 def drained_device(st: State, h: History, a: Args, d: Index) -> Truth:
     """The host has seen all device work finish when state is saved or replaced. A drain ends no
-    transfer and is no stream's wait."""
+    transfer and makes no stream wait."""
     return h.device[d] == 0
 
 
@@ -684,3 +776,10 @@ def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 def update_redeems_its_own(st: State, h: History, a: Args) -> Truth:
     """The end of an update is accepted once, with the ticket of the check that began it."""
     return implies(a.ticket == h.ticket[0], h.outstanding[0] == UPDATE) & (h.optimizing[0] == 1)
+
+
+@STEPS("tickets.evaluation-redeems-its-own", "commit_evaluation", "abort_evaluation")
+def evaluation_redeems_its_own(st: State, h: History, a: Args) -> Truth:
+    """The end of an evaluation is accepted once, with the ticket of the check that began it."""
+    mine = (h.outstanding[0] == EVALUATION) & (h.ticket_stage[0] == a.stage)
+    return implies(a.ticket == h.ticket[0], mine) & (h.evaluating[a.stage] == 1)

@@ -58,7 +58,8 @@ def weights(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("version.cache-content", g="stage")
 def cache_content(st: State, h: History, g: Index) -> Truth:
-    """A cache counts as fresh exactly when it holds the current weights, and is never ahead."""
+    """A cache counts as fresh if and only if it holds the current weights, and never holds later
+    ones."""
     called_fresh = st.cache_epoch[g] == st.weight_epoch[g]
     return (called_fresh == (h.cached[g] == h.weights[0])) & (h.cached[g] <= h.weights[0])
 

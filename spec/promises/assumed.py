@@ -76,7 +76,7 @@ def generations_counted(st: State) -> Truth:
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
     """
-    No stage writes another stage's own gradient buffer, and a shared buffer is no stage's own.
+    No stage writes another stage's own gradient buffer, and no stage's own buffer is a shared one.
     """
     here, own = st.stage_of[a] == st.stage_of[b], st.buffer_of[b]
     alone = here & (st.shared_of[own] == own)
@@ -87,7 +87,8 @@ def buffers_apart(st: State, a: Index, b: Index) -> Truth:
 
 @CONFIGURATION("arena.two-sharers", a="cell", b="cell")
 def two_sharers(st: State, a: Index, b: Index) -> Truth:
-    """A shared gradient buffer is written by one stage, or by two that are each other's sharer."""
+    """A shared gradient buffer is written by one stage, or by two stages that name each other as
+    sharers."""
     one, other = st.stage_of[a], st.stage_of[b]
     sharers = (one == other) | ((st.sharer_of[one] == other) & (st.sharer_of[other] == one))
     return implies(st.shared_of[st.buffer_of[a]] == st.shared_of[st.buffer_of[b]], sharers)
@@ -118,7 +119,7 @@ def one_domain(st: State, b: Index) -> Truth:
 
 @ASSUMED("ownership.edges-join-cells", "check_dgrad", "finish_receive")
 def edges_join_cells(st: State, h: History, a: Args) -> Truth:
-    """The cell that a key's cell feeds is one of its stage's target."""
+    """The cell that a key's cell feeds belongs to the stage that the key's stage feeds."""
     target = st.target_of[a.key.stage]
     return (st.stage_of[st.gradient_of[a.key.cell]] == target) & (target != NO_STAGE)
 

@@ -75,7 +75,7 @@ def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
 
 @LEGAL("ownership.forward-next", "check_forward")
 def forward_next(st: State, h: History, a: Args) -> Truth:
-    """The key's F has not run for these weights, and nothing spoiled the stage's epoch."""
+    """The key's F has not run in this walk, and nothing spoiled the stage's epoch."""
     sound = (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
     return (h.ran_forward[a.key.cell] == 0) & sound
 
@@ -88,8 +88,8 @@ def generation_left(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.input-there", "check_forward")
 def input_there(st: State, h: History, a: Args) -> Truth:
-    """No transfer is under way through the slot, and the input has arrived, or its copy was
-    enqueued, if F needs one."""
+    """No transfer is under way through the slot. If F needs an input, it has arrived, or its copy
+    was enqueued."""
     arrived = (h.arrived[a.slot] & INPUT_BITS) != 0
     wanted = (st.receives[a.key.stage] & INPUT_BITS) != 0
     return (h.moving[a.slot] == 0) & implies(wanted, arrived)
@@ -116,7 +116,8 @@ def gradient_from_target(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.gradient-there", "check_dgrad")
 def gradient_there(st: State, h: History, a: Args) -> Truth:
-    """The output's gradient has arrived if dI needs one, and no receive of it is under way."""
+    """If dI needs its output's gradient, the gradient has arrived, and no receive of it is under
+    way."""
     s = a.ref.slot
     wanted = (st.receives[a.key.stage] & BACK_BIT) != 0
     return ((h.moving[s] & BACK_BIT) == 0) & implies(wanted, (h.arrived[s] & BACK_BIT) != 0)
@@ -131,12 +132,18 @@ def of_these_weights(st: State, h: History, a: Args) -> Truth:
     return a.key.epoch == h.weights[0]
 
 
+@LEGAL("epoch.on-whole-weights", "check_refresh", "check_forward", "check_dgrad", "check_wgrad")
+def whole_weights(st: State, h: History, a: Args) -> Truth:
+    """No update is in flight, and no weights are half updated."""
+    return (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
+
+
 @LEGAL("version.cache-read-or-filled", "check_forward")
 def cache_read_or_filled(st: State, h: History, a: Args) -> Truth:
     """The cache holds the current weights; or F is the stage's first in the epoch and fills it."""
     s = a.key.stage
     current = h.cached[s] == h.weights[0]
-    filled = (h.fill_of_epoch[s] == NEVER) & (h.num_forwards[s] == 0)
+    filled = (h.fill_of_epoch[s] == NEVER) & (h.forwards_of_epoch[s] == 0)
     return (current & (a.refresh == 0)) | (
         (h.cached[s] != h.weights[0]) & (a.refresh != 0) & filled
     )
@@ -151,12 +158,12 @@ def cache_of_dgrad(st: State, h: History, a: Args) -> Truth:
 @LEGAL("version.stale-cache", "check_refresh")
 def stale_cache(st: State, h: History, a: Args) -> Truth:
     """The cache does not hold the current weights, and the stage has run no F on them."""
-    return (h.cached[a.stage] != h.weights[0]) & (h.num_forwards[a.stage] == 0)
+    return (h.cached[a.stage] != h.weights[0]) & (h.forwards_of_epoch[a.stage] == 0)
 
 
 @LEGAL("version.no-fill-waits", "check_forward", "check_dgrad", g="stage")
 def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No other stage of the domain was filled, or lost its cache, and still awaits its first F."""
+    """No other stage of the domain awaits its first F after its cache was filled or lost."""
     other = (st.domain_of[g] == st.domain_of[a.key.stage]) & (g != a.key.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
@@ -165,11 +172,35 @@ def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @LEGAL("version.no-fill-waits-for-refresh", "check_refresh", g="stage")
 def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No other stage of the domain was filled, or lost its cache, and still awaits its first F."""
+    """No other stage of the domain awaits its first F after its cache was filled or lost."""
     other = (st.domain_of[g] == st.domain_of[a.stage]) & (g != a.stage)
     return implies(
         other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
     )
+
+
+@LEGAL("version.evaluation-finds-cache", "check_evaluation")
+def evaluation_finds_cache(st: State, h: History, a: Args) -> Truth:
+    """The cache holds the current weights, if the evaluation reads it."""
+    return implies(a.cached != 0, h.cached[a.stage] == h.weights[0])
+
+
+@LEGAL("version.no-fill-waits-for-evaluation", "check_evaluation", g="stage")
+def no_fill_waits_for_evaluation(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No stage of the domain was filled, or lost its cache, and still awaits its first F."""
+    waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
+    return implies(waits, (h.cached[g] != h.weights[0]) & (h.lost[g] == 0))
+
+
+# The update of the weights
+
+
+@LEGAL("epoch.nothing-updates", "check_evaluation")
+def nothing_updates(st: State, h: History, a: Args) -> Truth:
+    """No update of the weights is in flight, none failed half way, and no other evaluation of the
+    stage is in flight."""
+    whole = (h.optimizing[0] == 0) & (h.half_updated[0] == 0)
+    return whole & (h.evaluating[a.stage] == 0)
 
 
 # Scaling state
@@ -177,14 +208,15 @@ def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth
 
 @LEGAL("order.whole-and-idle", "check_forward", "check_dgrad")
 def whole_and_idle(st: State, h: History, a: Args) -> Truth:
-    """The domain's scaling state is sound, no update is in flight, and the token is current."""
+    """No failure left the domain's scales half updated, no update is in flight, and the token is
+    current."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0) & (a.token == h.updates[d])
 
 
-@LEGAL("order.whole-and-idle-for-refresh", "check_refresh")
+@LEGAL("order.whole-and-idle-for-refresh", "check_refresh", "check_evaluation")
 def whole_and_idle_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """The domain's scaling state is sound, and no update is in flight."""
+    """No failure left the domain's scales half updated, and no update is in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -193,14 +225,14 @@ def whole_and_idle_for_refresh(st: State, h: History, a: Args) -> Truth:
 def forward_in_place(st: State, h: History, a: Args) -> Truth:
     """If an order is declared, it is F's turn."""
     d = st.domain_of[a.key.stage]
-    return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_epoch[d])
+    return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @LEGAL("order.dgrad-in-place", "check_dgrad")
 def dgrad_in_place(st: State, h: History, a: Args) -> Truth:
     """If an order is declared, it is dI's turn."""
     d = st.domain_of[a.key.stage]
-    return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
+    return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @LEGAL("order.scales-of-now", "check_dgrad")
@@ -221,8 +253,8 @@ def bound(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.own-destination", "check_wgrad")
 def own_destination(st: State, h: History, a: Args) -> Truth:
-    """The destination is the configured one, no other dW is writing its buffers, and dW overwrites
-    each of them, the stage's own and the shared one, exactly if it is the first writer."""
+    """The destination is the configured one, and no other dW is writing its buffers. dW overwrites
+    the stage's own buffer, or the shared one, if and only if it is that buffer's first writer."""
     c = a.key.cell
     own, shared = st.buffer_of[c], st.shared_of[st.buffer_of[c]]
     adds = (a.first == ADDS) | (a.first == OPENS)
@@ -245,7 +277,8 @@ def epoch_sound(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("capture.forward-later", "check_forward")
 def forward_later(st: State, h: History, a: Args) -> Truth:
-    """No tape keeps memory in the pool, or F was captured after the graph replayed last there."""
+    """No tape keeps memory in the pool, or F was captured after the graph that the pool replayed
+    last."""
     p = st.pool_of[a.slot]
     return (h.tapes[p] == 0) | (h.last_rank[h.last_replayed[p]] < st.forward_rank[a.slot])
 
@@ -269,13 +302,15 @@ def wgrad_later(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("completion.caller-awaited", "check_forward", "check_dgrad", "check_wgrad")
 def caller_awaited(st: State, h: History, a: Args) -> Truth:
-    """The link is of the stage's domain, whose graph stream waited for all work of the caller."""
+    """The link belongs to the stage's domain, and that domain's graph stream waited for all the
+    caller's work."""
     return (st.domain_at[a.link] == st.domain_of[a.key.stage]) & (h.behind[a.link] == 0)
 
 
-@LEGAL("completion.caller-awaited-for-refresh", "check_refresh")
+@LEGAL("completion.caller-awaited-for-refresh", "check_refresh", "check_evaluation")
 def caller_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """The link is of the stage's domain, whose graph stream waited for all work of the caller."""
+    """The link belongs to the stage's domain, and that domain's graph stream waited for all the
+    caller's work."""
     return (st.domain_at[a.link] == st.domain_of[a.stage]) & (h.behind[a.link] == 0)
 
 
@@ -285,7 +320,7 @@ def update_awaited(st: State, h: History, a: Args) -> Truth:
     return h.updating[st.domain_of[a.key.stage]] == 0
 
 
-@LEGAL("completion.update-awaited-for-refresh", "check_refresh")
+@LEGAL("completion.update-awaited-for-refresh", "check_refresh", "check_evaluation")
 def update_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
     """The graph stream waited for the optimizer's update, or the host saw it finish."""
     return h.updating[st.domain_of[a.stage]] == 0

@@ -96,6 +96,32 @@ def wait_for(process: subprocess.Popen[str], said: str) -> None:
     raise AssertionError(f"it ended before it began: {seen}")
 
 
+def require_end_with_children(
+    process: subprocess.Popen[str], children: int, whole_group: bool
+) -> None:
+    """
+    Interrupt a command once it has started its processes: it ends in time, with one line.
+
+    `interrupted` requires that none of the processes stays.
+
+    Args:
+        process: The command.
+        children: How many processes below it to wait for.
+        whole_group: Whether to signal its group, as a terminal does, or the command alone.
+    """
+    deadline = time.monotonic() + START_S
+    while len(descendants(process.pid)) < children:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1.0)
+
+    seconds, out, err = interrupted(process, whole_group)
+
+    assert (INTERRUPTED, "", "qeffect: interrupted\n") == (process.returncode, out, err)
+    assert seconds < LIMIT_S
+
+
 def both_ways(commands: Iterable[str]) -> list[object]:
     """Each command interrupted alone and with its group; `dev` takes the two ways in turn."""
     return [
@@ -156,17 +182,7 @@ def test_processes_that_a_command_started_end_with_it(
     """None of them prints, and none stays."""
     process = started(command)
     processes.append(process)
-    deadline = time.monotonic() + START_S
-    while len(descendants(process.pid)) < PARENTS[command]:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(1.0)
-
-    seconds, out, err = interrupted(process, whole_group)
-
-    assert (INTERRUPTED, "", "qeffect: interrupted\n") == (process.returncode, out, err)
-    assert seconds < LIMIT_S
+    require_end_with_children(process, PARENTS[command], whole_group)
 
 
 def test_an_interrupt_as_json(processes: list[subprocess.Popen[str]]) -> None:

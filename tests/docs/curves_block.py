@@ -32,7 +32,7 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         f"tokens per step, held-out text of {asked['windows']:,} windows of {model['sequence']} "
         "tokens. Runs of one seed start from the same bits and read the same windows; they did not "
         "alternate. *Loss* is the mean of the first ten steps and of the last ten; in brackets "
-        "last over first. A step time is the median over blocks that end with a drained device. "
+        "last over first. A step time is the median over blocks that end with an idle device. "
         "*Building* is making stages, warm-up and capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
@@ -124,10 +124,10 @@ def _same_bits(row: Mapping[str, Any], report: Report) -> str:
     history = asked["model"]["history"]
     whole = "a whole number of" if history % each == 0 else "not a whole number of"
     return (
-        f"{said}: each stage sees "
+        f"{said}. Each stage sees "
         "its microbatches in the same order under both schedules, and an update of the library "
-        "rolls only the histories of what ran (tests/gpu/test_histories.py). A history had "
-        f"{history} entries, {whole} steps of the {each} F of a rank."
+        "rolls only the histories of the layers that ran (tests/gpu/test_histories.py). A history "
+        f"had {history} entries, {whole} steps of {each} F per rank."
     )
 
 

@@ -72,14 +72,15 @@ def _speed() -> list[str]:
     )  # fmt: skip
     return [
         f"One device, {'; '.join(machines)}. A cell is hidden size, sequence and microbatches. "
-        "*Native* and *TE's graphs* are the fastest column of each kind, by median; its ratio to "
-        "itself is 1.00x. A ratio of two columns is paired: the median of the ratios per round, "
-        "which differs from the ratio of the medians and can rank two columns in another order. A "
-        "*floor* is the least kernel time of the library's columns that form the same sum; a "
-        "*whole-step graph* forms the same sum too. Both are named. No library column sums like "
-        "`copied` and `per_microbatch`, so these have neither. *Break-even step* is the step at "
-        "which a column has caught up with native, construction, warm-up and capture included; - "
-        "for native itself and for a column that never catches up.",
+        "*Native* and *TE's graphs* are the fastest column of each kind, by median; the ratio of "
+        "such a column to itself is 1.00x. A *paired* ratio of two columns is the median of the "
+        "ratios per round. It differs from the ratio of the medians, and can rank two columns in "
+        "another order. The *floor* of a column is the least kernel time among the library's "
+        "columns that form the same sum. A *whole-step graph* is the library's step as one graph, "
+        "with the same sum. A cell names the column behind each. No library column sums like "
+        "`copied` and `per_microbatch`, so these have neither. At the *break-even step* a column "
+        "has caught up with native, construction, warm-up and capture included; native itself, and "
+        "a column that never catches up, have none.",
         markdown(header, rows),
     ]
 
@@ -223,8 +224,8 @@ def _beyond_floor() -> list[str]:
         "of these, copies between buffers", "beyond its own kernels",
     )  # fmt: skip
     return [
-        "Excess of a step over its floor. Kernels were profiled under another load than the timed "
-        "steps. No record explains the last column; on two streams kernels overlap:",
+        "The time of a step beyond its floor, in parts. Kernels were profiled under another load "
+        "than the timed steps. No record explains the last column. On two streams kernels overlap:",
         markdown(header, rows),
     ]
 

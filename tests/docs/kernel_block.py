@@ -53,13 +53,13 @@ def failures_counted() -> str:
     """How many public failures are refused, in a paragraph."""
     counted = counts(_failures())
     return (
-        f"Of {counted['failures']} failures that users of Transformer Engine, Megatron-LM, torch, "
-        f"DeepSpeed and others reported in public, {counted['refused']} are refused: "
+        "Users of Transformer Engine, Megatron-LM, torch, DeepSpeed and others reported "
+        f"{counted['failures']} failures in public. The contract refuses {counted['refused']}: "
         f"{counted['given_a_report']} of these only if the runtime supplies an optional report, "
-        f"and {counted['refused_by_guess']} under a cause that is wholly our guess, because none "
-        f"was published. {counted['not_caught']} are not caught; {counted['unexplained']} more "
-        f"were never explained. {counted['enacted']} failures are re-enacted; the others make the "
-        "same calls of the contract as a correct run."
+        f"and {counted['refused_by_guess']} under a cause that we guessed, because none was "
+        f"published. {counted['not_caught']} are not caught; {counted['unexplained']} more were "
+        f"never explained. {counted['enacted']} failures are re-enacted; the others make the same "
+        "calls of the contract as a correct run."
     )
 
 
@@ -113,14 +113,14 @@ def settled(data: Mapping[str, Any]) -> str:
         text = (
             f"{data['unsat']:,} of {data['obligations']:,} obligations are proved in "
             f"{data['seconds']:.1f} s, by {data['questions']:,} distinct questions to the solver, "
-            f"{data['unknown']} of them unknown ({data['implied']:,} obligations follow from one "
-            f"already proved, {data['same_term']:,} compare a term with itself)"
+            f"{data['unknown']} of them unknown ({data['implied']:,} obligations follow from "
+            f"another that is proved, {data['same_term']:,} compare a term with itself)"
         )
     return (
-        f"{text}. They say: every invariant is inductive over every path of every transition, with "
-        "all relations and with each optional one left out, for any number of slots, microbatches "
-        "and epochs; a refusal changes no column of the state; an outstanding ticket (a check that "
-        "waits for its commit) with complete evidence is never refused."
+        f"{text}. No path of any transition breaks an invariant: with all relations and with each "
+        "optional relation left out, for any number of slots, microbatches and epochs. A refusal "
+        "changes no column of the state. After an accepted check, a commit with complete evidence "
+        "is never refused."
     )
 
 
@@ -130,8 +130,8 @@ def proofs() -> str:
     further = ""
     if "recovery" in data["by_kind"]:
         further = (
-            " Recovery is possible from every state: aborts, failed reductions and drains are "
-            "accepted and finish, and then a restore is accepted. With all relations in force a "
+            " Every state allows recovery: aborts, failed reductions and drains are accepted until "
+            "nothing is in flight, and then a restore is accepted. With all relations in force a "
             "legal F, dI, dW or refresh is accepted: no guard is too strong."
         )
     text = (
@@ -180,9 +180,10 @@ def _vacuity(data: Mapping[str, Any]) -> str:
     unnamed = [row for row in data["open"] if row["kind"] == "witness"]
     taken = data["witnesses"] - data["covered"] - len(unnamed)
     text = (
-        f"{'Of' if unnamed else 'Nothing is vacuous: of'} {data['witnesses']} paths {taken} are "
-        f"taken from some state; {data['covered']} are proved unreachable, and "
-        "[verification/coverage.py](../coverage.py) gives the reason to keep each."
+        f"{'Of' if unnamed else 'No proof is empty: of'} "
+        f"{data['witnesses']} paths, {taken} are taken from some state. {data['covered']} are "
+        "proved unreachable, and [verification/coverage.py](../coverage.py) gives the reason to "
+        "keep each."
     )
     if unnamed:
         never = sum(row["verdict"] == "unsat" for row in unnamed)
@@ -200,11 +201,11 @@ def _mutants(report: Mapping[str, Any]) -> str:
     rows.append(("survived", str(len(report["survivors"]))))
     return (
         "Is every guard needed? Each mutant deletes one guard clause, one operand of a guard or "
-        f"one state update of a transition: {report['mutants']} mutants from the syntax trees. "
-        f"{report['killed']} are killed by a call in a state that the contract reaches, unless the "
-        f"table says otherwise ({report['elsewhere']} of them only with a relation left out). The "
-        f"search for states takes {report['setup_seconds']:.0f} s for all mutants, a verdict at "
-        f"most {report['slowest_seconds']:.1f} s:\n\n"
+        f"one state update of a transition, found in the syntax trees. {report['killed']} of "
+        f"{report['mutants']} mutants are killed, by a call in a state that the contract reaches "
+        f"({report['elsewhere']} of them only with a relation left out). The table says what then "
+        f"goes wrong. The search for states takes {report['setup_seconds']:.0f} s for all mutants, "
+        f"a verdict at most {report['slowest_seconds']:.1f} s:\n\n"
         + markdown(("effect of the deletion", "mutants"), rows)
         + "\n\n"
     )

@@ -94,31 +94,31 @@ Times are in milliseconds:
 
 {markdown(HEADER, rows)}
 
-By these numbers, over {RANKS[-1]} ranks, this breaks first:
+What limits a step over {RANKS[-1]} ranks, by these numbers:
 
 - *Messages between hosts*, if they are ten times slower than assumed: a step then takes {over_steps(most, "step, slow between hosts")} of its time. With the
   assumed messages a step takes {over_steps(most, "step", base="step, messages free")} of a step with free messages.
-- *The host of guarded replays*, at the smaller cell: the step of replays takes {over_steps(small, "step of guarded replays")} of a step. At the larger
-  cell it takes {over_steps(large, "step of guarded replays")}.
-- *The host of one launch* never does: its time is {over_steps(most, "host of one launch")} of a step.
+- *The host of guarded replays*: at the smaller cell a step of replays takes {over_steps(small, "step of guarded replays")} of a step, at the larger
+  cell {over_steps(large, "step of guarded replays")}.
+- *The host of one launch* is no limit: its time is {over_steps(most, "host of one launch")} of a step.
 - *Memory* for slots is not part of these times; see below.
 
 How to read the table:
 
-- Trust: measured steps of one launch over their bound are {over_bound()}. The bound
+- *How close the bounds are*: measured steps of one launch, divided by their bounds, are {over_bound()}. The bound
   is the simulator's result for the same table: over two ranks with the measured messages, over four ranks with free
   messages, from an older report whose bounds are too low. Read the steps as bounds.
 - *Bubble* is the idle share of all ranks, with the assumed messages; an update counts as busy.
 - *Slow between hosts* makes every message between hosts ten times slower. Up to {links.ranks_a_host} ranks fit on one host.
-- *Guarded replays* have the measured host time in front of each action: the host time of a single step, waits
-  included, spread over its actions. This is an upper bound. Over two ranks, at the smaller cell, the simulated step is {over_replays(report)}
-  of the measured one; for more ranks it may be too high by as much.
-- *Host of one launch* is the measured host time of a single launch behind a wait for all ranks, spread over its
-  actions. Launches back to back take the host less time.
+- *Guarded replays*: before each action the simulation adds host time, an equal share of the measured host time of a
+  single step, waits included. This is an upper bound. Over two ranks, at the smaller cell, the simulated step takes {over_replays(report)}
+  of the measured step; for more ranks it may be too long by as much.
+- *Host of one launch* comes from the measured host time of a single launch after a wait for all ranks, in proportion
+  to the number of actions. When launches follow each other, the host needs less time.
 - The consent of guarded replays is one all-reduce of all ranks on the CPU; its latency adds to each step once. One launch
   gathers one number per rank inside the graph instead.
-- *Slots* are those of the rank with the most, and grow with the number of ranks: with large slots, memory runs out before
-  any of the above. Planning above 16 ranks takes minutes and is left out.
+- *Slots* counts the slots of the rank with the most slots. The number grows with the number of ranks. If slots are large,
+  memory runs out before any other limit. Planning above 16 ranks takes minutes and is left out.
 """  # noqa: E501 - numbers are shorter than their names
 
 

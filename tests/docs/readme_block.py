@@ -35,10 +35,11 @@ def proofs() -> str:
     data = load(KERNEL_REPORTS / "proofs.json")
     mutants = data["mutant_report"]
     return (
+        "An *obligation* is one formula to prove, such as: this call keeps this invariant. "
         f"{data['unsat']:,} of {data['obligations']:,} obligations are proved and "
-        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s: every transition keeps every "
-        "invariant, and a refusal changes no state. A mutant is the code without one guard clause, "
-        f"operand or state update: {mutants['killed']} of {mutants['mutants']} mutants are killed. "
+        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s. A *mutant* is the code "
+        "without one guard clause, operand or state update; it is killed if something then goes "
+        f"wrong. {mutants['killed']} of {mutants['mutants']} mutants are killed. "
         f"[What is proved]({KERNEL}#what-is-proved)."
     )
 
@@ -75,8 +76,8 @@ def same_bits() -> Iterator[str]:
     if rows:
         said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
         yield (
-            f"*Bits*: {said} differ from the run that each was compared with, over {len(rows)} "
-            f"reports. [Which]({RUNTIME}#in-short)."
+            f"*Bits*: in {len(rows)} reports, {said} differ from native or from another reference. "
+            f"[Which]({RUNTIME}#in-short)."
         )
 
 
@@ -88,8 +89,8 @@ def over_ranks() -> Iterator[str]:
             known = "Read the caveat first: " * bool(remark(name, report))
             faster, over = ([row[k] for row in rows] for k in ("native_over_this", "over_bound"))
             yield (
-                f"*{pp} ranks*, a whole step as one CUDA graph launch: {span(faster)} as fast as "
-                f"native, {span(over)} the schedule's bound. {known}"
+                f"*{pp} ranks*, each rank's step *one launch* of a CUDA graph: {span(faster)} as "
+                f"fast as native; a step takes {span(over)} the schedule's bound. {known}"
                 f"[{name}]({RUNTIME}#{anchor(name, pp)})."
             )
 
@@ -97,13 +98,14 @@ def over_ranks() -> Iterator[str]:
 def one_device() -> Iterator[str]:
     """How much faster ours is than native and than the library's graphs, a cell each."""
     said = [
-        f"{cell['cell']} {ratio(ours['native_over_this'])} and {ratio(ours['te_graphs_over_this'])}"
+        f"{ratio(ours['native_over_this'])} and {ratio(ours['te_graphs_over_this'])} at "
+        f"{cell['cell']}"
         for cell, _ in cells([*reports("bench")])
         if (ours := cell["columns"].get("ours_accumulate")) is not None
     ]
     if said:
         yield (
-            "*One device*, over native and over Transformer Engine's own graphs: "
+            "*One device*, speedup over native and over Transformer Engine's own graphs: "
             f"{'; '.join(said)} (hidden size, sequence, microbatches). "
             f"[Table]({RUNTIME}#a-step-on-one-device)."
         )
@@ -131,8 +133,8 @@ def training() -> Iterator[str]:
             for row in same
         ]
         said += [
-            f"a loss of {level['loss']:g} after {level['seconds']:.1f} s, natively after "
-            f"{level['native_seconds']:.1f} s (without building)"
+            f"training reaches a loss of {level['loss']:g} after {level['seconds']:.1f} s, native "
+            f"training after {level['native_seconds']:.1f} s (without building)"
             for row in to_loss
             for level in row["levels"][-1:]
         ]

@@ -47,12 +47,12 @@ def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     )
     yield (
         f"**Bit for bit**, one row per report. A value ({', '.join(bits)}) is equal or counts as a "
-        "mismatch. *Ours* compares native full backward with ours (split eager, split captured, "
-        "and captured with faults injected while graphs are live). *Control* compares native with "
-        "a second native run. *Split eager* is the reference where the library cannot form the "
-        "same sum. *Forbidden events* are what a guarded run must not do (move what graphs bake "
-        "in, keep work past a step, grow): how many of their counts are not zero. *Faults* were "
-        "injected into the runs with faults above; each was refused."
+        "mismatch. *Ours* compares native full backward with ours: dI and dW split and eager, "
+        "split and captured, and captured with faults injected while graphs are live. *Control* "
+        "compares native with a second native run. *Split eager* is the reference if the library "
+        "cannot form the same sum. *Forbidden events* are counts that must be zero in a guarded "
+        "run (baked addresses that moved, work kept past a step, memory that grew); the column "
+        "says how many are not. *Faults* were injected into runs of *ours*; each was refused."
     )
     rows = []
     for name, report in found:
@@ -128,7 +128,7 @@ def _restarts() -> list[str]:
     )  # fmt: skip
     return [
         "**Stops.** Runs were saved, resumed in fresh processes and compared with a run without a "
-        "stop. What other mappings loaded was compared with what was saved:",
+        "stop. The state that other mappings loaded was compared with the saved state:",
         markdown(header, rows),
     ]
 

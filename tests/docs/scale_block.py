@@ -67,10 +67,10 @@ def timed(name: str, report: Report) -> Iterator[str]:
         f"A step over {ranks_of(report)}, {report['configuration']['vpp']} stages of one layer "
         f"each ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` "
         "is the whole step as one graph, compared after six steps with guarded replays. The "
-        f"bound is the critical path over the times of each stage's {alone}; the goal is for one "
-        f"launch, and bold misses it. {REPLAYED * in_order}Kernels are those of the "
-        "busiest rank, with copies and without messages, under the profiler. Sides did not "
-        f"alternate.{remark(name, report)}"
+        f"bound is the critical path over the times of each stage's {alone}. The goal is for one "
+        f"launch; a bold figure misses it. {REPLAYED * in_order}Kernels are the busiest rank's, "
+        "with copies and without messages, under the profiler. Sides did not alternate."
+        f"{remark(name, report)}"
     )
     header = (
         "cell", "schedule", "side", "step, ms", "single step, ms", "its host time, ms",
@@ -83,8 +83,8 @@ def timed(name: str, report: Report) -> Iterator[str]:
 
 
 REPLAYED = (
-    "Alone, a graph finds its weights in the device's cache; the bound in order takes each "
-    "action's time from a rank's whole row, replayed without messages. "
+    "A graph that runs alone finds its weights in the device's cache. The *bound in order* "
+    "therefore takes each action's time from a rank's whole row, replayed without messages. "
 )
 
 
@@ -137,12 +137,12 @@ def split(name: str, report: Report) -> Iterator[str]:
             )
     if rows:
         yield (
-            f"Where a step of one launch spends its time, under the profiler ({name}): the rank's "
-            "own row as one graph without messages, and the additional time of the step. "
-            "*Kernels*: those outside every row (the gate, the handoff, the next step's data), and "
-            "the slowdown of others while messages hold a part of the device. *Between*: nothing "
-            "runs. *Awaited*: only messages run; the schedule's own bubble is a part of this. The "
-            "last column is the time in which kernels and messages ran at once."
+            f"Where a step of one launch spends its time, under the profiler ({name}): first the "
+            "rank's own row as one graph without messages, then the additional time of the step in "
+            "three parts. *Kernels*: CUDA kernels outside every row (the votes, the handoff, the "
+            "next step's data), and the slowdown of others while messages use a part of the "
+            "device. *Between*: nothing runs. *Awaited*: only messages run, which includes the "
+            "schedule's own bubble. In the last column's time kernels and messages ran at once."
         )
         header = (
             "cell", "schedule", "rank", "step, ms", "its row, ms", "kernels, ms", "between, ms",

@@ -218,10 +218,10 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     )
     wanted = ", ".join(f"{cell} {goal:.2f}x" for cell, goal in BOUND_GOALS.items())
     yield (
-        "**A complete step** over PP ranks, with messages and the optimizer's update, in ms; in "
-        f"brackets native over this ({names}; {machines}). Native is torch's Interleaved 1F1B. The "
-        "bound is the critical path over the times of each stage's graphs alone; bold misses its "
-        f"goal ({wanted}).{said}"
+        f"**A complete step** over PP ranks, with messages and the optimizer's update, in ms "
+        f"({names}; {machines}). In brackets: native's time over this time. Native is torch's "
+        "Interleaved 1F1B. The bound is the critical path over the times of each stage's graphs "
+        f"alone. A bold figure misses its goal ({wanted}).{said}"
     )
     sides = ((f"PP={pp}: native", "replays", "one launch, over its bound") for pp in chosen)
     yield markdown(("cell", "schedule", *(name for three in sides for name in three)), rows)
@@ -266,8 +266,9 @@ def one_device(found: Sequence[Report]) -> Iterator[str]:
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in found))
     yield (
         f"**A step on one device**, in ms ({machines}): ours (`ours_accumulate`), native, and "
-        "Transformer Engine's own graphs, the fastest column of each. Ratios are paired within "
-        "rounds. The floor is the kernel time of the same arithmetic."
+        "Transformer Engine's own graphs, the fastest column of each. A ratio is the median of the "
+        "ratios within each round. The floor is the time of the CUDA kernels of the same "
+        "arithmetic."
     )
     header = (
         "cell", "native", "TE's graphs", "ours", "native / ours", "TE's graphs / ours",
@@ -288,8 +289,9 @@ def peers(found: Found) -> Iterator[str]:
             return
         yield (
             f"**Peers** ({_link(name)}): one language model over two ranks, from the same initial "
-            "bits, in ms; in brackets native over this. A word behind it says how far the "
-            "gradients differ from the same framework without graphs; no word means the same bits."
+            "bits, in ms. In brackets: native's time over this time. A word after the brackets "
+            "says how far the gradients differ from the same framework without graphs; no word "
+            "means the same bits."
             f"{remark(name, report)}"
         )
         yield markdown(

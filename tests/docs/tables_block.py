@@ -220,9 +220,9 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
             f"**Peers** ({name}; {machine(report)}): one language model of four layers, embedding "
             "and head over 32,768 tokens, from the same initial bits, over two ranks with two "
             "stages each; each mode ran in processes of its own. *Gradients* compares a mode's "
-            "gradients with those of its own framework without graphs (`native`, and replays, for "
-            "ours): the same bits, close to these and to native's, or wrong. Megatron's head is "
-            "bf16, ours is FP8."
+            "gradients with those of its own framework without graphs (for ours, with `native` and "
+            "replays). They have the same bits, or are close to these and to native's, or are "
+            "wrong. Megatron's head is bf16, ours is FP8."
             f"{remark(name, report)}"
         )
         rows = [_peer(row) for row in derived["rows"]]

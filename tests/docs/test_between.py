@@ -30,6 +30,7 @@ PROVED: Final = ("relations.*", "engine.composed.*")
 ROWS: Final[dict[str, tuple[str, ...]]] = {
     "what a caller may leave out": (
         "calls.checks.Checks.check_refresh",
+        "calls.checks.Checks.check_evaluation",
         "calls.checks.Checks.check_forward",
         "calls.checks.Checks.check_dgrad",
         "calls.checks.Checks.check_wgrad",
@@ -39,6 +40,10 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.epochs.EpochCalls.finalize",
         "calls.epochs.EpochCalls.commit_epoch",
         "calls.epochs.EpochCalls.check_update",
+        "calls.epochs.EpochCalls.fail",
+        "calls.epochs.EpochCalls.next_walk",
+        "calls.readers.ReaderCalls.start_weights_read",
+        "calls.readers.ReaderCalls.finish_weights_read",
     ),
     "which slots are free": ("ledgers.pool.*", "engine.freelist.*"),
     "evidence": (
@@ -107,6 +112,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.blocks.Blocks.dgrad",
         "calls.blocks.Blocks.wgrad",
         "calls.blocks.Blocks.update",
+        "calls.blocks.Blocks.evaluation",
     ),
     "observers": (
         "calls.queries.Queries.observer",
@@ -129,7 +135,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "keys.*",
     ),
     "the words of a refusal": ("explain.*", "explanations.*", "refusals.*", "text.*"),
-    "a step that recurs": (
+    "a repeated step": (
         "steps.*",
         "ledgers.recorded_steps.*",
         "ledgers.step_trial.*",

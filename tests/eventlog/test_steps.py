@@ -200,6 +200,7 @@ def a_live_tape(events: list[Fields]) -> None:
         (lambda events: events.pop(), "log.state"),
         (lambda events: events.append({**events[-1]}), "log.state"),
         (a_live_tape, "log.result"),
+        (lambda events: events.append({"seq": 0, "transition": "begin_step"}), "log.step"),
     ],
 )
 def test_a_forged_step_is_refused(change: Callable[[list[Fields]], object], clause: str) -> None:

@@ -41,12 +41,12 @@ GUARDED = [n for n in REFUSED if not BY_NAME[n].clause.startswith("schedule.")]
 ACCEPTED = [f.name for f in FAILURES if f.verdict != "refused" and f.enact is not None]
 #: The counts that the README gives; a change of one is a change of what is claimed.
 COUNTS = {
-    "failures": 80,
-    "refused": 62,
-    "given_a_report": 35,
-    "not_caught": 15,
+    "failures": 112,
+    "refused": 88,
+    "given_a_report": 52,
+    "not_caught": 21,
     "unexplained": 3,
-    "guessed": 14,
+    "guessed": 26,
     "refused_by_guess": 2,
 }
 REFERENCE = re.compile(r"[\w-]+/[\w.-]+(#\d+|!\d+|@[0-9a-f]{8})")
@@ -136,7 +136,7 @@ def test_a_row_that_hangs_on_a_report_says_so(name: str) -> None:
 
 
 def test_so_many_are_refused_not_caught_and_unexplained() -> None:
-    """So many of the eighty are refused, not caught, and never explained."""
+    """So many of the list are refused, not caught, and never explained."""
     found = counts((failure, run(failure)) for failure in FAILURES)
 
     assert found == {**found, **COUNTS}
@@ -156,7 +156,7 @@ def without(clause: str, transition: str) -> dict[str, ast.FunctionDef]:
             source = deepcopy(half_source(function))
             kept = [s for s in source.body if f"'{clause}'" not in ast.unparse(s)]
             if len(kept) != len(source.body):
-                source.body = kept or [ast.Pass()]
+                source.body = kept
                 replaced[f"{relation}.{name}"] = source
     return replaced
 
@@ -277,7 +277,7 @@ class TestCommand:
         assert 0 == main(["failures", "epoch", "NVIDIA/Megatron-LM#4047", "--json"])
         data = json.loads(capsys.readouterr().out)
 
-        assert 4 == len(data["rows"]) == data["counts"]["failures"]
+        assert 5 == len(data["rows"]) == data["counts"]["failures"]
         row = data["rows"][0]
         assert ("megatron-lm-4047", "ownership.slot-busy") == (row["name"], row["clause"])
         assert ["- 0WAIT_SEND_F0"] == row["difference"]

@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.lab.comparisons.recording import REQUIRED, Recording, c
 from qeffect.gpu_runtime.lab.comparisons.sides import fresh_stages, record
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.arena import Rule
-from qeffect.gpu_runtime.step.plan.order import Kind, Step
+from qeffect.gpu_runtime.step.plan.order import ComputeAction, Kind
 from qeffect.refusals import Refused
 
 from ..runtime.fault_table import FaultTable
@@ -92,9 +92,9 @@ class TestRefusals:
         with monkeypatch.context() as broken:
             broken.setattr(executor_of(injected.run), "forward", boom)
             with pytest.raises(RuntimeError, match="injected"):
-                injected.act(Step(Kind.FORWARD, 2, 1))
+                injected.act(ComputeAction(Kind.FORWARD, 2, 1))
         with pytest.raises(Refused) as caught:
-            injected.act(Step(Kind.DGRAD, 1, 0))
+            injected.act(ComputeAction(Kind.DGRAD, 1, 0))
         assert "arena.spoiled" == caught.value.clause
         assert not injected.contract.live()
 

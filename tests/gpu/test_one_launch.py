@@ -239,4 +239,4 @@ def test_launches_are_left_for_a_checkpoint_and_taken_up(tmp_path: Path) -> None
     assert said.codes == [0]
     word = said.words[0]
     assert (word["checkpoint"], word["epoch"]) == (5, 7)
-    assert "steps were taken since launches were left" in word["refusal"]
+    assert "steps were taken since leave()" in word["refusal"]

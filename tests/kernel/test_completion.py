@@ -376,9 +376,9 @@ class TestUpdate:
         rig = Rig()
         before = rig.contract.snapshot()
 
-        for call in (rig.contract.commit_epoch, rig.contract.check_commit):
-            with pytest.raises(ValueError, match=r"^commit_epoch: no caller .* are \['main'\]$"):
-                call(caller=caller)
+        for name in ("commit_epoch", "check_commit"):
+            with pytest.raises(ValueError, match=rf"^{name}: no caller .* are \['main'\]$"):
+                getattr(rig.contract, name)(caller=caller)
         assert before == rig.contract.snapshot()
 
     def test_a_restore_forgets_it(self) -> None:

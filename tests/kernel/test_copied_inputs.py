@@ -142,7 +142,7 @@ class TestAWholeEpoch:
 class TestTheDeclaration:
     def test_excludes_a_received_input(self) -> None:
         """An input comes one way."""
-        with pytest.raises(ValueError, match="its input comes one way"):
+        with pytest.raises(ValueError, match="a stage gets its input in one way only"):
             stage(copies_input=True, receives_input=True)
 
     def test_needs_completion(self) -> None:

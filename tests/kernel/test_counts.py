@@ -433,11 +433,12 @@ class TestBadCounts:
         """With any counts, a commit and its query refuse with the same message."""
         contract = Contract([stage(0)], counted=counts)
         said = []
-        for ask in (contract.check_commit, contract.commit_epoch):
+        for name in ("check_commit", "commit_epoch"):
+            ask = getattr(contract, name)
             with pytest.raises(Refused, match=r"^epoch\.not-final in check_update") as caught:
                 ask(counted=counted)
             said.append(str(caught.value))
-            with pytest.raises(TypeError, match=r"^commit_epoch: epoch must be an int"):
+            with pytest.raises(TypeError, match=rf"^{name}: epoch must be an int"):
                 ask(True, counted=counted)
 
         assert said[0] == said[1]

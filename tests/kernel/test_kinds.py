@@ -175,6 +175,30 @@ class TestNumbers:
         assert rig.contract.commit_epoch(0) == 1
         assert rig.contract.memory.weight_epoch[0].__class__ is int
 
+    @pytest.mark.parametrize("value", _ZEROS)
+    @pytest.mark.parametrize("redeem", ["commit", "abort"])
+    def test_a_forged_ticket_of_an_update(self, value: Any, redeem: str) -> None:
+        """Its epoch only equals the current one; a commit would store its successor."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch()
+        rig.finish()
+        ticket = rig.contract.check_update()
+        before = rig.contract.snapshot()
+        with pytest.raises(Refused, match=r"^ownership\.unknown-ticket"):
+            getattr(rig.contract, redeem)(evolve(ticket, slot=value))
+
+        assert before == rig.contract.snapshot()
+        rig.contract.commit(ticket)
+        assert rig.contract.memory.weight_epoch[0].__class__ is int
+
+    @pytest.mark.parametrize(
+        "flags", [{"counted": "x"}, {"counted": True, "late": -1}, {"late": 0}]
+    )
+    def test_of_a_flag(self, flags: Any) -> None:
+        """What only counts as true is not taken for True."""
+        with pytest.raises(TypeError, match=r"^(counted|late) must be True or False, got "):
+            Contract([stage()], **flags)
+
     @pytest.mark.parametrize("value", _ONES)
     def test_of_a_configuration(self, value: Any) -> None:
         """And of what a contract is made from."""

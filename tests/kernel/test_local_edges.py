@@ -271,9 +271,9 @@ class TestTheDeclaration:
             ({"feeds": 0}, {}, "stage 0 feeds stage 0; expected another stage"),
             ({"feeds": 7}, {}, "stage 0 feeds stage 7; expected another stage"),
             ({"feeds": 1}, {"feeds": 0}, "feed each other in a circle"),
-            ({"feeds": 1}, {"microbatches": 3}, "both must have as many microbatches"),
+            ({"feeds": 1}, {"microbatches": 3}, "both must have the same number of microbatches"),
             ({"feeds": 1, "blocks": 2}, {"blocks": 2}, "one block and one invocation"),
-            ({"feeds": 1}, {"copies_input": True}, "its input comes one way"),
+            ({"feeds": 1}, {"copies_input": True}, "a stage gets its input in one way only"),
             ({"feeds": 1}, {"receives_input": True}, "a message is received that no stage reads"),
             (
                 {"feeds": 1, "receives_gradient": True},

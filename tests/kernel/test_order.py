@@ -126,7 +126,7 @@ class TestPoison:
             ticket = rig.contract.check_refresh(0)
         rig.contract.abort(ticket)
 
-        with refused(rig, "order.poisoned", "a failed F, dI or refresh", "snapshot"):
+        with refused(rig, "order.poisoned", "a failed F, dI, refresh or evaluation", "snapshot"):
             rig.check_forward(1)
         with refused(rig, "order.poisoned"):
             rig.contract.finalize(0)

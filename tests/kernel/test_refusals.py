@@ -85,8 +85,8 @@ class TestRefused:
 
 class TestClauses:
     def test_guard_order_is_normative(self) -> None:
-        """For dI and dW: ownership, version, order, arena, capture memory, completion."""
-        normative = ("ownership", "version", "order", "arena", "capture", "completion")
+        """For dI and dW: ownership, version, order, arena, capture memory, completion, epoch."""
+        normative = ("ownership", "version", "order", "arena", "capture", "completion", "epoch")
         for name in ("check_dgrad", "check_wgrad"):
             text = source(transitions().functions[name])
             places = sorted((text.index(f'"{c}"'), c) for c in CLAUSES if f'"{c}"' in text)

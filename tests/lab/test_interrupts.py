@@ -7,17 +7,16 @@ Ctrl-C in the parts of `qeffect runtime report`: one line, code 130, and no proc
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from qeffect.cli.interrupts import INTERRUPTED, descendants
+from qeffect.cli.interrupts import INTERRUPTED
 from tests.cli.test_interrupts import (  # noqa: F401 - a fixture
     LIMIT_S,
-    START_S,
     interrupted,
     processes,
+    require_end_with_children,
     started,
 )
 from tests.training.helpers import SMALL, text
@@ -77,17 +76,7 @@ def test_a_part_ends_with_the_processes_that_it_started(
     """Whatever its processes do at that moment; none of them prints."""
     process = started(f"runtime report {words} --quiet")
     processes.append(process)
-    deadline = time.monotonic() + START_S
-    while len(descendants(process.pid)) < PARTS[words]:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(1.0)
-
-    seconds, out, err = interrupted(process, whole_group)
-
-    assert (INTERRUPTED, "", "qeffect: interrupted\n") == (process.returncode, out, err)
-    assert seconds < LIMIT_S
+    require_end_with_children(process, PARTS[words], whole_group)
 
 
 @pytest.mark.ci

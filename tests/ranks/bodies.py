@@ -132,14 +132,19 @@ def dropped(action: str) -> Fault:
 
     def inject(worker: Worker) -> None:
         channels = worker.pipeline.channels
-        send = channels.send
+        send, wait = channels.send, channels.wait
 
         def drop(tensor: Tensor, to: int, message: Message) -> Transfer:
             if message.sent == action:
                 return Transfer(_Gone(), tensor, action, to)
             return send(tensor, to, message)
 
+        def pass_by(transfer: Transfer) -> None:
+            if not isinstance(transfer.work, _Gone):  # nothing was sent, and no log says so
+                wait(transfer)
+
         channels.send = drop  # type: ignore[method-assign]
+        channels.wait = pass_by  # type: ignore[method-assign]
 
     return inject
 

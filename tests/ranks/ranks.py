@@ -6,6 +6,7 @@ The test's own process keeps the store, as torchrun's agent does, so that it out
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .rank_logs import keep_logs, logs_of, replayed
+
 #: No launch takes longer: a rank that hangs is killed and fails its test.
 LIMIT_S = 100.0
 
@@ -27,13 +30,26 @@ _CONTEXT.set_forkserver_preload(
 
 
 class Said:
-    """What the ranks of a launch left: exit codes, and what each wrote, by rank."""
+    """
+    What the ranks of a launch left: exit codes, what each wrote by rank, and their rank logs, with
+    what the model of ranks says of them.
+    """
 
-    def __init__(self, codes: list[int | None], words: dict[int, Any], seconds: float) -> None:
+    def __init__(
+        self,
+        codes: list[int | None],
+        words: dict[int, Any],
+        seconds: float,
+        logs: list[Path],
+        replay: Any,
+    ) -> None:
         self.codes, self.words, self.seconds = codes, words, seconds
+        self.logs, self.replay = logs, replay
 
 
-def _rank(rank: int, world: int, port: int, out: str, body: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, world: int, port: int, out: str, logs: Path, body: Callable[..., Any], args: Any
+) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -46,6 +62,7 @@ def _rank(rank: int, world: int, port: int, out: str, body: Callable[..., Any], 
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
+    keep_logs(logs, rank)
     words = body(*args)
     Path(out, f"{rank}.json").write_text(json.dumps(words))
     sys.stdout.flush()
@@ -53,20 +70,27 @@ def _rank(rank: int, world: int, port: int, out: str, body: Callable[..., Any], 
     os._exit(0)  # without a barrier: a run that was stopped has no group left to meet in
 
 
-def launch(world: int, folder: Path, body: Callable[..., Any], *args: Any) -> Said:
+def launch(
+    world: int, folder: Path, body: Callable[..., Any], *args: Any, refused: str = ""
+) -> Said:
     """
     Run `body(*args)` on every rank; what it returns is what the rank says.
+
+    The rank logs of every worker are replayed through the model of ranks.
 
     Args:
         world: How many ranks.
         folder: An empty folder.
         body: A function of `tests.ranks.bodies`.
         args: What it takes.
+        refused: The clause by which the model refuses what the ranks did; empty if it accepts.
     """
+    logs = next(path for n in itertools.count() if not (path := folder / f"logs {n}").exists())
+    logs.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     began = time.monotonic()
     ranks = [
-        _CONTEXT.Process(target=_rank, args=(n, world, store.port, str(folder), body, args))
+        _CONTEXT.Process(target=_rank, args=(n, world, store.port, str(folder), logs, body, args))
         for n in range(world)
     ]
     for rank in ranks:
@@ -78,4 +102,7 @@ def launch(world: int, folder: Path, body: Callable[..., Any], *args: Any) -> Sa
             rank.kill()
             rank.join()
     words = {int(f.stem): json.loads(f.read_text()) for f in folder.glob("*.json")}
-    return Said([rank.exitcode for rank in ranks], words, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    left = logs_of(logs)
+    codes = [rank.exitcode for rank in ranks]
+    return Said(codes, words, seconds, left, replayed(left, refused))

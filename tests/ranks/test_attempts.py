@@ -167,7 +167,7 @@ def test_a_stop_whose_store_does_not_answer_has_a_cause(monkeypatch: pytest.Monk
     """Neither the verdict nor the other ranks' verdicts are waited for without end."""
     monkeypatch.setattr(consent_module, "_MARGIN_S", 1.0)
     table = read_fixture("Schedule1F1B_pp2_vpp1_m4.comms.csv")
-    channels = SimpleNamespace(posted=dict, let_go=lambda: None, close=lambda: None)
+    channels = SimpleNamespace(posted=dict, let_go=lambda: None, close=lambda: None, log=None)
     with lost_store(signal.SIGSTOP) as store:
         consent = Consent(store, None, 0, 2, (), cast(Any, channels), table, [0, 1], grace=0.5)
         began = time.monotonic()

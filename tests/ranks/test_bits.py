@@ -28,6 +28,10 @@ CASES = {
         Job(schedule="il", pp=2, rule="per_microbatch", provisioning="static"),
         Job(schedule="izb", pp=2, vpp=3, microbatches=6, provisioning="static"),
     ],
+    "several walks": [
+        Job(schedule="zbv", pp=2, microbatches=8, walks=2),
+        Job(schedule="1f1b", pp=2, microbatches=6, walks=3),
+    ],
     "other schedules": [
         Job(schedule="dualpipev", pp=2),
         Job(schedule="1f1b", pp=2),

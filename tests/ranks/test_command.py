@@ -42,7 +42,11 @@ def test_torchrun_trains_replicas_with_the_bits_of_torchs_pipeline(tmp_path: Pat
     data = json.loads(line)
     assert data["verdict"] == "accepted"
     assert all(total["compared"] and not total["differ"] for total in data["categories"].values())
-    logs = sorted((tmp_path / "logs").iterdir())
+    written = sorted((tmp_path / "logs").iterdir())
+    ranks = [str(log) for log in written if log.name.endswith(".ranks.jsonl")]
+    assert len(ranks) == 4
+    assert main(["replay", *ranks]) == 0
+    logs = [log for log in written if str(log) not in ranks]
     assert [log.name for log in logs] == [f"rank{n}.jsonl" for n in range(4)]
     for rank, log in enumerate(logs):
         assert json.loads(log.read_text().splitlines()[0])["rank"] == rank

@@ -46,15 +46,19 @@ def survivors(said: Said, dead: int) -> list[dict[str, Any]]:
 
 
 def test_after_a_cause_that_all_survive_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """A refusal, an exception, a lost and a doubled message; each is rebuilt and run again."""
+    """
+    A refusal, an exception, a lost and a doubled message; each is rebuilt and run again.
+
+    The model of ranks takes the run up to the message that leaves twice.
+    """
     faults = [
         (1, ("twice", "2W1")),
         (0, ("raising", "3W2")),
         (1, ("dropped", "1SEND_B0")),
-        (0, ("doubled", "0SEND_F1")),
         (1, ("twice", "1RECV_F2")),
+        (0, ("doubled", "0SEND_F1")),
     ]
-    said = launch(2, tmp_path, bodies.recovering, JOB, faults, SHORT)
+    said = launch(2, tmp_path, bodies.recovering, JOB, faults, SHORT, refused="ranks.planned-sends")
     assert said.codes == [0, 0]
     words = [said.words[rank] for rank in range(2)]
     found = []
@@ -69,8 +73,8 @@ def test_after_a_cause_that_all_survive_the_run_goes_on_bit_for_bit(tmp_path: Pa
         ("refused", 1, 2, "2W1", "ownership.duplicate-wgrad"),
         ("raised", 0, 3, "3W2", None),
         ("dropped", 1, 1, "1SEND_B0", None),
-        ("disagreed", 0, 0, "0SEND_F1", None),
         ("refused", 1, 1, "1RECV_F2", "ownership.slot-busy"),
+        ("disagreed", 0, 0, "0SEND_F1", None),
     ]
     for word in words:
         assert word["differ"] == []
@@ -147,7 +151,7 @@ def test_an_update_that_fails_half_way_is_not_rebuilt(tmp_path: Path) -> None:
 
 def test_a_rank_an_epoch_behind_is_named_at_the_commit(tmp_path: Path) -> None:
     """One rank went back to an older checkpoint; its own guards accept that."""
-    said = launch(2, tmp_path, bodies.behind, JOB, LIMITS)
+    said = launch(2, tmp_path, bodies.behind, JOB, LIMITS, refused="ranks.as-recorded")
     assert said.codes == [0, 0]
     cause = one_cause([said.words[0], said.words[1]])
     assert "rank 1 is at epoch 1" in cause["text"]
@@ -166,7 +170,8 @@ def test_digests_name_two_sends_that_changed_places(tmp_path: Path) -> None:
 
 def test_without_digests_two_sends_that_changed_places_commit_other_bits(tmp_path: Path) -> None:
     """Nothing else refuses it: this is what the comparison and the digests are for."""
-    said = launch(2, tmp_path, bodies.exchange, JOB, "0SEND_F0", "0SEND_F1", False)
+    mixed = "ranks.same-messages"
+    said = launch(2, tmp_path, bodies.exchange, JOB, "0SEND_F0", "0SEND_F1", False, refused=mixed)
     assert said.codes == [0, 0]
     assert [said.words[rank]["cause"] for rank in range(2)] == [None, None]
     assert all(len(said.words[rank]["differ"]) > 10 for rank in range(2))

@@ -12,7 +12,7 @@ from qeffect.gpu_runtime.lab.comparisons.faults import LocalReduction, abort_wri
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
-from qeffect.gpu_runtime.step.plan.order import Kind, Step
+from qeffect.gpu_runtime.step.plan.order import ComputeAction, Kind
 
 from .injection import ORDER, Injection, parameters_of
 
@@ -71,7 +71,7 @@ class FaultTable:
         injected.until("1W2")
         runtime = injected.run.runtime
         weights = [p.detach().clone() for p in parameters_of(runtime.stages[1])]
-        abort_write(injected.run, Step(Kind.WGRAD, 1, 2))
+        abort_write(injected.run, ComputeAction(Kind.WGRAD, 1, 2))
 
         key, ref = runtime.key(1, 3), injected.ref(1, 3)
         injected.row("write-after-abort", lambda: injected.actions.wgrad(key, ref))

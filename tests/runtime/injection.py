@@ -15,7 +15,7 @@ from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
-from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
+from qeffect.gpu_runtime.step.plan.order import ComputeAction, Kind, Order
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
 
@@ -54,7 +54,7 @@ class Injection:
         self.run: GuardedRun = guarded_run(ORDER, **options)
         self.actions = self.run.runtime.actions
         self.contract = self.run.runtime.contract
-        self.done: list[Step] = []
+        self.done: list[ComputeAction] = []
         self.run.step()
 
     def until(self, cell: str) -> None:
@@ -66,7 +66,7 @@ class Injection:
             self.act(step)
         raise AssertionError(f"{cell} is not ahead")
 
-    def act(self, step: Step) -> None:
+    def act(self, step: ComputeAction) -> None:
         """Run one action in order, refreshing before a stage's first F."""
         first = step.kind is Kind.FORWARD and step.stage not in {s.stage for s in self.done}
         if first:

@@ -294,7 +294,7 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({9: (Bucket("x"),)}, r"buckets are of stages \[9\]"),
+            ({9: (Bucket("x"),)}, r"buckets name the stages \[9\]"),
             ({0: BUCKETS[0][:2]}, "0 buckets without matrices.*expected 1"),
             ({0: (*BUCKETS[0], Bucket("more"))}, "2 buckets without matrices.*expected 1"),
         ],

@@ -258,8 +258,8 @@ class TestWords:
             told.append("\n".join(curves("curves.json", report, "a machine")))
         for said, where in (
             ("No loss differs by a bit", [True, True, True, False]),
-            ("rolls only the histories of what ran", [True, True, False, False]),
-            ("entries, a whole number of steps of the 16 F", [True, False, False, False]),
+            ("rolls only the histories of the layers that ran", [True, True, False, False]),
+            ("entries, a whole number of steps of 16 F", [True, False, False, False]),
             ("not a whole number of steps", [False, True, False, False]),
         ):
             assert [said in text for text in told] == where

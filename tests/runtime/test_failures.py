@@ -19,7 +19,7 @@ from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.numerical_state import NumericalState
-from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
+from qeffect.gpu_runtime.step.plan.order import ComputeAction, Kind, Order
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run
@@ -44,7 +44,7 @@ class TestActionsThatRaise:
         with monkeypatch.context() as broken:
             broken.setattr(linears_of(runtime.stages[2])[3], "forward", boom)
             with pytest.raises(RuntimeError, match="injected"):
-                injected.act(Step(Kind.FORWARD, 2, 1))
+                injected.act(ComputeAction(Kind.FORWARD, 2, 1))
         assert NumericalState.of(runtime.domain).differences(before)
 
         key = runtime.key(1, 2)
@@ -63,7 +63,7 @@ class TestActionsThatRaise:
         with monkeypatch.context() as broken:
             broken.setattr(linears_of(runtime.stages[1])[0], "quantize_gradient", boom)
             with pytest.raises(RuntimeError, match="injected"):
-                injected.act(Step(Kind.DGRAD, 1, 1))
+                injected.act(ComputeAction(Kind.DGRAD, 1, 1))
         assert runtime.key(1, 1) not in injected.contract.live()
 
         key = runtime.key(2, 3)
@@ -191,7 +191,7 @@ class TestTheWholeStepIsAborted:
         with monkeypatch.context() as broken:
             broken.setattr(injected.run.runtime.executor, "wgrad", lambda *_: ())
             with pytest.raises(Refused) as caught:
-                injected.act(Step(Kind.WGRAD, 1, 1))
+                injected.act(ComputeAction(Kind.WGRAD, 1, 1))
 
         assert "ownership.matrix-coverage" == caught.value.clause
         assert {} == injected.contract.live()
@@ -243,6 +243,37 @@ class TestTheWholeStepIsAborted:
             injected.run.runtime.rebuild()
         assert injected.contract.half_updated
         assert () == injected.contract.outstanding()
+
+    def test_by_a_fault_that_is_seen_late(self) -> None:
+        """A fault of the epoch spoils it; one of an epoch that was committed, the weights."""
+        injected = Injection()
+        runtime = injected.run.runtime
+        injected.run.actions()
+        runtime.fail(1)
+        with pytest.raises(Refused, match=r"^arena\.spoiled"):
+            injected.run.finish()
+
+        runtime.rebuild()
+        injected.run.actions()
+        injected.run.finish()
+        runtime.fail(1, epoch=runtime.epoch - 1)
+        with pytest.raises(BackendError, match="gradients of a fault that was seen late"):
+            injected.run.actions()
+
+    def test_by_an_update_beside_a_reader_of_the_weights(self) -> None:
+        """The refusal comes before the optimizer runs; after the read's end the update runs."""
+        injected = Injection()
+        runtime = injected.run.runtime
+        epoch = runtime.epoch
+        runtime.start_weights_read(1)
+        injected.run.actions()
+        gradients = runtime.finalize()
+        with pytest.raises(Refused, match=r"^completion\.weights-in-use in check_update"):
+            runtime.update(injected.run.optimizer, gradients)
+
+        runtime.finish_weights_read(1)
+        assert epoch + 1 == runtime.update(injected.run.optimizer, gradients)
+        runtime.start_weights_read(1)  # the caller has waited for the update
 
     def test_an_optimizer_that_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The epoch did not end, and neither an action nor a checkpoint is accepted."""
@@ -317,7 +348,7 @@ class TestEvidence:
 
             broken.setattr(stage, "dgrad", without_one)
             with pytest.raises(Refused) as caught:
-                injected.act(Step(Kind.DGRAD, 1, 1))
+                injected.act(ComputeAction(Kind.DGRAD, 1, 1))
 
         assert "ownership.work-not-queued" == caught.value.clause
         injected.start_over(undisturbed)
@@ -342,7 +373,7 @@ class TestEvidence:
 
             broken.setattr(stage, "wgrad", other)
             with pytest.raises(Refused) as caught:
-                injected.act(Step(Kind.WGRAD, 1, 1))
+                injected.act(ComputeAction(Kind.WGRAD, 1, 1))
 
         assert "ownership.matrix-coverage" == caught.value.clause
         injected.start_over(undisturbed)
@@ -432,7 +463,7 @@ class TestOrderAndTime:
         injected.actions.outputs(key, ref)
         injected.actions.finish_outputs(key, ref)
         injected.run._refs[key] = ref
-        injected.done.append(Step(Kind.FORWARD, 1, 1))
+        injected.done.append(ComputeAction(Kind.FORWARD, 1, 1))
         injected.go_on(undisturbed)
 
     def test_old_references_after_rebuild(self, undisturbed: Recording) -> None:

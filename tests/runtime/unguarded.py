@@ -19,7 +19,7 @@ from qeffect.gpu_runtime.lab.comparisons.workload import Workload, by_index
 from qeffect.gpu_runtime.step.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Optimizer
-from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
+from qeffect.gpu_runtime.step.plan.order import ComputeAction, Kind, Order
 
 
 @attrs.define(eq=False)
@@ -78,7 +78,7 @@ class UnguardedRun:
         stage.refresh_cache()
         self._cache_epoch[stage.index] = number
 
-    def _forward(self, stage: StageBackend, number: int, action: Step) -> None:
+    def _forward(self, stage: StageBackend, number: int, action: ComputeAction) -> None:
         tape = self._tapes[stage.index, action.microbatch] = stage.new_tape(action.microbatch)
         inputs = [spec.buffer() for spec in stage.inputs]
         with torch.no_grad():
@@ -95,7 +95,7 @@ class UnguardedRun:
             r.add("versions", f"{where} cache is current", int(stage.cache_is_current()))
             r.add_state(where, live_state(stage.domain))
 
-    def _dgrad(self, stage: StageBackend, number: int, action: Step) -> None:
+    def _dgrad(self, stage: StageBackend, number: int, action: ComputeAction) -> None:
         tape = self._tapes[stage.index, action.microbatch]
         stage.bind(tape, self._arenas[stage.index].destinations(action.microbatch))
         result = stage.dgrad(tape, self.workload.output_gradients(stage, number, action.microbatch))
@@ -111,7 +111,7 @@ class UnguardedRun:
             r.add_all("microbatch gradients", place, named)
             r.add_state(where, live_state(stage.domain))
 
-    def _wgrad(self, stage: StageBackend, number: int, action: Step) -> None:
+    def _wgrad(self, stage: StageBackend, number: int, action: ComputeAction) -> None:
         tape = self._tapes.pop((stage.index, action.microbatch))
         accumulate = self.rule == "accumulate" and self._written[stage.index] > 0
         result = stage.wgrad(tape, accumulate=accumulate)

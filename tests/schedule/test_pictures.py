@@ -91,7 +91,7 @@ class TestGrid:
             "",
             "  >  the refused entry, marked >..<",
             "  +  the expected entry, the first one of two, or one that is needed",
-            "  !  the entry taken instead, or another one that waits",
+            "  !  the entry taken instead, or another entry that waits",
         ] == lines
 
     def test_cut_at_both_ends(self, mismatch: Finding) -> None:

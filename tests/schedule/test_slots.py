@@ -9,8 +9,9 @@ import pytest
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
 from qeffect.schedule.actions import SENDS, Kind, Schedule
+from qeffect.schedule.index import Event
 from qeffect.schedule.plan import plan
-from qeffect.schedule.slots import Step, assign, own_readers
+from qeffect.schedule.slots import assign, own_readers
 from qeffect.schedule.torch_tables import torch_schedule
 
 from .pool_oracle import replays
@@ -26,13 +27,13 @@ TABLES = [
 ]
 
 
-def steps_of(schedule: Schedule, rank: int) -> list[Step]:
+def steps_of(schedule: Schedule, rank: int) -> list[Event]:
     """A rank's row as plain steps."""
     return [(atom.kind, atom.stage, atom.microbatch) for atom in schedule.atoms[rank]]
 
 
 def live_before(
-    steps: Sequence[Step], readers: frozenset[Kind], place: int
+    steps: Sequence[Event], readers: frozenset[Kind], place: int
 ) -> set[tuple[int, int]]:
     """Tapes that have begun before a place and that some step from there on still reads."""
     begun = {(s, m) for kind, s, m in steps[:place] if kind is Kind.FORWARD}
@@ -40,7 +41,7 @@ def live_before(
     return begun & read
 
 
-def check(steps: Sequence[Step], readers: frozenset[Kind]) -> None:
+def check(steps: Sequence[Event], readers: frozenset[Kind]) -> None:
     """Peaks, slots and tenants of a walk are what looking at every place anew finds."""
     made = assign(steps, own_readers(steps, readers))
     alive = [live_before(steps, readers, place) for place in range(len(steps) + 1)]

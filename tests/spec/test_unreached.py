@@ -127,11 +127,22 @@ def _updating(rig: Rig) -> Callable[[], Any]:
     return rig.contract.check_update
 
 
-def _half_updated(rig: Rig) -> Callable[[], Any]:
-    """An update that failed half way, and another."""
+def _read(rig: Rig) -> Callable[[], Any]:
+    """A whole epoch whose weights a stream of its own reads, and an update."""
     _whole(rig)
-    rig.contract.abort(rig.contract.check_update())
+    rig.contract.start_weights_read(0)
     return rig.contract.check_update
+
+
+def _reduced(rig: Rig) -> Callable[[], Any]:
+    """A whole walk whose gradients are reduced, and another walk."""
+    rig.contract = Rig(stage(reduces=True)).contract
+    for microbatch in (0, 1):
+        rig.microbatch(microbatch)
+    rig.contract.wait()
+    rig.contract.finalize(0)
+    rig.contract.start_reduction(0)
+    return rig.contract.next_walk
 
 
 #: For each clause without a rejected log, how to come before a call that it refuses.
@@ -139,9 +150,9 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.device-count": _counting(0, 3),
     "epoch.device-order": _counting(0, 2),
     "epoch.uncounted": _counting(0, None),
-    "epoch.not-final": lambda rig: rig.contract.commit_epoch,
     "epoch.in-flight": _updating,
-    "epoch.half-updated": _half_updated,
+    "reduction.begun": _reduced,
+    "completion.weights-in-use": _read,
     "order.scales-moved": _overtaken,
     "persistence.live-tape": _live,
     "persistence.mid-epoch": _refreshed,

@@ -314,6 +314,8 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
 def full(job: Job, folder: str, asynchronous: bool) -> dict[str, Any]:
     """One rank can write no more than a few thousand bytes a file; then it can again."""
     run = Run(job, folder, asynchronous=asynchronous)
+    if run.worker.rank_log is not None:
+        run.worker.rank_log.close()  # it could not be written either
     run.worker.step()
     first = run.save()
     run.checkpoints.wait()

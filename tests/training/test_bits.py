@@ -30,13 +30,15 @@ def test_guarded_training_has_the_bits_of_torchs(tmp_path: Path, folder: Path) -
     """
     Five steps under zero bubble and ZB-V: losses, gradients, parameters, AdamW, scales.
 
-    Embedding, head, warm-up, cosine and the groups of decay are in it; the second has another cut.
+    Embedding, head, warm-up, cosine and the groups of decay are in it; the second has another cut,
+    and the third accumulates over two walks.
     fp32 masters, clipping and other destinations are in `test_loop.py`.
     """
     path = noise(tmp_path)
     jobs = [
         language(path, schedule="izb", pp=2),
         language(path, schedule="zbv", pp=2, cut=(1, 1, 2, 1)),
+        language(path, schedule="1f1b", pp=2, microbatches=4, walks=2, cut=(1, 1)),
     ]
     said = launch(2, folder, pipelines.exact, jobs, STEPS)
     assert said.codes == [0, 0]

@@ -81,6 +81,8 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ('"1f1b"', '"2f2b"', "[parallel] schedule: expected one of il, izb"),
         ('"1f1b"', '"ScheduleNone"', "[parallel] "),
         ("batch = 2", "batch = 2\ncut = [1, 1]", "expected 1 stages with 2 layers together"),
+        ("batch = 2", "batch = 2\nwalks = 3", "[parallel] microbatches is 2 and walks is 3; exp"),
+        ("batch = 2", "batch = 2\nwalks = 2\nrule = 'copied'", "[parallel] walks is 2 and rule is"),
         ("batch = 2", 'batch = 2\ncut = "odd"', "[parallel] cut: expected 'even', 'balanced'"),
         (
             "batch = 2",

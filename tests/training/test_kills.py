@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from qeffect.gpu_runtime.ranks.job import Job
+from tests.ranks.rank_logs import replayed
 from tests.ranks.ranks import launch
 from tests.training import bodies
 
@@ -26,12 +27,14 @@ def killed_often(tmp_path: Path, job: Job, until: int, kills: int, seed: int) ->
     whole = launch(job.world, places[2], bodies.killed, job, str(places[0]), until, None)
     assert whole.codes == [0] * job.world
     deaths = launches = 0
+    logs = []
     while deaths < kills:
         words = tmp_path / f"words {launches}"
         words.mkdir()
         at = seed + launches
         said = launch(job.world, words, bodies.killed, job, str(places[1]), until, at)
         launches += 1
+        logs += said.logs
         assert launches <= 2 * kills, "a run of this length has too few steps for so many kills"
         assert set(said.codes) <= {0, -9}, said.codes
         deaths += said.codes.count(-9)
@@ -44,6 +47,10 @@ def killed_often(tmp_path: Path, job: Job, until: int, kills: int, seed: int) ->
     words.mkdir()
     last = launch(job.world, words, bodies.killed, job, str(places[1]), until, None)
     assert last.codes == [0] * job.world
+    together = replayed([*logs, *last.logs])
+    assert together is not None
+    assert 1 < together.attempts <= launches + 1
+    assert together.checkpoints >= until - 1
     for rank in range(job.world):
         ended, undisturbed = last.words[rank], whole.words[rank]
         assert 0 < ended["began"] < until

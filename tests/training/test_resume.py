@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qeffect.gpu_runtime.ranks.job import Job
+from tests.ranks.rank_logs import replayed
 from tests.ranks.ranks import Said, launch
 from tests.training import bodies
 
@@ -50,5 +51,8 @@ def test_save_at_3_resume_to_8_is_the_uninterrupted_run(
         assert b["losses"] == {step: a["losses"][step] for step in ("3", "4", "5", "6", "7")}
         assert b["changed"] == []
     assert any(resumed.words[rank]["losses"]["7"] for rank in range(job.world))
+    together = replayed([*whole.logs, *resumed.logs])
+    assert together is not None
+    assert (together.attempts, together.checkpoints, together.commits) == (2, 1, 13 * job.world)
     kinds = {name.split(".")[0] for name in resumed.words[0]["last"]}
     assert kinds == {"model", "optim", "fp8"}

@@ -29,11 +29,11 @@ from tests.training import bodies
 JOB = Job(schedule="zbv", pp=2, microbatches=4)
 
 
-def run(tmp_path: Path, job: Job, body: Any, *args: Any) -> dict[int, Any]:
-    """One launch, which ends well."""
+def run(tmp_path: Path, job: Job, body: Any, *args: Any, refused: str = "") -> dict[int, Any]:
+    """One launch, which ends well; the model of ranks may refuse what its ranks did."""
     words, folder = tmp_path / "words", tmp_path / "checkpoints"
     words.mkdir()
-    found = launch(job.world, words, body, job, str(folder), *args)
+    found = launch(job.world, words, body, job, str(folder), *args, refused=refused)
     assert found.codes == [0] * job.world
     return found.words
 
@@ -67,7 +67,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
 
 def test_a_save_in_the_middle_is_refused_on_all_ranks_with_one_cause(tmp_path: Path) -> None:
     """A tape that lives, an epoch half done or spoiled, a message away; each is rebuilt from."""
-    said = run(tmp_path, JOB, bodies.refused)
+    said = run(tmp_path, JOB, bodies.refused, refused="ranks.order")  # a row run by hand
     for name, clause in (
         ("live tape", "persistence.live-tape"),
         ("mid-epoch", "persistence.mid-epoch"),
@@ -142,7 +142,7 @@ def test_an_error_of_one_rank_alone_in_a_load_is_told_to_the_other(tmp_path: Pat
 
 def test_without_the_question_half_a_step_is_saved(tmp_path: Path) -> None:
     """Scaling state of the middle of an epoch, under the name of the one before: it is needed."""
-    said = run(tmp_path, JOB, bodies.unasked)
+    said = run(tmp_path, JOB, bodies.unasked, refused="ranks.as-recorded")
     for words in said.values():
         assert words["saved"]
         assert words["moved"]

@@ -23,11 +23,15 @@ NAMES = tuple(standard_scopes())
 SMALL = (
     "pool-2-2-2",
     "stage-epochs",
+    "stage-walks",
     "domains-readers",
     "stage-messages",
     "domains-messages",
     "stage-buckets",
     "callers-update",
+    "stage-evaluated",
+    "stage-evaluated-reports",
+    "domains-evaluated",
     "stages-tied",
     "stages-shared-streams",
     "stages-fed",
@@ -35,6 +39,8 @@ SMALL = (
     "domains-buckets",
 )
 MEDIUM = (
+    "stage-faults",
+    "callers-weights",
     "pool-3-3-2",
     "stage-reuse",
     "stage-readers",
@@ -44,9 +50,15 @@ MEDIUM = (
     "callers-copies",
 )
 SIZED = [
-    name
-    if name in SMALL
-    else pytest.param(name, marks=pytest.mark.ci if name in MEDIUM else pytest.mark.slow)
+    pytest.param(
+        name,
+        marks=()
+        if name in SMALL
+        else pytest.mark.ci
+        if name in MEDIUM
+        # One worker walks a scope once.
+        else (pytest.mark.slow, pytest.mark.xdist_group(f"plain-{name}")),
+    )
     for name in NAMES
 ]
 

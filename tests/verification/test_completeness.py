@@ -33,7 +33,9 @@ def test_a_legal_check_is_accepted(full: Composition) -> None:
     goals = list(completeness(full))
     refusing = [p for name in CHECKS for p in full.paths[name] if p.clause is not None]
 
-    assert set(CHECKS) == {"check_refresh", "check_forward", "check_dgrad", "check_wgrad"}
+    assert set(CHECKS) == {
+        f"check_{action}" for action in ("refresh", "forward", "evaluation", "dgrad", "wgrad")
+    }
     assert [(g.transition, g.path) for g in goals] == [(p.transition, p.label) for p in refusing]
     assert [] == _open(full, 5_000)
 

@@ -28,7 +28,13 @@ from qeffect.verification.explorer.witnesses import occurrences, untaken
 from .explorations import NAMES, SIZED, explored, packed, plain, space, walk_plainly
 
 
-@pytest.mark.parametrize("name", SIZED)
+@pytest.fixture(scope="module", params=SIZED)
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of a scope. Tests of one scope follow one another, so that it is walked once."""
+    given: str = request.param
+    return given
+
+
 def test_both_explorers_have_one_graph(name: str) -> None:
     """States, accepted moves by move, refusals by move and clause, and depth are the same."""
     one, other = plain(name), explored(name)
@@ -42,7 +48,6 @@ def test_both_explorers_have_one_graph(name: str) -> None:
     assert other.tally.broken is None
 
 
-@pytest.mark.parametrize("name", SIZED)
 def test_both_explorers_find_the_same_things_equally_soon(name: str) -> None:
     """Each transition accepted and each refusal is first seen at the same level by both."""
     one, other = plain(name), explored(name)

@@ -165,7 +165,15 @@ def test_reads_and_writes_are_read_off_the_composed_function() -> None:
     found = dependence(transitions(omit=OPTIONAL).check_wgrad)
 
     assert {"held": frozenset({"serial"}), "serial": frozenset({"serial"})} == found.writes
-    assert {"consumers", "generation", "cell_at", "epoch_at", "held", "incarnation"} == found.guards
+    assert {
+        "consumers",
+        "generation",
+        "cell_at",
+        "epoch_at",
+        "held",
+        "incarnation",
+        "half_updated",
+    } == found.guards
     assert {
         "key.cell",
         "key.epoch",

@@ -35,16 +35,18 @@ from tests.torch_release import NEEDS_DEFERRED
 
 #: States and steps of each scope, exactly.
 COUNTS = {
-    "two-ranks": (28_063, 70_579),
+    "two-ranks": (28_063, 81_811),
     "three-ranks": (67_828, 182_710),
     "messages": (696, 1_916),
     "messages-and-faults": (19_342, 43_211),
     "messages-both-ways": (744, 2_602),
     "two-messages": (536, 1_658),
-    "two-steps": (48_253, 102_239),
+    "exchanged-messages": (1_256, 3_230),
+    "in-place": (4_577, 8_361),
+    "two-steps": (48_253, 119_043),
     "two-launches": (32_725, 79_246),
 }
-QUICK = ("messages", "messages-both-ways", "two-messages")
+QUICK = ("messages", "messages-both-ways", "two-messages", "exchanged-messages", "in-place")
 #: Progress alone suffers from these: no promise of safety rests on them.
 FOR_PROGRESS = {
     "post_send without planned-sends",
@@ -118,7 +120,7 @@ class TestExplorer:
 class TestMutants:
     def test_everything_asked_is_left_out_in_turn(self) -> None:
         """Each thing that a transition asks is a mutant, and so is each listed write."""
-        assert 31 + len(WRITES) + 1 == len(BY_NAME)
+        assert 34 + len(WRITES) + 1 == len(BY_NAME)
         for name, column in WRITES:
             assert name in TRANSITIONS
             assert column in RANK_COLUMNS
@@ -169,6 +171,11 @@ class TestMutants:
                     "decide(rank 0, rank 1)",
                 ),
             ),
+            (
+                "commit without same-messages",
+                "ranks.messages-in-place",
+                ("consent(rank 1)", "commit(rank 0)"),
+            ),
             ("begin_attempt without fence", "ranks.one-attempt", ("start(rank 1)",)),
             (
                 "connect by count",
@@ -195,7 +202,7 @@ class TestMutants:
             (
                 "release without release-after-send",
                 "ranks.sender-keeps-buffer",
-                ("post_send(rank 0, rank 1, slot 0)", "release(rank 0, slot 0)"),
+                ("post_send(rank 0, rank 1, slot 0, message 0)", "release(rank 0, slot 0)"),
             ),
         ],
     )
@@ -356,7 +363,7 @@ def test_a_mutant_prints_as_a_trace(
     assert 0 == main(["ranks", "--mutants", "--quiet"])
     said = capsys.readouterr().out
 
-    assert "end without cause-first: `end` does not ask cause-first" in said
+    assert "end without cause-first: `end` does not check cause-first" in said
     assert "two-ranks: ranks.tells-the-cause" in said
     assert said.rstrip().endswith("end(rank 0)")
 

@@ -12,6 +12,7 @@ from collections import Counter
 from itertools import product
 from random import Random
 
+import attrs
 import pytest
 from hypothesis import given as drawn
 from hypothesis import settings
@@ -25,7 +26,7 @@ from qeffect.verification.ranks.kernel import seen
 from qeffect.verification.ranks.protocol import TRANSITIONS
 
 _MATRICES = ("w",)
-_MESSAGES = {"post_send", "post_receive", "transfer", "release"}
+_MESSAGES = {"post_send", "post_receive", "transfer", "release", "disagree"}
 _MOVES = [t for t in TRANSITIONS.values() if t.name not in _MESSAGES]
 
 
@@ -106,6 +107,10 @@ class Job:
         if name == "start":
             contract = self.contracts[rank] = self._fresh(rank)
             contract.restore(self.kept[rank])
+        elif name == "start_again":  # from its own weights, which are those of its last commit
+            kept = self._fresh(rank).checkpoint()
+            self.contracts[rank] = self._fresh(rank)
+            self.contracts[rank].restore(attrs.evolve(kept, epoch=contract.epoch))
         elif name == "act":
             self.tapes[rank] = self._forward(contract, rank)
         elif name == "end_act":

@@ -8,6 +8,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from qeffect.verification.explorer import Scope, pool_scope, run, standard_scopes, symmetry
 from qeffect.verification.explorer.exploration import explore
@@ -26,7 +27,7 @@ SCOPES = {
         standard_scopes()["stage-small"],
         standard_scopes()["stage-tickets"],
         standard_scopes()["stage-declared"],
-        Scope("buffers", slots=(2,), cells=(2,), generation_max=1, accumulate=False),
+        evolve(standard_scopes()["stage-small"], name="buffers", accumulate=False),
     )
 }
 #: States, and orbits.

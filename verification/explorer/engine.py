@@ -321,7 +321,7 @@ def _pinned(move: Move) -> dict[tuple[str, int], int]:
 def _owed(chunk: Chunk, move: Move) -> Value:
     """Where the ticket in flight that the move redeems is one of the move's own action."""
     action = move.label.partition("_")[2]
-    if action == "update":
+    if action in ("update", "evaluation"):
         return True
     if action == "refresh":
         stage = move.arguments["stage"]

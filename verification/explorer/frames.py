@@ -148,15 +148,22 @@ class Maker:
             for slot in range(self.n["slot"]):
                 yield from self.ticket(parameters, "slot", "held", slot, transition)
         elif {"stage", "ticket"} <= parameters:
+            column = "evaluating" if transition.endswith("evaluation") else "refreshing"
             for stage in range(self.n["stage"]):
-                yield from self.ticket(parameters, "stage", "refreshing", stage, transition)
+                yield from self.ticket(parameters, "stage", column, stage, transition)
         elif {"epoch", "ticket"} <= parameters:
             yield from self.update(parameters)
+        elif {"stage", "epoch"} <= parameters:
+            for stage in range(self.n["stage"]):
+                yield from self.fault(stage)
         elif "stage" in parameters:
             for stage in range(self.n["stage"]):
                 links = self.links(self.config["domain_of"][stage])
-                told, untold = self.evidence(parameters, stage)
+                evaluates = "cached" in parameters
+                told, untold = self.evidence(parameters, stage, evaluates=evaluates)
                 choices = {"link": links} if "link" in parameters else {}
+                if evaluates:
+                    choices["cached"] = (0, 1)
                 yield Frame({"stage": stage, **told}, choices, tuple(untold))
         elif "bucket" in parameters:
             for bucket in range(self.n["bucket"]):
@@ -174,9 +181,20 @@ class Maker:
         elif "epoch" in parameters:
             others = [{"epoch": Rel("weight_epoch", 0, offset)} for offset in (1, -1)]
             callers = {"caller": tuple(range(self.n["caller"]))} if "caller" in parameters else {}
-            yield Frame({"epoch": Rel("weight_epoch", 0)}, callers, tuple((o, ()) for o in others))
+            right: dict[str, Value] = {"epoch": Rel("weight_epoch", 0)}
+            left = (Where("walk", 0, self.scope.walks - 1, equal=False),)
+            where = left if transition == "next_walk" else ()
+            yield Frame(right, callers, tuple((o, ()) for o in others), where)
         else:
             yield Frame({})
+
+    def fault(self, stage: int) -> Iterator[Frame]:
+        """A fault of the current epoch or of the one before; a wrong one is of the next epoch."""
+        now: dict[str, Value] = {"stage": stage, "epoch": Rel("weight_epoch", stage)}
+        later: dict[str, Value] = {"stage": stage, "epoch": Rel("weight_epoch", stage, 1)}
+        yield Frame(now, {}, ((later, ()),))
+        before: dict[str, Value] = {"stage": stage, "epoch": Rel("weight_epoch", stage, -1)}
+        yield Frame(before, {}, (), (Where("weight_epoch", stage, 0, equal=False),))
 
     def links(self, domain: int) -> tuple[int, ...]:
         """Every link, those of the domain first."""
@@ -208,7 +226,12 @@ class Maker:
         return right | told, wrong + untold
 
     def evidence(
-        self, parameters: set[str], stage: int, slot: int | None = None, fills: bool = True
+        self,
+        parameters: set[str],
+        stage: int,
+        slot: int | None = None,
+        fills: bool = True,
+        evaluates: bool = False,
     ) -> tuple[dict[str, Value], list[Wrong]]:
         """
         Return right and wrong values of the evidence of an action.
@@ -218,6 +241,7 @@ class Maker:
             stage: Stage of the action.
             slot: Slot of the tape, where the action has one before its check.
             fills: Whether the action was asked to fill the stage's cache.
+            evaluates: Whether the action is an evaluation, which fills and updates nothing.
         """
         fresh = Rel("weight_epoch", stage)
         known: dict[str, tuple[Value, tuple[Value, ...]]] = {
@@ -230,6 +254,8 @@ class Maker:
             "updates": (1, (0, 2)),
             "scales": (NEVER, ()),
         }
+        if evaluates:
+            known |= {"fill_epoch": (NEVER, (fresh,)), "updates": (0, (1,))}
         if slot is not None:
             known["scales"] = (Rel("scaled_at", slot), (Rel("scaled_at", slot, 1), NEVER))
         given = {name: known[name] for name in EVIDENCE if name in parameters}
@@ -347,7 +373,8 @@ class Maker:
                 flying = (Where(column, other, 0, equal=False),)
                 wrong.append(({"ticket": Rel(column, other)}, flying))
         stage = member if index == "stage" else self.config["slot_stage"][member]
-        told, untold = self.evidence(parameters, stage)
+        evaluates = column == "evaluating"
+        told, untold = self.evidence(parameters, stage, evaluates=evaluates)
         right |= told
         wrong += untold
         in_flight = (Where(column, member, 0, equal=False),)
@@ -357,7 +384,7 @@ class Maker:
         yield Frame({**right, "ticket": 0}, {}, (), idle, fits=False)
 
     def update(self, parameters: set[str]) -> Iterator[Frame]:
-        """The ticket of an update in flight; a wrong one is none, unissued, or of another epoch."""
+        """The ticket of an update in flight; a wrong ticket is 0, unissued, or of another epoch."""
         right: dict[str, Value] = {
             "epoch": Rel("weight_epoch", 0),
             "ticket": Rel("optimizing", 0),

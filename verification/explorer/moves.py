@@ -19,7 +19,7 @@ __all__ = ["ACTIONS", "EVIDENCE", "Move", "Rel", "Value", "Where"]
 #: Physical actions: the transitions that reserve, redeem and abort each.
 ACTIONS: Final[Mapping[str, tuple[str, str, str]]] = {
     name: (f"check_{name}", f"commit_{name}", f"abort_{name}")
-    for name in ("refresh", "forward", "dgrad", "wgrad", "update")
+    for name in ("refresh", "forward", "evaluation", "dgrad", "wgrad", "update")
 }
 
 #: Arguments that report an action's success.

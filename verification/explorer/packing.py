@@ -19,7 +19,7 @@ from .scopes import Scope, configuration, sizes
 __all__ = ["TICKETS", "Field", "OutOfRangeError", "Packing", "Words", "ranges"]
 
 #: Columns that hold tickets in flight, or 0.
-TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing", "optimizing")
+TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing", "optimizing", "evaluating")
 
 #: Packed states: one row for each word, one column for each state.
 Words = NDArray[np.int64]
@@ -56,14 +56,15 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "cache_epoch": now,
         "refreshed": (-1, n["stage"] - 1),
         "weight_epoch": (0, scope.epochs),
+        "walk": (0, scope.walks - 1),
         "wgrads": (0, most),
         "spoiled": now,
         "final": epoch,
-        "token": (0, updates * scope.epochs),
+        "token": (0, updates * scope.epochs * scope.walks),
         "position": (0, updates),
-        "scaled_at": (0, updates * scope.epochs),
-        "rolled_at": (0, updates * scope.epochs),
-        "forwards": (0, most),
+        "scaled_at": (0, updates * scope.epochs * scope.walks),
+        "rolled_at": (0, updates * scope.epochs * scope.walks),
+        "forwards": (0, most * scope.walks),
         "dgrads": (0, most),
         "bound": epoch,
         "opened": epoch,

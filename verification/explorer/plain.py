@@ -193,7 +193,7 @@ class PlainExplorer:
 def _owed(st: Any, move: Move) -> bool:
     """Whether the ticket in flight where the move redeems is one of the move's own action."""
     action = move.label.partition("_")[2]
-    if action == "update":
+    if action in ("update", "evaluation"):
         return True
     if action == "refresh":
         return st.refreshing[move.arguments["stage"]] not in st.held
@@ -222,6 +222,7 @@ def normal_form(space: Space, st: Any) -> None:
         waits = st.joined[st.ended_on[slot]] < st.ended_at[slot]
         st.ended_at[slot], st.ended_on[slot] = int(waits), st.ended_on[slot] if waits else 0
     tickets = [st.held, st.busy, st.refreshing, st.filling, st.writing, st.optimizing]
+    tickets.append(st.evaluating)
     flying = sorted({ticket for column in tickets for ticket in column} - {0})
     for column in tickets:
         column[:] = [1 + flying.index(ticket) if ticket else 0 for ticket in column]
@@ -233,7 +234,7 @@ def normal_form(space: Space, st: Any) -> None:
         _number_replays(space, st, domain)
     if st.named[0] != st.weight_epoch[0]:
         st.named[0], st.consumer[0] = NEVER, 0
-    if not any(st.unawaited) and st.optimizing[0] == 0:
+    if not any(st.unawaited) and not any(st.unseen) and st.optimizing[0] == 0:
         st.updater[0] = 0
     st.cursor[:] = [place if st.tenants[p] else 0 for p, place in enumerate(st.cursor)]
     st.incarnation[0] = 0

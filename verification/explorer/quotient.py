@@ -120,7 +120,7 @@ class Quotient:
             self._ranks(draft)
         if touched & {"named", "consumer", "weight_epoch"} and "named" in self.kept:
             self._consumer(draft)
-        if touched & {"updater", "unawaited", "optimizing"} and "updater" in self.kept:
+        if touched & {"updater", "unawaited", "unseen", "optimizing"} and "updater" in self.kept:
             self._updater(draft)
         if touched & {"cursor", "tenants"} and "cursor" in self.kept:
             self._empty_pools(draft)
@@ -207,6 +207,8 @@ class Quotient:
         waits: Value = draft.entry("optimizing", 0) != 0 if "optimizing" in self.kept else False
         for domain in range(self.n["domain"]):
             waits = waits | (draft.entry("unawaited", domain) != 0)
+        for link in range(self.n["link"] if "unseen" in self.kept else 0):
+            waits = waits | (draft.entry("unseen", link) != 0)
         draft.changed["updater", 0] = select(waits, draft.entry("updater", 0), 0)
 
     def _empty_pools(self, draft: Draft) -> None:

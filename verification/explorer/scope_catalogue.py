@@ -130,9 +130,21 @@ _UPDATE: Final = (
     "checkpoint",
 )
 
-#: All transitions but those of a reduction that does not fail.
+#: The transitions of an evaluation.
+_EVALUATE: Final = ("check_evaluation", "commit_evaluation", "abort_evaluation")
+
+#: The transitions of a reader of the weights on a stream of its own.
+_WEIGHTS: Final = ("start_weights_read", "finish_weights_read")
+
+#: All transitions but the late fault, these readers and evaluations: each doubles the states,
+#: since it may come at any moment.
+_NO_FAULT: Final = tuple(
+    name for name in TRANSITIONS if name not in ("fail", *_WEIGHTS, *_EVALUATE)
+)
+
+#: Of those, all but those of a reduction that does not fail.
 _NO_REDUCTION: Final = tuple(
-    name for name in TRANSITIONS if name not in ("start_reduction", "finish_reduction")
+    name for name in _NO_FAULT if name not in ("start_reduction", "finish_reduction", *_EVALUATE)
 )
 
 #: The transitions that bring an epoch to its end, and those between epochs.
@@ -142,9 +154,12 @@ _CLOSING: Final = (
     "start_reduction",
     "finish_reduction",
     "fail_reduction",
+    *_WEIGHTS,
+    "next_walk",
     "check_update",
     "commit_update",
     "abort_update",
+    "fail",
     "checkpoint",
     "restore",
 )
@@ -190,10 +205,29 @@ def standard_scopes() -> Mapping[str, Scope]:
     scopes = (
         pool_scope(2, 2, 2),
         pool_scope(3, 3, 2),
-        Scope("stage-epochs", slots=(1,), cells=(1,), generation_max=1, epochs=2),
-        Scope("stage-reuse", slots=(1,), cells=(2,), generation_max=2),
-        Scope("stage-small", slots=(2,), cells=(2,), generation_max=1),
-        Scope("stage-tickets", slots=(2,), cells=(2,), generation_max=1, tickets=True),
+        Scope("stage-epochs", slots=(1,), cells=(1,), generation_max=1, epochs=2, only=_NO_FAULT),
+        Scope(
+            "stage-faults",
+            slots=(1,),
+            cells=(1,),
+            generation_max=1,
+            epochs=2,
+            only=(*_NO_FAULT, "fail"),
+        ),
+        Scope(
+            "stage-walks",
+            slots=(1,),
+            cells=(1,),
+            generation_max=2,
+            walks=2,
+            reduces=True,
+            only=_NO_FAULT,
+        ),
+        Scope("stage-reuse", slots=(1,), cells=(2,), generation_max=2, only=_NO_FAULT),
+        Scope("stage-small", slots=(2,), cells=(2,), generation_max=1, only=_NO_FAULT),
+        Scope(
+            "stage-tickets", slots=(2,), cells=(2,), generation_max=1, tickets=True, only=_NO_FAULT
+        ),
         Scope(
             "stage-readers",
             slots=(1,),
@@ -202,6 +236,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             epochs=2,
             readers=OUT_BIT | GRAD_BIT,
             reduces=True,
+            only=_NO_FAULT,
         ),
         Scope(
             "domains-readers",
@@ -296,8 +331,48 @@ def standard_scopes() -> Mapping[str, Scope]:
             callers=2,
             generation_max=2,
             epochs=2,
-            only=_UPDATE,
+            only=(*_UPDATE, "bind", "invalidate", "fail"),
             omit=("arena", "capture", "order", "reduction"),
+        ),
+        Scope(
+            "callers-weights",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=2,
+            epochs=2,
+            only=(*_UPDATE, *_WEIGHTS, "fail"),
+            omit=("arena", "capture", "order", "reduction", "version"),
+        ),
+        Scope(
+            "stage-evaluated",
+            slots=(1,),
+            cells=(1,),
+            generation_max=1,
+            epochs=2,
+            walks=2,
+            tickets=True,
+            only=(*_UPDATE, *_EVALUATE, *_WEIGHTS, "next_walk", "restore"),
+            omit=("arena", "capture", "reduction"),
+        ),
+        Scope(
+            "stage-evaluated-reports",
+            slots=(1,),
+            cells=(1,),
+            generation_max=1,
+            reports=True,
+            only=(*_UPDATE, *_EVALUATE),
+            omit=("arena", "capture", "completion", "reduction"),
+        ),
+        Scope(
+            "domains-evaluated",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            tickets=True,
+            only=(*_EVALUATE, *_WEIGHTS, "submit", "join"),
+            omit=("arena", "capture", "reduction"),
         ),
         Scope(
             "stages-tied",
@@ -339,7 +414,14 @@ def standard_scopes() -> Mapping[str, Scope]:
             only=_REDUCE,
             omit=("arena", "capture", "order", "version"),
         ),
-        Scope("stage-shared-pool", slots=(2,), cells=(2,), generation_max=1, shared_pool=True),
+        Scope(
+            "stage-shared-pool",
+            slots=(2,),
+            cells=(2,),
+            generation_max=1,
+            shared_pool=True,
+            only=_NO_FAULT,
+        ),
         Scope(
             "stage-declared",
             slots=(2,),
@@ -347,6 +429,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             generation_max=1,
             shared_pool=True,
             declared=True,
+            only=_NO_FAULT,
         ),
         Scope(
             "stages-two",
@@ -355,6 +438,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             generation_max=1,
             tickets=True,
             shared_pool=True,
+            only=_NO_FAULT,
         ),
         Scope(
             "stages-declared",
@@ -363,6 +447,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             generation_max=1,
             shared_pool=True,
             declared=True,
+            only=_NO_FAULT,
         ),
         Scope(
             "stage-reports",
@@ -373,6 +458,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             reports=True,
             tape_scales="carried",
             omit=("arena", "capture", "completion", "reduction"),
+            only=_NO_FAULT,
         ),
         Scope(
             "callers-reports",
@@ -384,7 +470,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             receives=IN_BIT | BACK_BIT,
             reports=True,
             tape_scales="carried",
-            only=tuple(name for name in TRANSITIONS if name not in _CLOSING),
+            only=tuple(name for name in TRANSITIONS if name not in (*_CLOSING, *_EVALUATE)),
             wrong_arguments=False,
         ),
         Scope(
@@ -395,6 +481,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             reduces=True,
             tape_scales="live",
             omit=("arena", "capture", "completion", "reduction"),
+            only=_NO_FAULT,
         ),
         Scope(
             "domains-two",
@@ -423,8 +510,15 @@ def large_scopes() -> Mapping[str, Scope]:
         pool_scope(4, 4, 3, wrong_arguments=False),
         pool_scope(4, 4, 3),
         pool_scope(4, 5, 4),
-        Scope("stage-small-right", slots=(2,), cells=(2,), generation_max=1, wrong_arguments=False),
-        Scope("stage-medium", slots=(2,), cells=(3,), generation_max=2),
-        Scope("stage-large", slots=(3,), cells=(3,), generation_max=2, epochs=2),
+        Scope(
+            "stage-small-right",
+            slots=(2,),
+            cells=(2,),
+            generation_max=1,
+            wrong_arguments=False,
+            only=_NO_FAULT,
+        ),
+        Scope("stage-medium", slots=(2,), cells=(3,), generation_max=2, only=_NO_FAULT),
+        Scope("stage-large", slots=(3,), cells=(3,), generation_max=2, epochs=2, only=_NO_FAULT),
     )
     return {scope.name: scope for scope in scopes}

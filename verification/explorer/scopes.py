@@ -27,6 +27,9 @@ __all__ = ["Scope", "configuration", "members_in", "sizes"]
 _count = [instance_of(int), ge(1)]
 _counts = deep_iterable(_count, instance_of(tuple))
 
+#: Transitions of an evaluation.
+_EVALUATION: Final = frozenset({"check_evaluation", "commit_evaluation", "abort_evaluation"})
+
 #: Transitions of the quantized weight cache.
 _CACHE: Final = frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
 
@@ -43,9 +46,10 @@ class Scope:
         domains: State domain of each stage; all share domain 0 by default.
         callers: Streams that call into the graph streams; each has a link to every domain.
         epochs: Number of epochs whose keys are presented; the weight epoch reaches this number.
+        walks: Walks of an epoch; with one, the default, `next_walk` does not take part.
         generation_max: The last generation that a slot may reach.
         omit: Relations left out.
-        only: Transitions that take part; all by default.
+        only: Transitions that take part; all by default, but for evaluations.
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
@@ -76,6 +80,7 @@ class Scope:
     domains: tuple[int, ...] = ()
     callers: int = field(default=1, validator=_count)
     epochs: int = field(default=1, validator=_count)
+    walks: int = field(default=1, validator=_count)
     generation_max: int = field(default=2, validator=_count)
     omit: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
@@ -135,10 +140,13 @@ class Scope:
         Names of the transitions that take part.
 
         A composition without version has no cache and refuses the cache's transitions in every
-        state, so that these are not explored.
+        state, so that these are not explored. Nor is `next_walk` in a scope of one walk.
         """
-        chosen = self.only or tuple(TRANSITIONS)
-        return tuple(n for n in chosen if n not in _CACHE or "version" not in self.omit)
+        chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
+        absent = _CACHE if "version" in self.omit else frozenset()
+        if self.walks == 1:
+            absent |= {"next_walk"}
+        return tuple(name for name in chosen if name not in absent)
 
     @property
     def off(self) -> frozenset[str]:

@@ -33,7 +33,8 @@ class Actions(Transcript):
             filled: Matrices whose caches the device reports as filled; by default all.
             weights_of: The epoch of the weights that they were filled from; by default this one.
             caller: The stream that made the weights.
-            joined: The graph stream waits for that stream; None when the history says so itself.
+            joined: Whether the graph stream waits for that stream; None if the re-enactment states
+                the wait itself.
         """
         link = self._hand_over(stage, caller, joined)
         name = self._name(f"s{stage}", self.contract.epoch)
@@ -44,6 +45,27 @@ class Actions(Transcript):
         )
         fills = self._fills(stage, filled, asked=True, of=weights_of)
         self._redeem(name, ticket, filled=fills)
+
+    def evaluation(
+        self, stage: int = 0, *, updates: int = 0, cached: bool = True, caller: Hashable = "main"
+    ) -> None:
+        """
+        Run an evaluation: a forward that owes no dI and no dW.
+
+        Args:
+            stage: The stage.
+            updates: The scaling updates that the device made in it.
+            cached: Whether it reads the quantized weight cache.
+            caller: The stream that filled its inputs.
+        """
+        link = self._hand_over(stage, caller, True)
+        name = self._name(f"s{stage}", self.contract.epoch)
+        ticket = self.step(
+            name, lambda: self.contract.check_evaluation(stage, link, cached), "evaluate"
+        )
+        detail = "" if updates == 0 else f"made {updates} scaling updates"
+        self._redeem(name, ticket, detail=detail, updates=updates)
+        self.contract.wait(link)
 
     def invalidate(self, stage: int = 0) -> None:
         """Invalidate a stage's weight cache."""
@@ -75,7 +97,8 @@ class Actions(Transcript):
             filled: Matrices whose caches the device reports as filled; by default those that it
                 was asked to fill.
             caller: The stream that filled its inputs.
-            joined: The graph stream waits for that stream; None when the history says so itself.
+            joined: Whether the graph stream waits for that stream; None if the re-enactment states
+                the wait itself.
         """
         key = self.key(microbatch, stage, invocation)
         link = self._hand_over(stage, caller, joined)
@@ -110,6 +133,9 @@ class Actions(Transcript):
         token: int | None = None,
         updates: int = 1,
         scales_of: int | None = None,
+        tape_of: int | None = None,
+        caller: Hashable = "main",
+        joined: bool | None = True,
     ) -> None:
         """
         Bind the destinations and run dI.
@@ -123,16 +149,26 @@ class Actions(Transcript):
             token: The scaling updates that the device counts; by default what the contract does.
             updates: The scaling updates that the device made in it.
             scales_of: The microbatch with whose scales it ran; by default its own.
+            tape_of: The microbatch whose tape it takes up; by default its own.
+            caller: The stream that filled what it reads.
+            joined: Whether the graph stream waits for that stream; None if the re-enactment states
+                the wait itself.
         """
         key = self.key(microbatch, stage, invocation)
+        ref = self.ref(key if tape_of is None else self.key(tape_of, stage, invocation))
         name = self._action("I", key)
         detail = "" if bound is None else f"writes to {_where(bound)}"
         self.step(name, lambda: self.contract.bind(key, bound), f"bind {detail}".strip())
-        link = self._hand_over(stage, "main", True)
+        link = self._hand_over(stage, caller, joined)
+        taken = (
+            _after(token),
+            "" if tape_of is None else f"with the tape of microbatch {tape_of}",
+            _not(joined),
+        )
         ticket = self.step(
             name,
-            lambda: self.contract.check_dgrad(key, self.ref(key), token=token, link=link),
-            _after(token),
+            lambda: self.contract.check_dgrad(key, ref, token=token, link=link),
+            " ".join(filter(None, taken)),
         )
         given = self._matrices(stage) if queued is None else tuple(queued)
         scaled = key if scales_of is None else self.key(scales_of, stage, invocation)
@@ -145,6 +181,7 @@ class Actions(Transcript):
         detail = " ".join(filter(None, details))
         self._redeem(name, ticket, given, detail, updates=updates, scales=scales)
         self.contract.wait(link)
+        self.contract.wait(self.caller.link(stage, "main"))
 
     def wgrad(
         self,

@@ -21,8 +21,8 @@ AS_SLOTS = "its gradient buffers as its tapes' slots"
     "NVIDIA/TransformerEngine#2715",
     state="fixed 2026-03",
     what="a graph's warm-up makes every microbatch the first",
-    cause="Warm-up set the flag of the first microbatch again, so that the one graph of a layer "
-    "was captured as an overwriting product and replayed for every microbatch.",
+    cause="Warm-up set the flag of the first microbatch again. So the layer's only graph was "
+    "captured as a product that overwrites, and was replayed for every microbatch.",
     consequence="silent wrong numbers: only the last microbatch counts",
     fix="capture the accumulating form",
     clause="arena.overwrite",
@@ -125,25 +125,25 @@ ROWS.untold(
     "NVIDIA/TransformerEngine#545",
     state="fixed 2023-11",
     what="the placeholder gradient of a shared weight is summed",
-    cause="A placeholder that was never initialised stood for the gradient, and the reduction "
-    "added it.",
+    cause="A placeholder that was never initialised took the gradient's place, and the "
+    "reduction added it.",
     consequence="silent wrong numbers",
     fix="zero it",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="The fix adds the placeholder too, after zeroing it: a number differs, and no action.",
+    why="The fix zeroes the placeholder and still adds it: a number differs, but no action.",
 )
 ROWS.untold(
     "megatron-lm-6565",
     "NVIDIA/Megatron-LM#6565",
     state="fixed 2026-08",
     what="a placeholder for wgrad is not zeroed",
-    cause="A shared buffer that is used again stood for the gradient and was added to it.",
+    cause="A shared buffer that is used again took the gradient's place and was added to it.",
     consequence="silent wrong numbers",
     fix="zero it",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="The fix adds the placeholder too, after zeroing it: a number differs, and no action.",
+    why="The fix zeroes the placeholder and still adds it: a number differs, but no action.",
 )
 
 
@@ -178,8 +178,8 @@ def added_to_received_parameters(h: History) -> None:
     "NVIDIA-NeMo/Megatron-Bridge#3980",
     state="fixed in five steps, 2025-09 to 2026-07",
     what="one storage for MXFP8 parameters and gradients",
-    cause="Copies of parameters into the shared buffer, their gather and the zeroing came in a "
-    "wrong order, so that gradients were added to what parameters had left there.",
+    cause="The copies of parameters into the shared buffer, their gather and the zeroing of the "
+    "buffer came in a wrong order, so gradients were added to old parameters.",
     consequence="silent wrong numbers, no convergence",
     fix="stage, gather and zero in one defined order",
     clause="arena.stale-accumulation",
@@ -238,7 +238,7 @@ def ring_slot_overwritten_under_its_reduction(h: History) -> None:
     guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
-    fix="hold to the limit where main_grad is fetched",
+    fix="keep the limit where main_grad is fetched",
     clause="ownership.pool-exhausted",
     at="check_forward 0F2",
     reports=AS_SLOTS,
@@ -263,10 +263,10 @@ def more_units_than_buffers(h: History) -> None:
     "deepspeedai/DeepSpeed#6550",
     state="fixed 2024-09",
     what="gradient accumulation of ZeRO-2 with offload",
-    cause="The counter of micro-steps begins elsewhere in the first step than in later ones, so "
-    "that a later microbatch is copied instead of added.",
+    cause="The counter of micro-steps starts at another value in the first step than in later "
+    "steps, so that a later microbatch is copied instead of added.",
     consequence="silent wrong numbers",
-    fix="one origin of the counter",
+    fix="start the counter at the same value in every step",
     clause="arena.overwrite",
     at="check_wgrad 0W1 e1",
     reports=IF_OVERWRITTEN,

@@ -18,10 +18,10 @@ ROWS.untold(
     "NVIDIA/Megatron-LM#5975",
     state="fixed 2026-07",
     what="a forward buffer is reused before backward's capture has recorded its read",
-    cause="Buffers that backward would read were kept by weak references during capture, so that "
+    cause="During capture only weak references held the buffers that backward would read, so "
     "the pool gave their memory to another tensor of the same capture.",
     consequence="silent wrong numbers",
-    fix="own saved and escaping buffers until all is captured",
+    fix="keep saved and escaping buffers until every graph is captured",
     kind="memory",
     why="Every replay is in the order of capture; the fault lies in what was captured.",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import (
+    accumulation,
     arena,
     capture,
     completion,
@@ -16,6 +17,7 @@ from . import (
     persistence,
     reduction,
     schedule,
+    transfers,
     version,
 )
 from .failure import Failure
@@ -29,8 +31,10 @@ FAILURES: Final[tuple[Failure, ...]] = tuple(
         version,
         order,
         completion,
+        transfers,
         capture,
         arena,
+        accumulation,
         reduction,
         epoch,
         persistence,

@@ -15,6 +15,7 @@ from attrs import asdict
 from qeffect.cli.command import Outcome as CommandOutcome
 from qeffect.cli.command import Progress, UnusableError
 from qeffect.countdown import Countdown
+from qeffect.text import counted as number_of
 
 if TYPE_CHECKING:
     from .failure import Failure, Outcome
@@ -184,7 +185,7 @@ def _in_full(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
         lines.append(failure.name)
         lines += [f"  {what:12} {text}" for what, text in told.items() if text]
         if failure.enact is not None:
-            lines.append("  from the legal run, which is accepted, the faulty one differs by")
+            lines.append("  the legal run is accepted; the faulty run differs from it by")
             lines += [f"    {line}" for line in outcome.difference()]
     return lines
 
@@ -192,8 +193,9 @@ def _in_full(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
 def _summary(counted: dict[str, Any]) -> str:
     given = f"{counted['given_a_report']} of them only if the runtime supplies an optional report"
     return (
-        f"{counted['failures']} public failures, {counted['enacted']} of them re-enacted from "
-        f"their reports: {counted['refused']} refused ({given}), {counted['not_caught']} not "
-        f"caught, {counted['unexplained']} never explained; a detail was guessed in "
-        f"{counted['guessed']}, the whole cause in {counted['refused_by_guess']} of the refused."
+        f"{number_of(counted['failures'], 'public failure')}, {counted['enacted']} of them "
+        f"re-enacted from their reports: {counted['refused']} refused ({given}), "
+        f"{counted['not_caught']} not caught, {counted['unexplained']} never explained; a detail "
+        f"was guessed in {counted['guessed']}, the whole cause in "
+        f"{counted['refused_by_guess']} of the refused."
     )

@@ -36,8 +36,8 @@ def parameters_copied_before_they_were_filled(h: History) -> None:
     "NVIDIA/Megatron-LM#3140",
     state="fixed 2026-02",
     what="an offloaded optimizer awaits the event of another stream",
-    cause="The event that the forward awaits was recorded on the stream that copies to the host, "
-    "not on the one that copies parameters back to the device.",
+    cause="The event that the forward awaits was recorded on the stream that copies to the "
+    "host, not on the stream that copies parameters back to the device.",
     consequence="silent wrong numbers",
     fix="record it on the right stream",
     clause="completion.caller-to-graph",
@@ -85,7 +85,8 @@ def wgrad_on_the_ambient_stream(h: History) -> None:
     state="fixed 2026-06",
     what="a delayed wgrad runs on the stream of its creation",
     cause="The deferred closure kept the stream that was current when dI made it. It was called "
-    "under the stream for wgrad, launched on the old one, and its readers awaited the new one.",
+    "under the stream for wgrad but launched on the old stream, and its readers awaited the "
+    "new stream.",
     consequence="NaN, corrupted gradients",
     fix="look the stream up when the closure is called",
     clause="completion.wrong-stream",
@@ -156,8 +157,8 @@ def gradients_read_under_their_reduction(h: History) -> None:
     "NVIDIA/Megatron-LM#3693",
     state="fixed 2026-03",
     what="overlapped reductions with several optimizers",
-    cause="The communication stream waited for the default stream and not for the one that wrote "
-    "the gradients.",
+    cause="The communication stream waited for the default stream, not for the stream that "
+    "wrote the gradients.",
     consequence="silent wrong numbers",
     fix="wait for the current stream",
     clause="completion.graph-to-caller",

@@ -60,3 +60,17 @@ ROWS.untold(
     shown="tests/failures/test_values.py",
     why="Only a factor in the loss is wrong; every action is in its place.",
 )
+
+ROWS.untold(
+    "accelerate-4242",
+    "huggingface/accelerate#4242",
+    "huggingface/accelerate#4243",
+    state="open 2026-09",
+    what="a skipped update that counts as made",
+    cause="A fused optimizer skips the update on the device after an overflow, and its Python step "
+    "is called all the same, so that the learning-rate schedule goes on.",
+    consequence="the learning rate leaves its schedule",
+    fix="see from the loss scale that the update was skipped",
+    kind="state",
+    why="The schedule of the learning rate is the caller's; the contract counts epochs, not rates.",
+)

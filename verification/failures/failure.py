@@ -1,5 +1,5 @@
 """
-What a row of the list of failures is, and how its re-enactment is run.
+A row of the list of failures, and the run of its re-enactment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE_CAUSE = "the whole cause"
 
 #: Why a failure is not caught, by kind.
 KINDS = {
-    "values": "a number in a message, a loss or a placeholder is wrong, and every action is right",
+    "values": "a number in a message, a loss or a placeholder is wrong, but every action is right",
     "state": "saved or restored numbers are the caller's, which the contract never sees",
     "memory": "memory is lost below the contract: in the allocator, or while a graph is captured",
     "autograd": "it happens inside one call of autograd",
@@ -50,17 +50,17 @@ class Failure:
         cause: The reported cause, in our own words.
         consequence: What the project observed.
         fix: How it was mended.
-        clause: The clause that refuses it; empty where none does.
+        clause: The clause that refuses it; empty if no clause does.
         at: The transition and action at which it is refused.
-        reports: What the runtime has to report for that, beyond the calls of any runtime: an
-            argument that a call has a default for, evidence of the device, or a resource of its
-            own under the name of one that the contract counts.
-        kind: Why it is not caught, of `KINDS`; empty where it is.
+        reports: What the runtime must report so that the contract refuses it, beyond the calls that
+            every runtime makes: an optional argument of a call, evidence of the device, or one of
+            its own resources under the name of a resource that the contract counts.
+        kind: Why it is not caught, one of `KINDS`; empty if it is caught.
         why: Why it is not caught, in a sentence.
-        guessed: A detail of the cause that no report states, or `WHOLE_CAUSE` and what is taken for
-            it; empty where nothing was guessed.
-        shown: A test that shows more of it than a re-enactment can; empty where there is none.
-        enact: The re-enactment; None where no call of the contract tells the fault from the fix.
+        guessed: A detail of the cause that no report states, or `WHOLE_CAUSE` with the assumed
+            cause; empty if nothing was guessed.
+        shown: A test that shows more of the failure than a re-enactment can; may be empty.
+        enact: The re-enactment; None if fault and fix make the same calls of the contract.
     """
 
     name: str

@@ -119,6 +119,22 @@ class History(Actions):
             f"await the reduction {detail}".strip(),
         )
 
+    def start_weights_read(self, stage: int = 0, *, caller: Hashable = "main") -> None:
+        """A stream of its own, started behind a caller, begins to read a stage's weights."""
+        link = self.caller.link(stage, caller)
+        name = self._name(f"s{stage}", self.contract.epoch)
+        self.step(name, lambda: self.contract.start_weights_read(stage, link), "read weights")
+
+    def finish_weights_read(self, stage: int = 0, *, caller: Hashable = "main") -> None:
+        """The stream of the update waits for that read."""
+        link = self.caller.link(stage, caller)
+        name = self._name(f"s{stage}", self.contract.epoch)
+        self.step(
+            name,
+            lambda: self.contract.finish_weights_read(stage, link),
+            "await the read of weights",
+        )
+
     def update(self) -> None:
         """Run the optimizer: commit the epoch; the graph streams wait for it."""
         self.step(f"e{self.contract.epoch}", lambda: self.contract.commit_epoch(), "optimizer")

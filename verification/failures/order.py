@@ -178,9 +178,8 @@ def a_later_forward_moves_the_scales(h: History) -> None:
     "NVIDIA/TransformerEngine#3394",
     state="fixed 2026-08",
     what="state for recomputation is lost for inner autocasts and modules in evaluation",
-    cause="Whether the state is stashed and whether it is restored are decided by different "
-    "conditions.",
-    guessed="that where the missing state does not raise, the latest forward's scales are used",
+    cause="One condition decides whether the state is stashed, and another whether it is restored.",
+    guessed="that the latest forward's scales are used if the missing state does not raise",
     consequence="a missing key; silent wrong numbers, or a leak",
     fix="one condition for both",
     clause="order.wrong-scales",
@@ -196,3 +195,61 @@ def recomputed_with_the_latest_scales(h: History) -> None:
     h.wgrad(0)
     h.backward(1)
     h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-1326",
+    "NVIDIA/TransformerEngine#1326",
+    state="fixed 2024-11",
+    what="scaling updates of FP8 parameters at unexpected times",
+    cause="A callback recognised parameters by their Python id. A later object can have the id of "
+    "a deleted one, so that another model's parameters triggered the update.",
+    consequence="corrupted communication buffers, hangs",
+    fix="no special updates for FP8 parameters",
+    clause="order.scaling-updates",
+    at="commit_dgrad 0I0",
+    reports=UPDATES,
+)
+def an_update_that_another_model_triggers(h: History) -> None:
+    h.process(microbatches=1, reports_updates=True)
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0, updates=2 if h.faulty else 1)
+    h.wgrad(0)
+    h.end()
+
+
+ROWS.untold(
+    "marin-7659",
+    "marin-community/marin#7659",
+    state="closed 2026",
+    what="gradient accumulation keeps the last microbatch's amax only",
+    cause="Histories travel with the gradients. Gradients are summed over microbatches, histories "
+    "are replaced.",
+    consequence="scales too large, clipped activations, a worse model without an error",
+    fix="keep the largest amax of all microbatches",
+    kind="values",
+    why="Every update is made, once for each microbatch, but writes a wrong value into the "
+    "history.",
+)
+
+
+@ROWS.enacted(
+    "megatron-lm-6992",
+    "NVIDIA/Megatron-LM#6992",
+    state="open 2026-08",
+    what="validation replays the graph that was captured for training",
+    cause="Validation replayed a graph that was captured for training, with all its writes: a "
+    "router, for example, went on counting tokens.",
+    guessed="that the replayed forward updates the scales, as a forward of training does",
+    consequence="validation changes state of training",
+    fix="capture a graph of its own for validation",
+    clause="order.scaling-updates",
+    at="commit_evaluation s0 e1",
+    reports="the scaling updates that the device made in an evaluation",
+)
+def validated_by_the_graph_of_training(h: History) -> None:
+    h.process(microbatches=1, reports_updates=True)
+    h.whole_step()
+    h.evaluation(cached=False, updates=1 if h.faulty else 0)
+    h.whole_step()

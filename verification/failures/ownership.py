@@ -158,10 +158,10 @@ ROWS.untold(
     "sail-sg/zero-bubble@e1de7aed",
     state="fixed 2024-09",
     what="split and whole backwards in one schedule",
-    cause="The store of deferred work was not filled for a backward that was to be split, so that "
-    "the later dW took up an empty entry and the real one leaked.",
+    cause="The store of deferred work was not filled for a backward that was to be split, so "
+    "the later dW took an empty entry, and the right entry leaked.",
     consequence="silent wrong numbers",
-    fix="queue where the backward is split and only there; assert that the queues end empty",
+    fix="queue work only where the backward is split; assert that the queues are empty at the end",
     clause="ownership.work-not-queued",
     at="commit_dgrad 0I0",
 )
@@ -181,8 +181,8 @@ def nothing_queued_for_a_split_backward(h: History) -> None:
     "sail-sg/zero-bubble@8eb5ae97",
     state="fixed 2024-09",
     what="the flag that splits a backward, in ZB-V",
-    cause="The flag was switched for the whole process, so that a backward which the schedule does "
-    "not split ran as a split one.",
+    cause="The flag was switched for the whole process, so a backward that the schedule does "
+    "not split ran as a split backward.",
     guessed="that no dW ran for the work that this backward deferred",
     consequence="a wrong or missing dW",
     fix="one flag for each backward",
@@ -207,8 +207,8 @@ def a_whole_backward_ran_split(h: History) -> None:
     "NVIDIA/Megatron-LM#6020",
     state="fixed 2026-07",
     what="absorbed multi-latent attention with delayed wgrad",
-    cause="A linear layer whose weight is read directly never defers its gradient, but was built "
-    "as one that does; its dW then popped a closure that was never queued.",
+    cause="A linear layer whose weight is read directly never defers its gradient, but was "
+    "built as a layer that defers. Its dW then popped a closure that was never queued.",
     consequence="a crash (pop of an empty queue)",
     fix="build that layer without delay",
     clause="ownership.work-not-queued",
@@ -237,3 +237,79 @@ ROWS.untold(
     kind="autograd",
     why="A hook on a tensor is not an action of the contract, and the buffer's contents are right.",
 )
+
+
+@ROWS.enacted(
+    "pytorch-139404",
+    "pytorch/pytorch#139404",
+    state="closed 2024",
+    what="a stage keeps the result of its latest backward only",
+    cause="Input gradients are kept in one place, not by microbatch: a backward that runs "
+    "before the previous gradient is sent replaces that gradient.",
+    guessed="that the place is acquired and released with its tape's slot; so the refusal comes at "
+    "the next tape's forward",
+    consequence="wrong gradients in any schedule that delays a send",
+    fix="keep them by microbatch; here the send ends first",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+    reports="the one place for results as the one slot of its tapes",
+)
+def one_place_for_all_dgrads(h: History) -> None:
+    h.process(slots=1, sends_gradient=True)
+    h.refresh()
+    h.forward(0, slot=0)
+    h.backward(0)
+    if h.legal:
+        h.send(0, gradient=True)
+        h.sent(0, gradient=True)
+    h.forward(1, slot=0)
+    h.backward(1)
+    for microbatch in (1,) if h.legal else (0, 1):
+        h.send(microbatch, gradient=True)
+        h.sent(microbatch, gradient=True)
+    h.end()
+
+
+@ROWS.enacted(
+    "elixir-12",
+    "hpcaitech/Elixir#12",
+    state="fixed 2023-03",
+    what="tensors that backward needs lie in a block that another chunk takes over",
+    cause="The tensors that a forward saved for its backward lay in a block of parameters, and "
+    "the block was given to another chunk before that backward ran.",
+    consequence="wrong gradients",
+    fix="a buffer that stays with the forward until its backward",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+)
+def a_block_given_to_another_chunk(h: History) -> None:
+    h.process(slots=2)
+    h.refresh()
+    h.forward(0, slot=1)
+    h.forward(1, slot=1 if h.faulty else 0)
+    h.backward(1)
+    h.backward(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "deepspeed-3900",
+    "deepspeedai/DeepSpeed#3900",
+    state="open 2023-07",
+    what="the last stage keeps one loss for all microbatches",
+    cause="Forward stores the loss in one variable, and backward differentiates that variable. "
+    "In a schedule that runs all forwards first, that is the last microbatch's loss.",
+    consequence="wrong gradients in any schedule but 1F1B",
+    fix="none at the time; here each backward takes its own",
+    clause="ownership.wrong-key",
+    at="check_dgrad 0I0",
+)
+def one_loss_for_all_microbatches(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0)
+    h.forward(1)
+    h.dgrad(0, tape_of=1 if h.faulty else None)
+    h.wgrad(0)
+    h.backward(1)
+    h.end()

@@ -67,7 +67,7 @@ def never_reduced_under_graphs(h: History) -> None:
     "NVIDIA/Megatron-LM#5273",
     state="fixed 2026-06",
     what="hooks of fused attention weights with delayed wgrad",
-    cause="The hooks of the fused weights were not run, so that these alone were not reduced.",
+    cause="The hooks of the fused weights were not run, so only these weights were not reduced.",
     guessed="that the fused weights are a bucket of their own",
     consequence="silent wrong numbers",
     fix="run the hooks",
@@ -151,8 +151,8 @@ def a_half_taken_for_the_last_backward(h: History) -> None:
     "NVIDIA/Megatron-LM#7186",
     state="fixed 2026-09",
     what="sharded data parallelism drops accumulated gradients",
-    cause="The scope that suppresses synchronisation did nothing, so that every microbatch ended "
-    "the accumulation and the next one began it again.",
+    cause="The scope that suppresses synchronisation had no effect, so every microbatch ended "
+    "the accumulation and the next microbatch began it again.",
     consequence="silent wrong numbers: only the last microbatch counts",
     fix="mark the microbatches that are not the last",
     clause="order.incomplete",
@@ -254,3 +254,133 @@ def buckets_reduced_as_they_come(h: History) -> None:
     for bucket in ("first", "second"):
         h.reduced(bucket)
     h.update()
+
+
+@ROWS.enacted(
+    "megatron-lm-1012",
+    "NVIDIA/Megatron-LM#1012",
+    state="closed as stale 2024",
+    what="the deferred gradient of the embedding comes after the reduction",
+    cause="The schedule starts the reduction of gradients, and finishes the embedding's deferred "
+    "gradient after it.",
+    guessed="that the embedding is a bucket of its own",
+    consequence="the embedding's gradient is not the sum of all replicas",
+    fix="none published; here the deferred gradient comes first",
+    clause="reduction.incomplete",
+    at="start_reduction bucket embedding",
+)
+def the_embedding_is_reduced_before_its_dw(h: History) -> None:
+    h.process(
+        microbatches=1,
+        matrices=("layers", "embedding"),
+        reduces=True,
+        buckets=(Bucket("layers", ("layers",)), Bucket("embedding", ("embedding",))),
+    )
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0)
+    if h.legal:
+        h.wgrad(0)
+    h.reduce("embedding")
+    if h.faulty:
+        h.wgrad(0)
+    h.reduce("layers")
+    h.finalize()
+    for bucket in ("layers", "embedding"):
+        h.reduced(bucket)
+    h.update()
+
+
+@ROWS.enacted(
+    "open-instruct-1498",
+    "allenai/open-instruct#1498",
+    state="fixed 2026-02",
+    what="gradients that a trainer accumulates itself over ZeRO-2",
+    cause="The engine was told that a step has one microbatch, so it ended the accumulation "
+    "after every backward, and the next backward began it again.",
+    consequence="silent wrong numbers: only the last microbatch counts",
+    fix="say which backward is the last",
+    clause="order.incomplete",
+    at="finalize s0",
+)
+def every_backward_ends_the_accumulation(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    if h.faulty:
+        h.finalize()
+    h.forward(1)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-bridge-5380",
+    "NVIDIA-NeMo/Megatron-Bridge#5380",
+    state="fixed 2026-08",
+    what="a stage with a copy of the embedding is missing in the embedding's group",
+    cause="The group that sums the embedding's gradient had the first and the last stage. It "
+    "lacked the separate stage that predicts several tokens, which also holds a copy.",
+    consequence="copies diverge; the loss jumps after a resume, which loads equal copies",
+    fix="put every stage with a copy into the group",
+    clause="reduction.missing",
+    at="check_update e0",
+)
+@ROWS.enacted(
+    "piper-13",
+    "uw-syfi/piper#13",
+    "uw-syfi/piper#25",
+    state="open 2026-07",
+    what="a tied embedding on two ranks of a pipeline",
+    cause="The parameters are copied to both ranks, and their gradients are never summed.",
+    consequence="copies diverge",
+    fix="a reduction over the ranks that share the parameter",
+    clause="reduction.missing",
+    at="check_update e0",
+)
+def a_tied_copy_that_is_never_reduced(h: History) -> None:
+    h.process(
+        microbatches=1,
+        matrices=("layers", "embedding"),
+        reduces=True,
+        buckets=(Bucket("layers", ("layers",)), Bucket("tied", ("embedding",))),
+    )
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.finalize()
+    h.reduce("layers")
+    h.reduced("layers")
+    if h.legal:
+        h.reduce("tied")
+        h.reduced("tied")
+    h.update()
+
+
+ROWS.untold(
+    "megatron-lm-844",
+    "NVIDIA/Megatron-LM#844",
+    state="closed 2024",
+    what="a shared embedding with a distributed optimizer",
+    cause="Gradients are scattered over replicas before the embedding's gradient is summed over "
+    "the first and the last stage, so that the sum joins parts of different replicas.",
+    consequence="wrong embedding gradients",
+    fix="sum over the stages first",
+    kind="evidence",
+    why="A bucket is reduced once; the contract has no separate names for two sums over "
+    "different groups of ranks.",
+)
+ROWS.untold(
+    "megatron-lm-6500",
+    "NVIDIA/Megatron-LM#6500",
+    state="closed pull request 2026-08",
+    what="the shared embedding's gradient, sharded differently on two stages",
+    cause="Stages shard the embedding at different offsets, but the sum added the shards "
+    "element by element.",
+    consequence="silent wrong numbers",
+    fix="gather the whole gradient before the sum",
+    kind="values",
+    why="The reduction runs once and in its place; the contract does not see which elements it "
+    "adds.",
+)

@@ -97,3 +97,26 @@ ROWS.untold(
     kind="transport",
     why="CUDA itself refuses the capture, before anything is replayed.",
 )
+
+
+@ROWS.enacted(
+    "megatron-lm-1450",
+    "NVIDIA/Megatron-LM#1450",
+    "NVIDIA/Megatron-LM#5271",
+    state="open 2025-03",
+    what="batched messages of interleaved stages on two ranks",
+    cause="With two ranks the former and the next rank are one. A batch posts a send and a receive "
+    "for each direction in one fixed order, and messages between the same ranks pair by order: "
+    "an activation is received where a gradient was sent.",
+    consequence="silent wrong numbers; with other shapes a crash or a hang",
+    fix="messages apart instead of batches",
+    clause="schedule.message-order",
+    at="check rank 1 step 8 1RECV_F1",
+)
+def a_gradient_received_as_an_activation(h: History) -> None:
+    sends = "2SEND_B0,0SEND_F1" if h.faulty else "0SEND_F1,2SEND_B0"
+    own = f"0F0,0SEND_F0,2RECV_F0,2F0,2SEND_F0,2RECV_B0,2I0,2W0,0F1,{sends},0RECV_B0,0I0,0W0,"
+    own += "2RECV_F1,2F1,2SEND_F1,2RECV_B1,2I1,2W1,2SEND_B1,0RECV_B1,0I1,0W1"
+    other = "1RECV_F0,1F0,1SEND_F0,3RECV_F0,3F0,3I0,3W0,3SEND_B0,1RECV_F1,1RECV_B0,1I0,1W0,"
+    other += "1SEND_B0,1F1,1SEND_F1,3RECV_F1,3F1,3I1,3W1,3SEND_B1,1RECV_B1,1I1,1W1,1SEND_B1"
+    h.table(f"{own}\n{other}")

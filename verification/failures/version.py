@@ -67,8 +67,8 @@ def a_workspace_of_another_layout(h: History) -> None:
     "NVIDIA-NeMo/Megatron-Bridge#3076",
     state="fixed 2026-04",
     what="MXFP8 parameters under a graph of the whole iteration",
-    cause="The graph gathers the parameters, but in its first step the host did not stage them, so "
-    "that the cache was filled with what the buffer held before.",
+    cause="The graph gathers the parameters, but in its first step the host did not stage them, "
+    "so the cache was filled with the buffer's old content.",
     consequence="silent wrong numbers: the loss diverges",
     fix="stage the parameters once the graph exists",
     clause="version.wrong-fill",
@@ -185,7 +185,7 @@ def the_graph_never_quantizes(h: History) -> None:
     "NVIDIA/TransformerEngine#2119",
     state="fixed 2025-09",
     what="the FP8 weight cache under graphs",
-    cause="Kernels that quantize ignored the flag that should have made them do nothing.",
+    cause="The kernels that quantize ignored the flag that should have stopped them.",
     consequence="weights are quantized at every replay",
     fix="the flag reaches every kernel",
     clause="version.fill-unasked",
@@ -199,4 +199,78 @@ def every_replay_quantizes(h: History) -> None:
     h.forward(1, filled=("fc1", "fc2") if h.faulty else None)
     h.backward(0)
     h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-2572",
+    "NVIDIA/Megatron-LM#2572",
+    "NVIDIA/Megatron-LM#3056",
+    state="open; found by running releases 0.16.1 to 0.19.2, no report known",
+    what="local graphs with a pipeline never quantize a weight again after the second step",
+    cause="A graph's runner writes the device's flag only when the runner's own copy of it "
+    "changes. With a pipeline each microbatch has a runner, so the first runner never clears "
+    "a flag that the others set.",
+    consequence="silent wrong numbers: the loss falls, from weights of an earlier step",
+    fix="none known; here the first microbatch quantizes",
+    clause="version.stale-cache",
+    at="check_forward 0F0 e1",
+)
+@ROWS.enacted(
+    "automodel-3606",
+    "NVIDIA-NeMo/Automodel#3606",
+    state="found in the review of a merged pull request, 2026-08",
+    what="a cache of quantized expert weights that no update invalidates",
+    cause="The cache is keyed by address, shape and version counter of the weight, but an "
+    "update of sharded expert weights changes none of the three.",
+    consequence="experts compute with the weights that training began with",
+    fix="key the cache by the update",
+    clause="version.stale-cache",
+    at="check_forward 0F0 e1",
+)
+def nothing_fills_the_cache_after_an_update(h: History) -> None:
+    h.process()
+    h.whole_step()
+    if h.legal:
+        h.refresh()
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+        h.backward(microbatch)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-950",
+    "NVIDIA/Megatron-LM#950",
+    state="open 2024-07",
+    what="overlapped gathers of parameters, where layers run in another order than they are stored",
+    cause="Buckets are gathered in the order of storage. A layer that runs earlier than its bucket "
+    "finds no gather to wait for, and computes with the former step's weights.",
+    guessed="that the layer's weight cache is filled from what the bucket holds",
+    consequence="silent wrong numbers",
+    fix="none at the time; here the gather comes first",
+    clause="version.wrong-fill",
+    at="commit_refresh s0 e1",
+    reports=FILLS,
+)
+@ROWS.enacted(
+    "nemo-rl-561",
+    "NVIDIA-NeMo/RL#561",
+    state="fixed 2025-06",
+    what="overlapped gathers of parameters, with a reference model",
+    cause="The one gather after an update runs before the next forward. That forward was the "
+    "reference model's, so the reference weights were gathered and not the updated weights.",
+    guessed="that the reference weights are those of the first step",
+    consequence="silent wrong numbers",
+    fix="no overlap while the reference model runs",
+    clause="version.wrong-fill",
+    at="commit_refresh s0 e1",
+    reports=FILLS,
+)
+def filled_from_weights_of_another_step(h: History) -> None:
+    h.process(microbatches=1, reports_fills=True)
+    h.whole_step()
+    h.refresh(weights_of=0 if h.faulty else None)
+    h.forward(0)
+    h.backward(0)
     h.end()

@@ -56,7 +56,7 @@ def filling_is_busy(st: State, h: History, g: Index) -> Truth:
 @HISTORY("version.forward-read-a-fill", needs="order", g="stage")
 def forward_read_a_fill(st: State, h: History, g: Index) -> Truth:
     """Where a forward of the epoch ran, a fill of the cache was read."""
-    return implies(h.num_forwards[g] != 0, h.fill_of_epoch[g] != NEVER)
+    return implies(h.forwards_of_epoch[g] != 0, h.fill_of_epoch[g] != NEVER)
 
 
 @HISTORY("version.waiting-has-a-reason", needs="order", d="domain")

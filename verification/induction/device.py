@@ -152,7 +152,9 @@ def device(st: State, h: History, d: Index) -> Truth:
     s, g = h.beginner[d], h.refresher[d]
     slot = (s != NO_SLOT) & in_flight(st, s) & (domain_of_slot(st, s) == d)
     stage = (g != NO_STAGE) & (st.refreshing[g] != 0) & (st.domain_of[g] == d)
-    return implies((h.device[d] != 0) & (st.undrained[d] == 0), slot | stage)
+    e = h.evaluator[d]
+    evaluation = (e != NO_STAGE) & (st.evaluating[e] != 0) & (st.domain_of[e] == d)
+    return implies((h.device[d] != 0) & (st.undrained[d] == 0), slot | stage | evaluation)
 
 
 # Reduction
@@ -175,7 +177,19 @@ def stations(st: State, h: History, b: Index) -> Truth:
 @HISTORY("reduction.counted")
 def counted(st: State, h: History) -> Truth:
     """The reductions counted are those that were started."""
-    return st.started[0] == h.begun[0]
+    return (st.started[0] == h.begun[0]) & (0 <= h.begun[0])
+
+
+@HISTORY("reduction.none-before-the-first", b="bucket")
+def none_before_the_first(st: State, h: History, b: Index) -> Truth:
+    """Until a reduction of the epoch started, no bucket's has."""
+    return implies(h.begun[0] == 0, h.reduction[b] == NONE)
+
+
+@HISTORY("epoch.walks")
+def walks(st: State, h: History) -> Truth:
+    """The walks that are over are counted."""
+    return (st.walk[0] == h.walks[0]) & (0 <= h.walks[0])
 
 
 @HISTORY("completion.one-consumer", g="stage")
@@ -198,6 +212,27 @@ def update_runs(st: State, h: History, d: Index) -> Truth:
     """An update that may still run beside a graph stream is marked, with its stream."""
     told = (st.unawaited[d] != 0) & (st.updater[0] == h.updated_on[0])
     return implies(h.updating[d] != 0, told)
+
+
+@HISTORY("completion.readers", g="stage")
+def readers(st: State, h: History, g: Index) -> Truth:
+    """The contract knows whose weights are being read."""
+    none, running, done = (h.weights_reader[g] == k for k in (NONE, RUNNING, DONE))
+    return (none | running | done) & (running == (st.weights_read[g] != 0))
+
+
+@HISTORY("completion.reader-awaited-by-consumer", g="stage")
+def reader_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
+    """The stream that waited for a reader of the weights is the one that is named."""
+    ours = st.consumer[0] == st.caller_at[h.reader_awaited_by[g]]
+    return implies(h.weights_reader[g] == DONE, (st.named[0] == now(st, g)) & ours)
+
+
+@HISTORY("completion.behind-update", l="link")
+def behind_update(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
+    """A caller that may run beside the latest update is marked, and the update's stream known."""
+    told = (st.unseen[l] != 0) & (st.updater[0] == h.updated_on[0])
+    return implies(h.behind_update[l] != 0, told)
 
 
 @HISTORY("completion.update-on-its-stream")

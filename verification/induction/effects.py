@@ -26,6 +26,7 @@ __all__ = [
     "enqueue",
     "enter_pool",
     "forget_epoch",
+    "forget_walk",
     "issue",
     "key_in",
     "leave_pool",
@@ -192,7 +193,7 @@ def end_update(h: History, d: Any, updates: Any) -> None:
     """Scaling state was updated as often as the backend reports; once if it does not report."""
     h.running[d] = h.running[d] - 1
     h.updates[d] = h.updates[d] + updates
-    h.updates_of_epoch[d] = h.updates_of_epoch[d] + updates
+    h.updates_of_walk[d] = h.updates_of_walk[d] + updates
 
 
 def break_update(h: History, d: Any) -> None:
@@ -225,16 +226,24 @@ def write(st: State, h: History, cell: Any, more: int) -> None:
 
 def forget_epoch(st: State, h: History) -> None:
     """The weights change: all counts of the epoch start again."""
+    forget_walk(st, h)
+    h.walks[0] = 0
+    st.fill(h.forwards_of_epoch, 0)
+    st.fill(h.reduction, 0)
+    st.fill(h.weights_reader, 0)
+    h.begun[0] = 0
+    st.fill(h.fill_of_epoch, NEVER)
+    st.fill(h.touched, 0)
+
+
+def forget_walk(st: State, h: History) -> None:
+    """Every microbatch comes again: all counts of the walk start again."""
     for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
         st.fill(count, 0)
     st.fill(h.output_read, 0)
     st.fill(h.gradient_read, 0)
-    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.reduction):
+    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.updates_of_walk):
         st.fill(count, 0)
-    h.begun[0] = 0
-    st.fill(h.fill_of_epoch, NEVER)
-    st.fill(h.updates_of_epoch, 0)
-    st.fill(h.touched, 0)
 
 
 class Key(NamedTuple):

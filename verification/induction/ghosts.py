@@ -46,8 +46,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("slot", "fill_read"),
     # The scaling updates that its F had seen, and the forwards that had rolled scales with it.
     **_each("slot", "scaled_by", "rolls_seen"),
-    # How often each action of a cell succeeded since the weights last changed, where it was
-    # bound, and what its dW covered.
+    # How often each action of a cell succeeded in this walk, where it was bound, and what its dW
+    # covered.
     **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
     **_each("cell", "bound_to", "covered", values="opaque", initial=None),
     # Whether a read of the cell's output, and of its input gradient, began since then.
@@ -55,12 +55,17 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
     # did, then those whose F did, then the others.
     **_each("stage", "num_forwards", "num_dgrads", "num_wgrads"),
+    # The F of the epoch, over all its walks; and the walks of the epoch that are over.
+    **_each("stage", "forwards_of_epoch"),
+    **_each("one", "walks"),
     **_each("cell", "place", initial=None),
     **_each("stage place", "placed", values="cell", initial=None),
     # The optimizer updates of the weights, the version of the weights in each cache, how often
     # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
     # was lost, and the scaling updates that the fill had seen.
     **_each("one", "weights"),
+    # Evaluations in flight of each stage.
+    **_each("stage", "evaluating"),
     # Updates in flight, and whether one failed half way since the last restore.
     **_each("one", "optimizing"),
     **_each("one", "half_updated", values="flag"),
@@ -71,23 +76,24 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("stage", "lost_in_use", initial=NEVER),
     # The last epoch whose gradients a failure spoiled, or left half written.
     **_each("stage", "spoiled", "half_written", initial=NEVER),
-    # How often a stage was finalized since the weights last changed, and on which caller's link;
+    # How often a stage was finalized in this walk, and on which caller's link;
     # a bucket's reduction of the epoch, on whose link it was awaited, and how many were started.
     **_each("stage", "finals"),
     **_each("stage", "finalized_by", values="link", initial=None),
     **_each("bucket", "reduction"),
     **_each("bucket", "awaited_by", values="link", initial=None),
     **_each("one", "begun"),
-    # Scaling updates since the last restore, and of this epoch; F, dI and refreshes in flight;
-    # whether scaling state is broken, whether it was touched since the last commit and by whose F
-    # or refresh; whether device work may be unfinished and on which slot or stage it began last.
-    **_each("domain", "updates", "updates_of_epoch", "running"),
+    # Scaling updates since the last restore, and of this walk; F, dI, refreshes and evaluations in
+    # flight; whether scaling state is broken, whether it was touched since the last commit and by
+    # whose F or refresh, and whose evaluation began last; whether device work may be unfinished and
+    # on which slot or stage it began last.
+    **_each("domain", "updates", "updates_of_walk", "running"),
     # Forwards that ever rolled the domain's scales.
     **_each("domain", "rolls"),
     # What was enqueued on a domain's graph stream since the last restore.
     **_each("domain", "enqueued"),
     **_each("domain", "broken", "touched", "device", values="flag"),
-    **_each("domain", "toucher", "refresher", values="stage", initial=None),
+    **_each("domain", "toucher", "refresher", "evaluator", values="stage", initial=None),
     **_each("domain", "updater", "beginner", values="slot", initial=None),
     # The epoch whose gradients a buffer holds, and who is writing it.
     **_each("buffer", "content", initial=NEVER),
@@ -106,6 +112,12 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # beside what a domain's graph stream is given.
     **_each("one", "updated_on", values="caller", initial=None),
     **_each("domain", "updating", values="flag"),
+    # Whether a caller's stream may run beside that update.
+    **_each("link", "behind_update", values="flag"),
+    # The read of a stage's weights on a stream of its own since the weights last changed, and on
+    # whose link it was awaited.
+    **_each("stage", "weights_reader"),
+    **_each("stage", "reader_awaited_by", values="link", initial=None),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
     # The ends of transfers told on a link, and those that the graph stream has waited for; and the

@@ -19,7 +19,7 @@ from .words import (
     in_flight,
     now,
     retained,
-    updating_or_half,
+    updating,
     wgrad_in_flight,
 )
 
@@ -97,28 +97,48 @@ def one_update(st: State, h: History) -> Truth:
     return (idle | flying) & (st.half_updated[0] == h.half_updated[0])
 
 
+@HISTORY("epoch.one-evaluation", g="stage")
+def one_evaluation(st: State, h: History, g: Index) -> Truth:
+    """At most one evaluation of a stage is in flight, and the contract knows of it."""
+    idle = (st.evaluating[g] == 0) & (h.evaluating[g] == 0)
+    flying = (st.evaluating[g] != 0) & (h.evaluating[g] == 1)
+    return idle | flying
+
+
+@HISTORY("epoch.update-without-evaluation", g="stage")
+def update_without_evaluation(st: State, h: History, g: Index) -> Truth:
+    """No evaluation is in flight while an update is."""
+    return implies(updating(st), st.evaluating[g] == 0)
+
+
 @HISTORY("epoch.update-of-whole-stages", g="stage")
 def update_of_whole_stages(st: State, h: History, g: Index) -> Truth:
-    """Every dW ran while an update is in flight, and after one failed half way."""
-    return implies(updating_or_half(st), st.wgrads[g] == st.cells[g])
+    """Every dW ran while an update is in flight."""
+    return implies(updating(st), st.wgrads[g] == st.cells[g])
 
 
 @HISTORY("epoch.update-without-tapes", s="slot")
 def update_without_tapes(st: State, h: History, s: Index) -> Truth:
-    """No tape is live while an update is in flight, and after one failed half way."""
-    return implies(updating_or_half(st), st.consumers[s] == 0)
+    """No tape is live while an update is in flight."""
+    return implies(updating(st), st.consumers[s] == 0)
 
 
 @HISTORY("version.update-without-refresh", needs="order", g="stage")
 def update_without_refresh(st: State, h: History, g: Index) -> Truth:
-    """No refresh is in flight while an update is, and after one failed half way."""
-    return implies(updating_or_half(st), st.refreshing[g] == 0)
+    """No refresh is in flight while an update is."""
+    return implies(updating(st), st.refreshing[g] == 0)
+
+
+@HISTORY("completion.update-without-readers", g="stage")
+def update_without_readers(st: State, h: History, g: Index) -> Truth:
+    """No stream of its own reads weights while an update is in flight."""
+    return implies(updating(st), st.weights_read[g] == 0)
 
 
 @HISTORY("reduction.update-of-reduced", b="bucket")
 def update_of_reduced(st: State, h: History, b: Index) -> Truth:
-    """Every bucket is reduced while an update is in flight, and after one failed half way."""
-    return implies(updating_or_half(st), st.reduced[b] == now(st, st.stage_at[b]))
+    """Every bucket is reduced while an update is in flight."""
+    return implies(updating(st), st.reduced[b] == now(st, st.stage_at[b]))
 
 
 # Arena

@@ -25,7 +25,17 @@ from qeffect.spec.constants import (
 )
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
-from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, UPDATE, WGRAD
+from qeffect.spec.world import (
+    DGRAD,
+    DONE,
+    EVALUATION,
+    FORWARD,
+    NONE,
+    REFRESH,
+    RUNNING,
+    UPDATE,
+    WGRAD,
+)
 
 from .effects import (
     begin,
@@ -38,6 +48,7 @@ from .effects import (
     enqueue,
     enter_pool,
     forget_epoch,
+    forget_walk,
     issue,
     key_in,
     redeem,
@@ -149,6 +160,7 @@ def commit_forward(
     trade(h.place, h.placed, s, cell, h.num_forwards[s])
     h.ran_forward[cell] = h.ran_forward[cell] + 1
     h.num_forwards[s] = h.num_forwards[s] + 1
+    h.forwards_of_epoch[s] = h.forwards_of_epoch[s] + 1
     asked = h.filling[slot] != 0
     now = choose(h.lost[s] == 0, content(st, h, s, filled, fill_epoch), NEVER)
     h.cached[s] = choose(asked, now, h.cached[s])
@@ -168,6 +180,40 @@ def abort_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
     break_update(h, st.domain_of[s])
     h.spoiled[s] = h.tenant_epoch[slot]
     vacate(st, h, slot)
+    redeem(h, ticket)
+
+
+def check_evaluation(
+    st: State, h: History, stage: Any, link: Any, cached: Any, ticket: Any
+) -> None:
+    """A forward that reads scaling state and changes none."""
+    d = st.domain_of[stage]
+    h.evaluating[stage] = h.evaluating[stage] + 1
+    h.evaluator[d] = stage
+    h.running[d] = h.running[d] + 1
+    h.device[d] = 1
+    reserve_ticket(h, ticket, EVALUATION, h.ticket_slot[0], stage)
+
+
+def commit_evaluation(
+    st: State, h: History, stage: Any, ticket: Any, fill_epoch: Any, updates: Any
+) -> None:
+    d = st.domain_of[stage]
+    h.evaluating[stage] = h.evaluating[stage] - 1
+    end_update(h, d, choose(st.reports_updates[stage] != 0, updates, 0))
+    h.device[d] = 1
+    enqueue(h, d)
+    unasked = (st.reports_fills[stage] != 0) & (fill_epoch != NEVER)
+    h.fills[stage] = choose(unasked, h.fills[stage] + 1, h.fills[stage])
+    redeem(h, ticket)
+
+
+def abort_evaluation(st: State, h: History, stage: Any, ticket: Any) -> None:
+    d = st.domain_of[stage]
+    h.evaluating[stage] = h.evaluating[stage] - 1
+    break_update(h, d)
+    h.device[d] = 1
+    h.spoiled[stage] = h.weights[0]
     redeem(h, ticket)
 
 
@@ -306,6 +352,7 @@ def join(st: State, h: History, link: Any) -> None:
 def wait(st: State, h: History, link: Any) -> None:
     """The caller waits for all work enqueued on its domain's graph stream."""
     d = st.domain_at[link]
+    h.behind_update[link] = choose(h.updating[d] == 0, 0, h.behind_update[link])
     mine = link == h.link[0]
     h.seen[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.seen[0])
     h.saw[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.saw[0])
@@ -343,11 +390,30 @@ def fail_reduction(st: State, h: History, bucket: Any) -> None:
     h.spoiled[st.tied_at[bucket]] = h.weights[0]
 
 
+def start_weights_read(st: State, h: History, stage: Any, link: Any) -> None:
+    """A stream that starts behind the caller's begins to read the weights."""
+    h.weights_reader[stage] = RUNNING
+    h.device[st.domain_of[stage]] = 1
+
+
+def finish_weights_read(st: State, h: History, stage: Any, link: Any) -> None:
+    """The caller's stream waits for the reader."""
+    h.weights_reader[stage] = DONE
+    h.reader_awaited_by[stage] = link
+
+
+def next_walk(st: State, h: History, epoch: Any) -> None:
+    """The same keys come again; weights, caches, gradients and scaling state stay as they are."""
+    h.walks[0] = h.walks[0] + 1
+    forget_walk(st, h)
+
+
 def check_update(st: State, h: History, epoch: Any, caller: Any, ticket: Any) -> None:
     """The optimizer begins to update the weights of every stage, on one stream."""
     h.optimizing[0] = h.optimizing[0] + 1
     h.updated_on[0] = caller
     st.fill(h.updating, 1)
+    st.fill(h.behind_update, 1)
     st.fill(h.device, 1)
     reserve_ticket(h, ticket, UPDATE, h.ticket_slot[0], h.ticket_stage[0])
 
@@ -357,6 +423,7 @@ def commit_update(st: State, h: History, epoch: Any, ticket: Any) -> None:
     h.optimizing[0] = h.optimizing[0] - 1
     h.weights[0] = h.weights[0] + 1
     st.fill(h.updating, 1)
+    st.fill(h.behind_update, 1)
     st.fill(h.device, 1)
     forget_epoch(st, h)
     redeem(h, ticket)
@@ -367,8 +434,17 @@ def abort_update(st: State, h: History, epoch: Any, ticket: Any) -> None:
     h.optimizing[0] = h.optimizing[0] - 1
     h.half_updated[0] = 1
     st.fill(h.updating, 1)
+    st.fill(h.behind_update, 1)
     st.fill(h.device, 1)
     redeem(h, ticket)
+
+
+def fail(st: State, h: History, stage: Any, epoch: Any) -> None:
+    """The gradients of an epoch turn out wrong; its update may have begun, or be done."""
+    current = epoch == h.weights[0]
+    h.spoiled[stage] = choose(current, epoch, h.spoiled[stage])
+    used = (epoch != h.weights[0]) | (h.optimizing[0] != 0)
+    h.half_updated[0] = choose(used, 1, h.half_updated[0])
 
 
 def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
@@ -390,6 +466,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.in_pool, 0)
     st.fill(h.tapes, 0)
     st.fill(h.behind, 0)
+    st.fill(h.behind_update, 0)
     h.seen_gradients[0] = 1
     st.fill(h.told, 0)
     st.fill(h.heard, 0)
@@ -412,6 +489,9 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         check_forward,
         commit_forward,
         abort_forward,
+        check_evaluation,
+        commit_evaluation,
+        abort_evaluation,
         check_dgrad,
         commit_dgrad,
         abort_dgrad,
@@ -432,9 +512,13 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         start_reduction,
         finish_reduction,
         fail_reduction,
+        start_weights_read,
+        finish_weights_read,
+        next_walk,
         check_update,
         commit_update,
         abort_update,
+        fail,
         restore,
     )
 }

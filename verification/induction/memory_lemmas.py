@@ -121,12 +121,6 @@ def one_epoch(st: State, a: Index, b: Index) -> Truth:
     return st.weight_epoch[a] == st.weight_epoch[b]
 
 
-@MEMORY("epoch.none-over-half-updated")
-def none_over_half_updated(st: State) -> Truth:
-    """No update is in flight over half-updated weights."""
-    return (st.optimizing[0] == 0) | (st.half_updated[0] == 0)
-
-
 @MEMORY("ownership.forwarded-by-now", c="cell")
 def forwarded_by_now(st: State, c: Index) -> Truth:
     """No cell was forwarded in an epoch to come."""
@@ -185,6 +179,25 @@ def issued_to_update(st: State) -> Truth:
     return (0 <= st.optimizing[0]) & (st.optimizing[0] <= st.serial[0])
 
 
+@MEMORY("tickets.issued-to-evaluation", g="stage")
+def issued_to_evaluation(st: State, g: Index) -> Truth:
+    """The ticket of an evaluation in flight was issued."""
+    return (0 <= st.evaluating[g]) & (st.evaluating[g] <= st.serial[0])
+
+
+@MEMORY("tickets.one-evaluation", a="stage", b="stage")
+def one_evaluation(st: State, a: Index, b: Index) -> Truth:
+    """No ticket belongs to two evaluations, or to a refresh and an evaluation."""
+    one = implies((st.evaluating[a] == st.evaluating[b]) & (st.evaluating[a] != 0), a == b)
+    return one & implies(st.refreshing[a] == st.evaluating[b], st.refreshing[a] == 0)
+
+
+@MEMORY("tickets.tape-or-evaluation", s="slot", g="stage")
+def tape_or_evaluation(st: State, s: Index, g: Index) -> Truth:
+    """No ticket is in flight on a slot and belongs to an evaluation."""
+    return implies(st.held[s] == st.evaluating[g], st.held[s] == 0)
+
+
 @MEMORY("tickets.one-stage", a="stage", b="stage")
 def one_stage(st: State, a: Index, b: Index) -> Truth:
     """No ticket belongs to two refreshes."""
@@ -214,6 +227,12 @@ def busy_with_forward_or_dgrad(st: State, s: Index) -> Truth:
 def busy_with_refresh(st: State, g: Index) -> Truth:
     """A domain is busy with the refresh in flight on one of its stages."""
     return implies(st.refreshing[g] != 0, st.busy[st.domain_of[g]] == st.refreshing[g])
+
+
+@MEMORY("order.busy-with-evaluation", g="stage")
+def busy_with_evaluation(st: State, g: Index) -> Truth:
+    """A domain is busy with the evaluation in flight on one of its stages."""
+    return implies(st.evaluating[g] != 0, st.busy[st.domain_of[g]] == st.evaluating[g])
 
 
 @MEMORY("order.issued-to-domain", d="domain")

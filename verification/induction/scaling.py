@@ -81,7 +81,9 @@ def first_forward_shows(st: State, h: History, g: Index) -> Truth:
     d = st.domain_of[g]
     s = h.updater[d]
     flying = (s != NO_SLOT) & (st.held[s] != 0) & (st.consumers[s] == RESERVED)
-    shows = (h.num_forwards[g] != 0) | (st.poisoned[d] != 0) | (flying & (st.slot_stage[s] == g))
+    shows = (
+        (h.forwards_of_epoch[g] != 0) | (st.poisoned[d] != 0) | (flying & (st.slot_stage[s] == g))
+    )
     return implies(h.fill_of_epoch[g] != NEVER, shows)
 
 
@@ -110,25 +112,31 @@ def refresh_before_forwards(st: State, h: History, g: Index) -> Truth:
     return implies(st.refreshing[g] != 0, (h.fill_of_epoch[g] == NEVER) & alone)
 
 
+@HISTORY("version.evaluated-between-fills", needs="order", g="stage")
+def evaluated_between_fills(st: State, h: History, g: Index) -> Truth:
+    """While an evaluation is in flight no stage of its domain waits for its first forward."""
+    return implies(st.evaluating[g] != 0, st.refreshed[st.domain_of[g]] == NO_STAGE)
+
+
 # Order: scaling state
 
 
 @HISTORY("order.position", d="domain")
 def position(st: State, h: History, d: Index) -> Truth:
-    """The position counts the scaling updates of the epoch."""
-    return st.position[d] == h.updates_of_epoch[d]
+    """The position counts the scaling updates of the walk."""
+    return st.position[d] == h.updates_of_walk[d]
 
 
 @HISTORY("order.one-at-a-time", d="domain")
 def one_at_a_time(st: State, h: History, d: Index) -> Truth:
-    """At most one F, dI or refresh is in flight in a domain, and its ticket is the domain's."""
-    s, g = h.updater[d], h.refresher[d]
+    """At most one F, dI, refresh or evaluation is in flight in a domain, with its ticket."""
+    s, g, e = h.updater[d], h.refresher[d], h.evaluator[d]
     tape = (s != NO_SLOT) & update_in_flight(st, s) & (domain_of_slot(st, s) == d)
     refresh = (g != NO_STAGE) & (st.domain_of[g] == d) & (st.busy[d] == st.refreshing[g])
+    evaluation = (e != NO_STAGE) & (st.domain_of[e] == d) & (st.busy[d] == st.evaluating[e])
     idle = (st.busy[d] == 0) & (h.running[d] == 0)
-    return idle | (
-        (st.busy[d] != 0) & (h.running[d] == 1) & ((tape & (st.busy[d] == st.held[s])) | refresh)
-    )
+    one = (tape & (st.busy[d] == st.held[s])) | refresh | evaluation
+    return idle | ((st.busy[d] != 0) & (h.running[d] == 1) & one)
 
 
 @HISTORY("order.broken", d="domain")
@@ -139,8 +147,9 @@ def broken(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.counts", g="stage")
 def counts(st: State, h: History, g: Index) -> Truth:
-    """The counts of F and dI are the numbers that ran."""
-    return (st.forwards[g] == h.num_forwards[g]) & (st.dgrads[g] == h.num_dgrads[g])
+    """F are counted over the epoch, dI over the walk."""
+    counted = (st.forwards[g] == h.forwards_of_epoch[g]) & (st.dgrads[g] == h.num_dgrads[g])
+    return counted & (h.num_forwards[g] <= h.forwards_of_epoch[g])
 
 
 @HISTORY("order.touched", d="domain")

@@ -19,7 +19,7 @@ from qeffect.spec.constants import (
     WGRAD_BIT,
 )
 from qeffect.spec.predicates import Register, implies
-from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, UPDATE, WGRAD
+from qeffect.spec.world import DGRAD, EVALUATION, FORWARD, NONE, REFRESH, UPDATE, WGRAD
 
 from .words import History, Index, State, Truth, awaits, live, now, retained
 
@@ -159,6 +159,21 @@ def nothing_else_refreshes(st: State, h: History, g: Index) -> Truth:
     """The ticket of a refresh in flight is outstanding, as a refresh of that stage."""
     mine = (st.refreshing[g] == h.ticket[0]) & (h.ticket[0] != 0)
     return implies(mine, (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == g))
+
+
+@HISTORY("tickets.outstanding-evaluation")
+def outstanding_evaluation(st: State, h: History) -> Truth:
+    """What a check reserved for an outstanding evaluation is still reserved for it."""
+    t, g = h.ticket[0], h.ticket_stage[0]
+    kept = (g != NO_STAGE) & (st.evaluating[g] == t) & (t != 0)
+    return implies(h.outstanding[0] == EVALUATION, kept)
+
+
+@HISTORY("tickets.nothing-else-evaluates", g="stage")
+def nothing_else_evaluates(st: State, h: History, g: Index) -> Truth:
+    """The ticket of an evaluation in flight is outstanding, as an evaluation of that stage."""
+    mine = (st.evaluating[g] == h.ticket[0]) & (h.ticket[0] != 0)
+    return implies(mine, (h.outstanding[0] == EVALUATION) & (h.ticket_stage[0] == g))
 
 
 @HISTORY("tickets.outstanding-update")

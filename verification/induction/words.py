@@ -32,7 +32,7 @@ __all__ = [
     "now",
     "retained",
     "update_in_flight",
-    "updating_or_half",
+    "updating",
     "wgrad_in_flight",
 ]
 
@@ -63,9 +63,9 @@ def update_in_flight(st: State, slot: Index) -> Truth:
     return in_flight(st, slot) & live(st, slot) & forward_or_dgrad
 
 
-def updating_or_half(st: State) -> Truth:
-    """An update of the weights is in flight, or one failed half way since the last restore."""
-    return (st.optimizing[0] != 0) | (st.half_updated[0] != 0)
+def updating(st: State) -> Truth:
+    """An update of the weights is in flight."""
+    return st.optimizing[0] != 0
 
 
 def now(st: State, stage: Index) -> Any:

@@ -21,7 +21,7 @@ from qeffect.engine.concrete_memory import Memory, Snapshot
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.log.format import MARKS, rebuild
 from qeffect.log.reader import Converters
-from qeffect.steps.counters import Event, base_of, groups, translated_event
+from qeffect.steps.counters import Event, moved_between, translated_event
 
 from .edits import Edit
 
@@ -88,10 +88,7 @@ class _Steps:
             self._began, self.events = (event["seq"], memory.copy()), []
         elif mark == "repeat_step":
             start, events = self._kept[event["step"]]
-            moved = {
-                group: base_of(memory, group)[2] - base_of(start, group)[2]
-                for group in groups(memory)
-            }
+            moved = moved_between(start, memory)
             for one in events:
                 name, given = translated_event(memory, one, moved)
                 self.contract.transitions.functions[name](memory, *given)

@@ -533,6 +533,109 @@ def updates() -> list[str]:
     return d.log.close()
 
 
+def late_faults() -> list[str]:
+    """A fault of the current epoch is seen late, then a fault of an epoch that was committed."""
+    d = RecordedCaller([StageConfig(0, 2, 2, matrices=MATRICES)], incarnation=0x5EED_1200)
+    d.refresh(0)
+    d.whole(0, 0)
+    d.whole(0, 1)
+    d.finalize(0)
+    d.commit()
+    d.contract.drain()
+    start = d.contract.checkpoint()
+    d.refresh(0)
+    d.forward(0, 0)
+    d.contract.fail(0)
+    d.forward(0, 1)
+    d.restart(start, 0x5EED_1201)
+    d.refresh(0)
+    d.contract.fail(0, epoch=0)
+    d.contract.drain()
+    d.contract.restore(start, incarnation=0x5EED_1202)
+    return d.log.close()
+
+
+def weights_readers() -> list[str]:
+    """A save reads the weights on a stream of its own; another caller starts a broadcast."""
+    d = RecordedCaller(
+        [StageConfig(0, 1, 1, matrices=MATRICES)],
+        incarnation=0x5EED_0E00,
+        callers=("main", "save"),
+    )
+    save = d.contract.link("save")
+    for _ in range(2):
+        d.refresh(0)
+        d.contract.wait(save)
+        d.contract.start_weights_read(0, save)
+        d.whole(0, 0)
+        d.contract.finish_weights_read(0)
+        d.finalize(0)
+        d.commit()
+    d.contract.start_weights_read(0)
+    d.contract.finish_weights_read(0)
+    d.contract.drain()
+    d.contract.checkpoint()
+    return d.log.close()
+
+
+def evaluations() -> list[str]:
+    """Evaluations between microbatches, before the update and after it, and one that fails."""
+    d = RecordedCaller(
+        [StageConfig(0, 2, 1, matrices=MATRICES, reports_fills=True, reports_updates=True)],
+        incarnation=0x5EED_1000,
+    )
+    start = d.contract.checkpoint()
+
+    def evaluate(cached: bool) -> None:
+        with d.contract.evaluation(0, cached=cached) as block:
+            block.updates = 0
+
+    evaluate(cached=False)
+    d.refresh(0)
+    d.whole(0, 0)
+    evaluate(cached=True)
+    d.whole(0, 1)
+    d.finalize(0)
+    evaluate(cached=True)
+    d.commit()
+    evaluate(cached=False)
+    d.fail(d.contract.evaluation(0, cached=False))
+    d.restart(start, 0x5EED_1001)
+    evaluate(cached=False)
+    return d.log.close()
+
+
+def evaluations_side_by_side() -> list[str]:
+    """Two stages without scaling state, evaluated at once."""
+    stages = [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)]
+    d = RecordedCaller(stages, incarnation=0x5EED_1100, omit=("order", "version"))
+    tickets = [d.contract.check_evaluation(s) for s in (0, 1)]
+    for ticket in tickets:
+        d.contract.commit(ticket)
+    return d.log.close()
+
+
+def accumulated_walks() -> list[str]:
+    """An epoch of two walks, in a declared order, whose gradients are reduced after the second."""
+    actions = [(what, (0, m, 0, 0)) for m in (0, 1) for what in ("F", "dI")]
+    d = RecordedCaller(
+        [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096), reduces=True)],
+        incarnation=0x5EED_0F00,
+        declared={0: actions},
+    )
+    d.refresh(0)
+    for walk in range(2):
+        if walk:
+            d.contract.next_walk()
+        for microbatch in (0, 1):
+            d.whole(0, microbatch)
+        d.finalize(0)
+    d.contract.start_reduction(0)
+    d.contract.finish_reduction(0)
+    d.commit()
+    return d.log.close()
+
+
 def recurring_steps() -> list[str]:
     """A step that is recorded and then committed as one, twice, with a drain between."""
     d = RecordedCaller(
@@ -582,6 +685,11 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         without_version_order_arena,
         reported_evidence,
         updates,
+        late_faults,
+        weights_readers,
+        evaluations,
+        evaluations_side_by_side,
+        accumulated_walks,
         recurring_steps,
     )
 }

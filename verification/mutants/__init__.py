@@ -5,12 +5,13 @@ Mutants: each guard, operand and state update is deleted in turn, to see whether
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import define, field
 
 from qeffect.countdown import Countdown
+from qeffect.engine.stage import TRANSITIONS
 
 from .program import program
 from .sites import Mutant, Site, mutant, sites
@@ -96,6 +97,7 @@ def run(
     progress: Callable[[str], None] | None = None,
     only: str | None = None,
     *,
+    among: Sequence[str] = tuple(TRANSITIONS),
     note: Callable[[str], None] | None = None,
 ) -> MutantReport:
     """
@@ -104,19 +106,21 @@ def run(
     Args:
         progress: Called with a progress line.
         only: Part of a site's text, for example ``check_dgrad`` or ``arena.``; None for all.
+        among: Transitions whose mutants are run; by default all.
         note: Told the first survivor at once.
     """
     report = MutantReport()
     began = time.perf_counter()
-    chosen = sites() if only is None else sites_with(only)
-    if only is None:
+    chosen = [site for site in sites_with(only or "") if site.transition in among]
+    searched = tuple(dict.fromkeys(site.transition for site in chosen))
+    if searched == tuple(TRANSITIONS):
         prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
     elif progress is not None:
         progress("Mutants. Trying them in reachable states.")
     count = Countdown("mutants", len(chosen))
     for site in chosen:
-        report.verdicts.append(judge(mutant(site)))
+        report.verdicts.append(judge(mutant(site), searched))
         if note is not None and [report.verdicts[-1]] == report.survivors:
             note(f"First survivor. {site}")
         if progress is not None:

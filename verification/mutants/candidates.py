@@ -66,10 +66,22 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
         ticket = {"stage": stage, "ticket": st.refreshing[stage]}
         yield "commit_refresh", {**ticket, "filled": st.matrices[stage], "fill_epoch": epoch}
         yield "abort_refresh", ticket
+        for cached in (0, 1):
+            yield "check_evaluation", {**at, "cached": cached}
+        ticket = {"stage": stage, "ticket": st.evaluating[stage]}
+        yield "commit_evaluation", {**ticket, "fill_epoch": NEVER, "updates": 0}
+        yield "abort_evaluation", ticket
         yield "invalidate", {"stage": stage}
+        yield "start_weights_read", at
+        reader = st.consumer[0] if st.named[0] == epoch else 0
+        pairs = [*zip(st.caller_at, st.domain_at, strict=True)]
+        yield "finish_weights_read", {"stage": stage, "link": pairs.index((reader, domain))}
+        for named in {max(epoch - 1, 0), epoch}:
+            yield "fail", {"stage": stage, "epoch": named}
         for slot in own:
             yield from _of_slot(run, slot, link)
     epoch = st.weight_epoch[run.process.stages[0].stage]
+    yield "next_walk", {"epoch": epoch}
     yield "check_update", {"epoch": epoch, "caller": st.consumer[0]}
     for name in ("commit_update", "abort_update"):
         yield name, {"epoch": epoch, "ticket": st.optimizing[0]}
@@ -151,16 +163,15 @@ def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[An
         yield value + 1
         yield value - 1
     elif name == "ticket":
-        yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing, *st.optimizing} - {
-            value
-        }
+        flying = {*st.held, *st.refreshing, *st.evaluating, *st.optimizing}
+        yield from {0, st.serial[0], st.serial[0] + 1, *flying} - {value}
     elif name == "bucket":
         yield from (bucket for bucket in range(len(st.stage_at)) if bucket != value)
     elif name == "caller":
         yield from (caller for caller in sorted(set(st.caller_at)) if caller != value)
     elif name == "link":
         yield from (link for link in range(len(st.submitted)) if link != value)
-    elif name == "refresh":
+    elif name in ("refresh", "cached"):
         yield 1 - value
     elif name == "first":
         yield from (other for other in (ADDS, OVERWRITES, JOINS, OPENS) if other != value)

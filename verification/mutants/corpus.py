@@ -62,6 +62,7 @@ class Corpus:
 
     Args:
         omit: Relations left out.
+        searched: Transitions whose mutants are tried.
         harmful: For each site, calls that its mutant accepts, each with the predicates that then
             fail, by class and name.
         renamed: For each site, calls that its mutant refuses by another clause, by that clause; or
@@ -69,6 +70,7 @@ class Corpus:
     """
 
     omit: tuple[str, ...] = ()
+    searched: tuple[str, ...] = ()
     harmful: dict[Site, list[tuple[Probe, list[tuple[str, str]]]]] = field(factory=dict)
     renamed: dict[Site, dict[str, list[Probe]]] = field(factory=dict)
     _counts: Counter[tuple[Any, ...]] = field(factory=Counter)
@@ -85,6 +87,11 @@ class Corpus:
         for site in wanted:
             function = mutant(site, self.omit).function
             self._untold.setdefault(site.transition, {})[site] = function
+
+    @property
+    def looks(self) -> bool:
+        """Whether any mutant is left to try."""
+        return any(self._untold.values())
 
     def untold(self, transition: str) -> list[tuple[Site, Any]]:
         """Return the sites of a transition that are still to be tried, with their mutants."""
@@ -191,15 +198,23 @@ def _walk(process: Process, seed: int) -> Schedule:
 
 
 @cache
-def corpus(omit: tuple[str, ...]) -> Corpus:
+def corpus(omit: tuple[str, ...], searched: tuple[str, ...]) -> Corpus:
     """
     Return the calls that distinguish the mutants of a composition from the contract.
 
     Where relations are left out, only those are looked at that nothing harmful was found for in
-    the full composition.
+    the full composition. The states that are visited, and so the calls found for a mutant, do not
+    depend on which other mutants are tried.
+
+    Args:
+        omit: Relations left out.
+        searched: Transitions whose mutants are tried.
     """
-    found = Corpus(omit)
-    found.look_for([site for site in sites(omit) if not omit or _is_harmless(site)])
+    found = Corpus(omit, searched)
+    wanted = [site for site in sites(omit) if site.transition in searched]
+    found.look_for([site for site in wanted if not omit or _is_harmless(site, searched)])
+    if not found.looks:
+        return found
     dice = random.Random(0)
     for process, actions in legal_schedules(omit):
         run = ConcreteRun(process, relations=frozenset(transitions(omit).relations))
@@ -223,6 +238,8 @@ def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tu
     """Return what the commit after a check tells of an action that did what was asked for."""
     if transition == "check_update":
         return ()
+    if transition == "check_evaluation":
+        return NEVER, 0
     st = run.laid.memory
     stage = named["stage"] if "stage" in named else named["key"].stage
     whole, epoch = st.matrices[stage], st.weight_epoch[stage]
@@ -235,8 +252,8 @@ def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tu
     return (whole,)
 
 
-def _is_harmless(site: Site) -> bool:
-    full = corpus(())
+def _is_harmless(site: Site, searched: tuple[str, ...]) -> bool:
+    full = corpus((), searched)
     refuses = site.kind in ("guard", "operand") and full.renamed.get(site)
     return not full.harmful.get(site) and not refuses
 
@@ -329,7 +346,7 @@ class _Scout:
         if verb == "check" and self.dice.random() < 0.7:
             named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
             slot = named.get("slot", getattr(named.get("ref"), "slot", None))
-            place = {"refresh": "stage", "update": "epoch"}.get(action)
+            place = {"refresh": "stage", "evaluation": "stage", "update": "epoch"}.get(action)
             place = slot if place is None else named[place]
             evidence = _evidence(run, transition, named)
             then: Action = (f"commit_{action}", (place, ticket, *evidence))

@@ -178,6 +178,7 @@ def _redeems(action: Action) -> bool:
         "dgrad",
         "wgrad",
         "refresh",
+        "evaluation",
         "update",
     )
 

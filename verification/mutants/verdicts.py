@@ -20,6 +20,7 @@ from typing import Any, Final
 import z3
 from attrs import evolve, field, frozen
 
+from qeffect.engine.stage import TRANSITIONS
 from qeffect.refusals import Refused
 
 from ..concrete_run import Focus
@@ -102,16 +103,23 @@ class Verdict:
         }
 
 
-def judge(mutant: Mutant) -> Verdict:
-    """Return the verdict on a mutant."""
+def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Verdict:
+    """
+    Return the verdict on a mutant.
+
+    Args:
+        mutant: The mutant.
+        searched: Transitions whose mutants are tried together in reachable states, its own among
+            them. The verdict does not depend on the others.
+    """
     began = time.perf_counter()
     found = (
-        _harms(mutant)
+        _harms(mutant, searched)
         or _refuses_legal(mutant)
-        or _names_another(mutant)
-        or _matters_elsewhere(mutant)
+        or _names_another(mutant, searched)
+        or _matters_elsewhere(mutant, searched)
         or _harms_by_induction(mutant)
-        or _equivalent(mutant)
+        or _equivalent(mutant, searched)
         or Verdict(mutant, "survived", "nothing tells it apart")
     )
     return evolve(found, seconds=time.perf_counter() - began)
@@ -120,9 +128,9 @@ def judge(mutant: Mutant) -> Verdict:
 # In reachable states
 
 
-def _harms(mutant: Mutant) -> Verdict | None:
+def _harms(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
     """Look for a call that the mutant accepts and that breaks a property."""
-    for probe, failing in corpus(mutant.omit).harmful.get(mutant.site, ()):
+    for probe, failing in corpus(mutant.omit, searched).harmful.get(mutant.site, ()):
         kind, name = failing[0]
         return Verdict(mutant, kind, name, probe)
     return None
@@ -142,22 +150,22 @@ def _refuses_legal(mutant: Mutant) -> Verdict | None:
     return None
 
 
-def _names_another(mutant: Mutant) -> Verdict | None:
+def _names_another(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
     """Look for a refusal that the mutant names by another clause."""
-    for answer, probes in corpus(mutant.omit).renamed.get(mutant.site, {}).items():
+    for answer, probes in corpus(mutant.omit, searched).renamed.get(mutant.site, {}).items():
         for probe in probes:
             if probe.clause is not None:
                 return Verdict(mutant, "clause", f"{probe.clause} becomes {answer}", probe)
     return None
 
 
-def _matters_elsewhere(mutant: Mutant) -> Verdict | None:
+def _matters_elsewhere(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
     """Look for any of these in a composition that leaves a relation out."""
     elsewhere = [Mutant(mutant.deleted, (relation,)) for relation in ELSEWHERE]
     elsewhere = [other for other in elsewhere if mutant.site.relation not in other.omit]
     for look in (_harms, _names_another):
         for other in elsewhere:
-            found = look(other)
+            found = look(other, searched)
             if found is not None:
                 return evolve(found, by=f"{found.by}, where {other.omit[0]} is left out")
     return None
@@ -186,7 +194,7 @@ def _unbounded(omit: tuple[str, ...]) -> tuple[Composition, Z3]:
     return composition, Z3(composition)
 
 
-def _equivalent(mutant: Mutant) -> Verdict | None:
+def _equivalent(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
     """Prove that the mutant equals the contract wherever the invariants hold; find its cover."""
     composition, solver = _unbounded(mutant.omit)
     words = composition.vocabulary
@@ -202,7 +210,7 @@ def _equivalent(mutant: Mutant) -> Verdict | None:
                 goals.append(Goal("same", "mutant", name, "", relations, facts, differ))
     if not all(obligation.proved for obligation in solver.prove(goals)):
         return None
-    return _covering(mutant)
+    return _covering(mutant, searched)
 
 
 def _difference(ours: Path, theirs: Path) -> Term | None:
@@ -217,7 +225,7 @@ def _difference(ours: Path, theirs: Path) -> Term | None:
     return z3.Or(changed) if changed else None
 
 
-def _covering(mutant: Mutant) -> Verdict:
+def _covering(mutant: Mutant, searched: tuple[str, ...]) -> Verdict:
     """
     Find what does an equivalent mutant's work.
 
@@ -226,7 +234,7 @@ def _covering(mutant: Mutant) -> Verdict:
     """
     site = mutant.site
     named: Verdict | None = None
-    found = corpus(mutant.omit)
+    found = corpus(mutant.omit, searched)
     for other, together in _companions(site, mutant.omit):
         both, alone = Mutant(together, mutant.omit), Mutant((other,), mutant.omit)
         for probe in found.told(together[0]):
@@ -273,6 +281,6 @@ def prepare(tell: Callable[[str], None]) -> None:
     """
     for omit in ((), *((relation,) for relation in ELSEWHERE)):
         tell(f"Mutants. Trying all in reachable states, {composition_name(omit)}")
-        corpus(omit)
+        corpus(omit, tuple(TRANSITIONS))
     for composition, _ in (_finite(()), _unbounded(())):
         assert composition.paths

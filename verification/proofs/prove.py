@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any, Final
 
@@ -29,7 +29,16 @@ from .second_solver import Cvc5
 from .solvers import Z3, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
-__all__ = ["SEEDS", "Agreement", "ProofReport", "again", "everywhere", "run", "unbounded"]
+__all__ = [
+    "SEEDS",
+    "Agreement",
+    "ProofReport",
+    "again",
+    "choices",
+    "everywhere",
+    "run",
+    "unbounded",
+]
 
 Progress = Callable[[str], None]
 
@@ -280,11 +289,27 @@ def unbounded(
     yield from Z3(wide, seed=seed).prove(widths(wide, full))
 
 
-def everywhere() -> Iterator[Obligation]:
-    """Yield the unbounded obligations of each composition that a contract may have."""
+def everywhere(fixed: Mapping[str, bool] | None = None) -> Iterator[Obligation]:
+    """
+    Yield the unbounded obligations of each composition that a contract may have.
+
+    Args:
+        fixed: Relations that all compositions leave out (True) or have (False); by default all
+            choices are made.
+    """
+    yield from unbounded(compositions=choices(fixed or {}))
+
+
+def choices(fixed: Mapping[str, bool]) -> list[tuple[str, ...]]:
+    """
+    Return the relations that each composition leaves out, those that leave out more first.
+
+    Args:
+        fixed: Relations that all of them leave out (True) or have (False).
+    """
     numbers = range(len(OPTIONAL), -1, -1)
-    left_out = (combinations(sorted(OPTIONAL), number) for number in numbers)
-    yield from unbounded(compositions=chain.from_iterable(left_out))
+    left_out = chain.from_iterable(combinations(sorted(OPTIONAL), number) for number in numbers)
+    return [omit for omit in left_out if all((name in omit) is out for name, out in fixed.items())]
 
 
 def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Agreement]:

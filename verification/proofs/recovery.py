@@ -31,13 +31,14 @@ ENDED: Final[Mapping[str, tuple[str, str]]] = {
     "abort_dgrad": ("held", "slot"),
     "abort_wgrad": ("held", "slot"),
     "abort_refresh": ("refreshing", "stage"),
+    "abort_evaluation": ("evaluating", "stage"),
     "abort_update": ("optimizing", "one"),
     "fail_reduction": ("reducing", "bucket"),
     "drain": ("undrained", "domain"),
 }
 
 #: What a step never begins. A drain comes last, so that what aborts enqueued is drained.
-_UNDER_WAY: Final = ("held", "refreshing", "optimizing", "reducing")
+_UNDER_WAY: Final = ("held", "refreshing", "evaluating", "optimizing", "reducing")
 _SETTLED: Final = (*_UNDER_WAY, "undrained")
 
 
@@ -60,12 +61,12 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
     facts = [*words.assumed("abort_forward"), *mine, ticket != 0]
     ways = [_conditions(composition, name) for name in tape]
     yield _goal("a step back is accepted", "abort", facts, z3.Not(z3.Or(ways)))
-    for name in ("abort_refresh", "abort_update", "fail_reduction", "drain"):
+    for name in ("abort_refresh", "abort_evaluation", "abort_update", "fail_reduction", "drain"):
         column, index = ENDED[name]
         where = 0 if index == "one" else enc.sym(enc.const(f"arg.{index}", index))
         value = getattr(st, column)[where].term
         facts = list(words.assumed(name))
-        if name in ("abort_refresh", "abort_update"):
+        if name in ("abort_refresh", "abort_evaluation", "abort_update"):
             facts += [value == ticket, ticket != 0]
             if name == "abort_update":
                 facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)

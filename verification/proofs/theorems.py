@@ -11,7 +11,7 @@ import z3
 
 from qeffect.engine.stage import STATE
 from qeffect.relations.constants import NEVER
-from qeffect.spec.world import DGRAD, FORWARD, REFRESH, UPDATE, WGRAD
+from qeffect.spec.world import DGRAD, EVALUATION, FORWARD, REFRESH, UPDATE, WGRAD
 
 from ..claims import MANDATORY
 from ..induction.ghosts import GHOSTS
@@ -36,6 +36,7 @@ _KINDS = {
     "wgrad": WGRAD,
     "refresh": REFRESH,
     "update": UPDATE,
+    "evaluation": EVALUATION,
 }
 
 #: The claims about generations: invariants, and the step that compares generations.
@@ -135,7 +136,7 @@ def tickets(composition: Composition) -> Iterator[Goal]:
         if action == "update":
             facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)
         else:
-            place = "stage" if action == "refresh" else "slot"
+            place = "stage" if action in ("refresh", "evaluation") else "slot"
             facts.append(enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term)
             facts += _whole(composition, transition)
         for path in paths:
@@ -147,7 +148,8 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
     """Return that a commit's evidence is whole: what was asked for, and what was true."""
     enc, words = composition.encoding, composition.vocabulary
     st, h = words.state(words.before), words.history(words.before)
-    by_stage = transition.endswith("refresh")
+    evaluates = transition.endswith("evaluation")
+    by_stage = evaluates or transition.endswith("refresh")
     at = enc.sym(enc.const(*(("arg.stage", "stage") if by_stage else ("arg.slot", "slot"))))
     stage = at if by_stage else st.slot_stage[at]
     filling = None if by_stage else h.filling[at].term != 0
@@ -157,9 +159,11 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
         "covered": st.matrices[stage].term,
         "filled": st.matrices[stage].term,
         "fill_epoch": fresh if filling is None else z3.If(filling, fresh, NEVER),
-        "updates": z3.IntVal(1),
+        "updates": z3.IntVal(0 if evaluates else 1),
         "scales": None if by_stage else h.scaled_by[at].term,
     }
+    if evaluates:
+        right["fill_epoch"] = z3.IntVal(NEVER)
     return [
         enc.const(f"arg.{name}", sort) == right[name]
         for name, sort in flat_arguments(transition).items()

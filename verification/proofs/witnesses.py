@@ -25,6 +25,7 @@ __all__ = ["CONDITIONS", "witnesses"]
 
 #: The conditions that `COVERED` names, as predicates of the memory and of the flat arguments.
 CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]] = {
+    "": lambda st, argument: True,
     "reserved": lambda st, argument: st.consumers[argument("slot", "slot")] == RESERVED,
     "received in a free slot": lambda st, argument: (
         (st.consumers[argument("slot", "slot")] == 0)
@@ -48,6 +49,7 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
         & (st.refreshed[st.domain_of[argument("stage", "stage")]] == argument("stage", "stage"))
         & (st.busy[st.domain_of[argument("stage", "stage")]] != 0)
     ),
+    "evaluation under way": lambda st, argument: st.evaluating[argument("stage", "stage")] != 0,
     "contradiction": lambda st, argument: False,
     "dW without F": lambda st, argument: st.every(st.forwards, 0) & ~st.every(st.wgrads, 0),
 }

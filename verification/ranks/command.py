@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, needs
 from qeffect.countdown import Countdown
+
+from .replay import RankReport, replay_ranks
 
 __all__ = ["Ranks"]
 
@@ -18,6 +22,11 @@ class Ranks:
 
     name = "ranks"
     help = "prove and explore how ranks exchange messages, commit, checkpoint and stop together"
+
+    @staticmethod
+    def replay(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
+        """Take rank logs through the model; `qeffect replay` calls this by the entry point."""
+        return replay_ranks(paths)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""

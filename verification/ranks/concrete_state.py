@@ -16,16 +16,16 @@ from qeffect.spec.launches import LAUNCH_COLUMNS
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
-__all__ = ["ConcreteState", "Impossible", "Size", "broken"]
+__all__ = ["NEVER", "ConcreteState", "Impossible", "Size", "Total", "broken"]
 
 #: Columns that begin with "none".
-_NEVER = frozenset(
+NEVER = frozenset(
     {"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name", "report"}
 )
 
 
 class Impossible(Exception):  # noqa: N818 - an outcome in the model, not an error
-    """A transition is not possible in a state; that is no refusal."""
+    """A transition is not possible in a state; this does not count as a refusal."""
 
 
 @frozen
@@ -38,6 +38,7 @@ class Size:
         attempts: Attempts there may be; of launches, rebuilds.
         slots: Slots of each rank.
         messages: Messages of a step, by (sender, receiver).
+        kinds: Messages that differ in stage, microbatch or direction.
         steps: Steps that a rank may begin in an attempt.
         launches: Whether steps are launches.
     """
@@ -46,6 +47,7 @@ class Size:
     attempts: int = 2
     slots: int = 1
     messages: Mapping[tuple[int, int], int] = {}
+    kinds: int = 1
     steps: int = 2
     launches: bool = False
 
@@ -59,6 +61,7 @@ class Size:
             "attempt": range(self.attempts + 1),
             "name": range(self.attempts),
             "slot": range(self.slots),
+            "message": range(self.kinds),
             "place": range(places + 1 if places else 0),
         }
 
@@ -122,8 +125,8 @@ class ConcreteState:
             lengths = [len(self.members[index]) for index in indices]
             self._lengths[name] = lengths
             setattr(self, name, _Column(self.buffer, len(self.buffer), lengths))
-            self.buffer += [NOBODY if name in _NEVER else 0] * prod(lengths)
-        self.total = _Total(size.messages)
+            self.buffer += [NOBODY if name in NEVER else 0] * prod(lengths)
+        self.total = Total(size.messages)
         for (r, q), count in size.messages.items():
             self.messages[r, q] = count
 
@@ -169,7 +172,7 @@ class ConcreteState:
         return [0] * prod(self._lengths[column][1:])
 
 
-class _Total:
+class Total:
     """Messages of so many steps."""
 
     def __init__(self, messages: Mapping[tuple[int, int], int]) -> None:

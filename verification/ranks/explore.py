@@ -62,6 +62,7 @@ class RankScope:
 
 _MESSAGES: Final = frozenset({"post_send", "post_receive", "transfer", "release"})
 _ACTIONS: Final = frozenset({"act", "end_act", "fail"})
+_IN_PLACE: Final = frozenset({"begin_again", "start_again", "run_late"})
 _CHECKPOINTS: Final = frozenset({"write_shard", "publish"})
 
 #: Scopes by name.
@@ -73,7 +74,7 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             Size(2, attempts=2, steps=1),
             goal=1,
             faults=1,
-            leave_out=_MESSAGES,
+            leave_out=_MESSAGES | _IN_PLACE,
             says="two ranks, one step, checkpoints, one fault anywhere",
         ),
         RankScope(
@@ -81,7 +82,7 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             Size(3, attempts=2, steps=1),
             goal=1,
             faults=1,
-            leave_out=_MESSAGES | _CHECKPOINTS | _ACTIONS,
+            leave_out=_MESSAGES | _CHECKPOINTS | _ACTIONS | _IN_PLACE,
             says="three ranks, one step, one fault anywhere",
         ),
         RankScope(
@@ -97,7 +98,7 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             Size(2, attempts=2, slots=1, messages={(0, 1): 1}, steps=1),
             goal=1,
             faults=1,
-            leave_out=_CHECKPOINTS | _ACTIONS,
+            leave_out=_CHECKPOINTS | _ACTIONS | _IN_PLACE,
             says="two ranks, one step, one message, one fault anywhere",
         ),
         RankScope(
@@ -117,11 +118,30 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             says="two ranks, one step, two messages in one channel, two slots",
         ),
         RankScope(
+            "exchanged-messages",
+            Size(2, attempts=2, slots=1, messages={(0, 1): 2}, kinds=2, steps=1),
+            goal=1,
+            faults=1,
+            leave_out=_CHECKPOINTS
+            | _ACTIONS
+            | _IN_PLACE
+            | {"release", "crash", "give_up", "refuse"},
+            says="two ranks, two messages in one channel, either end posts another one once",
+        ),
+        RankScope(
+            "in-place",
+            Size(2, attempts=2, steps=1),
+            goal=1,
+            faults=1,
+            leave_out=_MESSAGES | _CHECKPOINTS | _ACTIONS | {"refuse", "crash"},
+            says="two ranks, one step, an attempt in place, one fault anywhere",
+        ),
+        RankScope(
             "two-steps",
             Size(2, attempts=2, steps=2),
             goal=2,
             faults=1,
-            leave_out=_MESSAGES | _ACTIONS,
+            leave_out=_MESSAGES | _ACTIONS | _IN_PLACE,
             says="two ranks, two steps, checkpoints, one fault anywhere",
         ),
         RankScope(
@@ -252,7 +272,7 @@ class _Search:
             buffer[:] = here[:-1]
             # A refusal of a spoiled epoch is a consequence of the failure, not another fault.
             follows = transition.name == "refuse" and state.spoiled[given[0]] == 1
-            fault = transition.fault and not follows
+            fault = (transition.fault or self._misplaced(transition.name, given)) and not follows
             if fault and faults == scope.faults:
                 continue
             if not self._wanted(transition.name, given, faults):
@@ -295,6 +315,17 @@ class _Search:
                 onward.append(number)
         return ""
 
+    def _misplaced(self, name: str, given: tuple[int, ...]) -> bool:
+        """Whether a rank posts another message than the next one of its row."""
+        if name not in ("post_send", "post_receive"):
+            return False
+        r, q, _, message = given
+        state = self.state
+        sends = name == "post_send"
+        posted = state.sent[r, q] if sends else state.taken[r, q]
+        before = state.sent_before[r, q] if sends else state.taken_before[r, q]
+        return bool(message != (posted - before) % self.scope.size.kinds)
+
     def _wanted(self, name: str, given: tuple[int, ...], faults: int) -> bool:
         """Whether a move stays within the scope."""
         state, scope = self.state, self.scope
@@ -302,7 +333,7 @@ class _Search:
             return bool(state.launched[given[0]] < scope.goal)
         if name == "rebuild":
             return bool(state.round[given[0]] < scope.size.attempts)
-        if name == "begin_attempt":
+        if name in ("begin_attempt", "begin_again"):
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
         if name == "offer":  # names that nobody has drawn are alike
             return all(state.drawn_in[a] != NOBODY for a in range(given[1]))

@@ -33,7 +33,7 @@ __all__ = ["KERNEL_SCOPES", "Matched", "RankView", "match", "seen"]
 #: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
 KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
 #: What counts as live: a tape, an action in flight, a reduction that runs, an update in flight.
-_LIVE: Final = ("consumers", "refreshing", "busy", "reducing", "optimizing")
+_LIVE: Final = ("consumers", "refreshing", "evaluating", "busy", "reducing", "optimizing")
 #: The two transitions of an update that did not fail. The protocol's commit is both. In a scope
 #: whose tickets are held, they are two moves: the first decides, the second moves the epoch, and
 #: between them the update itself is live.

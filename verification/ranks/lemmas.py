@@ -71,14 +71,24 @@ def flags(st: Any, r: Any) -> Any:
         & (st.live[r] >= 0)
         & (st.epoch[r] >= 0)
         & (st.kept[r] >= 0)
+        & (st.shard[r] >= 0)
         & (st.base[0] >= 0)
     )
 
 
 @LEMMAS("ranks.nothing-published-before-all-started", r="rank")
 def nothing_published_before_all_started(st: Any, r: Any) -> Any:
-    """While a rank is yet to start, the checkpoint is still the one that the attempt began from."""
-    return implies(st.life[r] != st.attempt[0], st.saved[0] == st.base[0])
+    """Until every rank has started, the checkpoint is the one from which the attempt began."""
+    from_checkpoint = (st.life[r] != st.attempt[0]) & (st.again[0] == 0)
+    return implies(from_checkpoint, st.saved[0] == st.base[0])
+
+
+@LEMMAS("ranks.again-waits", r="rank")
+def again_waits(st: Any, r: Any) -> Any:
+    """A rank that is yet to start in place keeps the weights in which all ranks stopped."""
+    waits = (st.life[r] != st.attempt[0]) & (st.again[0] == 1)
+    began = (st.again[0] == 0) | ((st.again[0] == 1) & (st.attempt[0] > 0))
+    return began & implies(waits, st.epoch[r] == st.base[0])
 
 
 @LEMMAS("ranks.shard-lives", r="rank")
@@ -229,6 +239,18 @@ def channel_counts(st: Any, r: Any, q: Any) -> Any:
         & (st.sent_done[r, q] <= st.sent[r, q])
         & (st.taken_done[r, q] >= 0)
         & (st.taken_done[r, q] <= st.taken[r, q])
+        & (st.sent_before[r, q] <= st.sent[r, q])
+        & (st.taken_before[r, q] <= st.taken[r, q])
+    )
+
+
+@LEMMAS("ranks.posted-by-then", r="rank", q="rank", p="rank")
+def posted_by_then(st: Any, r: Any, q: Any, p: Any) -> Any:
+    """Once a rank has moved its weights, every rank has posted the messages of all steps so far."""
+    ended = st.epoch[p] - st.base[0]
+    return implies(
+        _now(st, r) & _now(st, p),
+        (st.total[r, q, ended] <= st.sent[r, q]) & (st.total[q, r, ended] <= st.taken[r, q]),
     )
 
 
@@ -321,6 +343,6 @@ def closed_for_a_reason(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.lost-for-a-reason", r="rank")
 def lost_for_a_reason(st: Any, r: Any) -> Any:
-    """A rank that lost a connection lost it because a rank crashed, or had a reason of its own."""
+    """A rank lost a connection because a rank was gone or late, or had a reason of its own."""
     n = st.life[r]
     return implies(st.lost[r] == 1, (st.reasoned[n] == 1) | (st.gone[n] == 1))

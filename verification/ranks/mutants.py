@@ -62,7 +62,7 @@ class ProtocolMutant:
 
 
 def _start_counted(st: Any, r: Any) -> None:
-    """A rank starts, and is told how often its agent has counted a restart."""
+    """A rank starts with its agent's count of restarts."""
     counted = st.drew[r]
     TRANSITIONS["start"].run(st, r)
     st.drew[r] = counted
@@ -144,7 +144,9 @@ def mutants() -> Iterator[ProtocolMutant]:
     """Yield every mutant."""
     for transition in (*TRANSITIONS.values(), *LAUNCHES.values()):
         for name in asked(transition):
-            yield ProtocolMutant(transition.name, name, f"`{transition.name}` does not ask {name}")
+            yield ProtocolMutant(
+                transition.name, name, f"`{transition.name}` does not check {name}"
+            )
     for (transition_name, column), says in WRITES.items():
         yield ProtocolMutant(transition_name, f"{column} =", says)
     yield BY_COUNT

@@ -78,14 +78,26 @@ def begin_attempt(st: Any) -> None:
     st.need("fence", st.every("rank", lambda q: st.up[q] == 0))
     st.attempt[0] = st.attempt[0] + 1
     st.base[0] = st.saved[0]
+    st.again[0] = 0
 
 
-@_transition("rank")
-def start(st: Any, r: Any) -> None:
-    """A rank starts, once in an attempt, and loads its part of the checkpoint."""
-    st.when(st.up[r] == 0)
-    st.need("one-start", st.life[r] != st.attempt[0])
+@_transition()
+def begin_again(st: Any) -> None:
+    """The ranks begin an attempt in place: all stopped by themselves, in one epoch."""
     st.when(st.attempt[0] > 0)
+    st.need(
+        "all-stopped",
+        st.every(
+            "rank", lambda q: (st.up[q] == 0) & (st.ended[q] == 1) & (st.life[q] == st.attempt[0])
+        ),
+    )
+    st.need("stopped-in-one-epoch", st.every("rank", lambda q: st.epoch[q] == st.epoch[st.lead[0]]))
+    st.attempt[0] = st.attempt[0] + 1
+    st.base[0] = st.epoch[st.lead[0]]
+    st.again[0] = 1
+
+
+def _fresh(st: Any, r: Any) -> None:
     st.life[r] = st.attempt[0]
     st.up[r] = 1
     st.open[r] = 1
@@ -93,13 +105,31 @@ def start(st: Any, r: Any) -> None:
     st.step[r] = 0
     st.drew[r] = NOBODY
     st.name[r] = NOBODY
-    st.epoch[r] = st.kept[r]
-    st.yes[r] = st.kept[r]
     st.refused[r] = NOBODY
     for column in ("live", "spoiled", "whole", "leaving", "lost", "said", "ended"):
         getattr(st, column)[r] = 0
     for column in ("sent", "sent_before", "sent_done", "taken", "taken_before", "taken_done"):
         getattr(st, column)[r] = st.zeros(column)
+
+
+@_transition("rank")
+def start(st: Any, r: Any) -> None:
+    """A rank starts, once in an attempt, and loads its part of the checkpoint."""
+    st.when(st.up[r] == 0)
+    st.need("one-start", st.life[r] != st.attempt[0])
+    st.when((st.attempt[0] > 0) & (st.again[0] == 0))
+    _fresh(st, r)
+    st.epoch[r] = st.kept[r]
+    st.yes[r] = st.kept[r]
+
+
+@_transition("rank")
+def start_again(st: Any, r: Any) -> None:
+    """A rank that stopped starts in place, from its own weights."""
+    st.when((st.up[r] == 0) & (st.life[r] != st.attempt[0]))
+    st.when(st.again[0] == 1)
+    _fresh(st, r)
+    st.yes[r] = st.epoch[r]
 
 
 @_transition("rank", "name")
@@ -195,9 +225,9 @@ def finish(st: Any, r: Any) -> None:
 # Messages
 
 
-@_transition("rank", "rank", "slot")
-def post_send(st: Any, r: Any, q: Any, s: Any) -> None:
-    """A rank posts the next send to another, out of a slot."""
+@_transition("rank", "rank", "slot", "message")
+def post_send(st: Any, r: Any, q: Any, s: Any, m: Any) -> None:
+    """A rank posts its next send to another: a message, out of a slot."""
     _goes_on(st, r, STEP)
     st.when(r != q)
     st.need("planned-sends", st.sent[r, q] < st.sent_before[r, q] + st.messages[r, q])
@@ -208,12 +238,13 @@ def post_send(st: Any, r: Any, q: Any, s: Any) -> None:
     place = st.sent[r, q]
     st.out[r, q, place] = s
     st.out_generation[r, q, place] = st.generation[r, s]
+    st.out_message[r, q, place] = m
     st.sent[r, q] = place + 1
 
 
-@_transition("rank", "rank", "slot")
-def post_receive(st: Any, r: Any, q: Any, s: Any) -> None:
-    """A rank posts the next receive from another, into a slot."""
+@_transition("rank", "rank", "slot", "message")
+def post_receive(st: Any, r: Any, q: Any, s: Any, m: Any) -> None:
+    """A rank posts its next receive from another: of a message, into a slot."""
     _goes_on(st, r, STEP)
     st.when(r != q)
     st.need("planned-receives", st.taken[r, q] < st.taken_before[r, q] + st.messages[q, r])
@@ -228,6 +259,7 @@ def post_receive(st: Any, r: Any, q: Any, s: Any) -> None:
     place = st.taken[r, q]
     st.into[r, q, place] = s
     st.into_generation[r, q, place] = st.generation[r, s]
+    st.into_message[r, q, place] = m
     st.taken[r, q] = place + 1
 
 
@@ -302,15 +334,39 @@ def refuse(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def commit(st: Any, r: Any) -> None:
-    """A rank moves its weights: every rank under its name has consented to it."""
+    """
+    A rank moves its weights: every rank under its name has consented to it, and both ends of each
+    channel posted the same messages in the same order.
+    """
     _goes_on(st, r, AGREED)
     st.need(
         "consent-of-all",
         st.every("rank", lambda q: (st.name[q] == st.name[r]) & (st.yes[q] > st.epoch[r])),
     )
+    ended = st.step[r]
+    st.need(
+        "same-messages",
+        st.every(
+            "rank rank place",
+            lambda q, p, k: implies(
+                (0 <= k) & (k < st.total[q, p, ended]),
+                st.out_message[q, p, k] == st.into_message[p, q, k],
+            ),
+        ),
+    )
     st.epoch[r] = st.epoch[r] + 1
     st.whole[r] = 0
     st.phase[r] = BETWEEN
+
+
+@_transition("rank", "rank", "rank", "place")
+def disagree(st: Any, r: Any, q: Any, p: Any, k: Any) -> None:
+    """A rank finds at its consent that the two ends of a channel differ; it cannot go on."""
+    _goes_on(st, r, AGREED)
+    st.when(st.every("rank", lambda q: (st.name[q] == st.name[r]) & (st.yes[q] > st.epoch[r])))
+    st.when((0 <= k) & (k < st.total[q, p, st.step[r]]))
+    st.when(st.out_message[q, p, k] != st.into_message[p, q, k])
+    st.leaving[r] = 1
 
 
 # Checkpoints
@@ -327,12 +383,14 @@ def write_shard(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def publish(st: Any, r: Any) -> None:
-    """A rank makes the parts that lie there the whole checkpoint: all are of its own epoch."""
-    _goes_on(st, r, BETWEEN)
-    st.when(st.name[r] != NOBODY)
-    st.need("part-of-this-epoch", st.every("rank", lambda q: st.shard[q] == st.epoch[r]))
+    """
+    A rank makes the parts that lie there the whole checkpoint: all are of the epoch of its own
+    part. It may have gone on meanwhile, or be about to stop.
+    """
+    st.when((st.up[r] == 1) & (st.name[r] != NOBODY))
+    st.need("part-of-this-epoch", st.every("rank", lambda q: st.shard[q] == st.shard[r]))
     st.need("part-of-this-attempt", st.every("rank", lambda q: st.shard_life[q] == st.life[r]))
-    st.saved[0] = st.epoch[r]
+    st.saved[0] = st.shard[r]
     st.saved_life[0] = st.life[r]
     st.kept[...] = st.shard
     st.kept_life[...] = st.shard_life
@@ -357,6 +415,16 @@ def wake(st: Any, r: Any, q: Any) -> None:
     st.when(st.up[r] == 1)
     st.when(st.leaving[r] == 0)
     st.when((st.life[q] == st.life[r]) & (st.open[q] == 0))
+    st.leaving[r] = 1
+    st.lost[r] = 1
+
+
+@_transition("rank", fault=True)
+def run_late(st: Any, r: Any) -> None:
+    """A rank cannot go on: a deadline passed, or the launcher ends it."""
+    st.when(st.up[r] == 1)
+    st.when(st.leaving[r] == 0)
+    st.gone[st.life[r]] = 1
     st.leaving[r] = 1
     st.lost[r] = 1
 

@@ -34,7 +34,9 @@ __all__ = [
 ENCODING: Final = Encoding(
     {
         "rank": z3.DeclareSort("Rank"),
-        **dict.fromkeys(("one", "attempt", "name", "slot", "place", "count", "int"), z3.IntSort()),
+        **dict.fromkeys(
+            ("one", "attempt", "name", "slot", "message", "place", "count", "int"), z3.IntSort()
+        ),
     },
     {},
 )

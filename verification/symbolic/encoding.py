@@ -34,6 +34,7 @@ ARGUMENTS: Mapping[str, str] = {
     "epoch": "int",
     "incarnation": "int",
     "refresh": "flag",
+    "cached": "flag",
     "first": "flag",
     "bit": "mask",
     "message": "mask",

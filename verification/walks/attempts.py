@@ -151,6 +151,12 @@ def _refresh(shadow: Shadow, pick: Pick) -> Call:
     return _twisted(call, _links(shadow), pick)
 
 
+def _evaluation(shadow: Shadow, pick: Pick) -> Call:
+    stage = _any_stage(shadow, pick)
+    given = {"stage": stage, "cached": bool(pick(2)), "link": a_link(shadow, stage, pick)}
+    return _twisted(Call("check_evaluation", given), _links(shadow), pick)
+
+
 def _forward(shadow: Shadow, pick: Pick) -> Call:
     key = _any_key(shadow, pick)
     stage, updates = shadow.stages[key.stage], shadow.domain(key.stage).updates
@@ -234,9 +240,10 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
         wrong: list[Ticket] = []
         for ticket in flights:
             if ticket.action != action:
-                places = {"refresh": _any_stage(shadow, pick), "update": shadow.epoch}
+                stage = _any_stage(shadow, pick)
+                places = {"refresh": stage, "evaluation": stage, "update": shadow.epoch}
                 place = places.get(kind, pick(len(shadow.slots)))
-                if not {"refresh", "update"} & {action, ticket.action}:
+                if not {*places} & {action, ticket.action}:
                     place = ticket.slot
                 wrong.append(evolve(ticket, action=action, slot=place))
                 continue
@@ -244,7 +251,7 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
             wrong.append(evolve(ticket, incarnation=ticket.incarnation ^ 1))
             if action == "update":
                 wrong.append(evolve(ticket, slot=ticket.slot + 1))
-            elif action != "refresh":
+            elif action not in ("refresh", "evaluation"):
                 wrong.append(evolve(ticket, slot=(ticket.slot + 1) % len(shadow.slots)))
         tickets = spent[-3:] + wrong
         mine = [t for t in flights if t.action == action]
@@ -283,10 +290,10 @@ def _wrong_reports(shadow: Shadow, ticket: Ticket, told: dict[str, Any]) -> list
         later = dict.fromkeys(now, shadow.epoch + 1)
         wrong += [("filled", None), ("filled", {**now, "x": shadow.epoch}), ("filled", later)]
         wrong.append(("filled", [*now.items(), *now.items()]))
-    elif config.reports_fills and ticket.action == "F":
+    elif config.reports_fills and ticket.action in ("F", "evaluation"):
         wrong.append(("filled", now))
     if "updates" in told:
-        wrong += [("updates", value) for value in (None, 0, 2)]
+        wrong += [("updates", value) for value in (None, 1 - told["updates"], 2)]
     if "scales" in told:
         wrong += [("scales", value) for value in (None, told["scales"] + 1)]
     return wrong
@@ -321,6 +328,17 @@ def _finalize(shadow: Shadow, pick: Pick) -> Call:
     return _twisted(call, _links(shadow), pick)
 
 
+def _reader(transition: str) -> Callable[[Shadow, Pick], Call | None]:
+    def propose(shadow: Shadow, pick: Pick) -> Call | None:
+        if not shadow.uses("completion"):
+            return None
+        stage = _any_stage(shadow, pick)
+        call = Call(transition, {"stage": stage, "link": a_link(shadow, stage, pick)})
+        return _twisted(call, _links(shadow), pick)
+
+    return propose
+
+
 def _ofa_link(transition: str) -> Callable[[Shadow, Pick], Call]:
     return lambda shadow, pick: Call(transition, {"link": pick(len(shadow.links))})
 
@@ -341,17 +359,23 @@ _ATTEMPTS: dict[str, Callable[[Shadow, Pick], Call | None]] = {
     "bind": _bind,
     "check_refresh": _refresh,
     "check_forward": _forward,
+    "check_evaluation": _evaluation,
     "submit": lambda shadow, pick: Call(
         "submit", {"caller": shadow.process.callers[pick(len(shadow.process.callers))]}
     ),
     "drain": lambda shadow, pick: Call("drain"),
     "finalize": _finalize,
+    **{name: _reader(name) for name in ("start_weights_read", "finish_weights_read")},
+    "next_walk": lambda shadow, pick: Call("next_walk", {"epoch": shadow.epoch + (pick(8) == 7)}),
     "check_update": lambda shadow, pick: Call(
         "check_update",
         {
             "epoch": shadow.epoch + (pick(8) == 7),
             "caller": shadow.process.callers[pick(len(shadow.process.callers))],
         },
+    ),
+    "fail": lambda shadow, pick: Call(
+        "fail", {"stage": _any_stage(shadow, pick), "epoch": shadow.epoch + 1 + pick(2)}
     ),
     "checkpoint": lambda shadow, pick: Call("checkpoint"),
     "purge": lambda shadow, pick: Call("purge", {"epoch": shadow.epoch}),

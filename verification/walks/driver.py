@@ -42,6 +42,7 @@ _FLEETING = tuple(
     if clause.partition(".")[2]
     in {
         "device-work",
+        "half-updated",
         "in-flight",
         "live-tape",
         "not-forwarded",
@@ -271,6 +272,7 @@ class Driver(RandomWalk):
         whole = tuple(sorted(told["evidence"]))
         return {
             "commit_refresh": fill,
+            "commit_evaluation": (fill[1], numbers["updates"]),
             "commit_forward": (*fill, numbers["updates"]),
             "commit_dgrad": (whole, numbers["updates"], numbers["scales"]),
             "commit_wgrad": (whole,),
@@ -291,11 +293,11 @@ class Driver(RandomWalk):
             slot = result.slot
         if isinstance(result, Ticket):
             told = f"ticket {result.serial}"
-            if result.action not in ("refresh", "update"):
+            if result.action not in ("refresh", "evaluation", "update"):
                 told += f" in slot {result.slot}"
         else:
             told = str(result) if isinstance(result, TapeRef) else ""
-        if call.transition.endswith(("refresh", "update")) or (
+        if call.transition.endswith(("refresh", "evaluation", "update")) or (
             slot is not None and slot >= len(self.shadow.slots)
         ):
             slot = None

@@ -66,6 +66,7 @@ class Stage:
     spoiled: bool = False
     final: bool = False
     wrote: int = 0
+    evaluating: int | None = None
 
 
 @define
@@ -86,7 +87,7 @@ class Domain:
     """
 
     updates: int = 0
-    of_epoch: int = 0
+    of_walk: int = 0
     rolled_at: int = 0
     running: set[int] = field(factory=set)
     poisoned: bool = False
@@ -110,13 +111,18 @@ class Pool:
 
 @define
 class Link:
-    """When a caller last enqueued work, when its work was last awaited, when it last waited."""
+    """
+    When a caller last enqueued work, when its work was last awaited, when it last waited.
+
+    ``saw_update``: whether it has waited for the latest update through the graph stream.
+    """
 
     domain: int
     caller: Hashable
     submitted: int = 0
     joined: int = 0
     waited: int = 0
+    saw_update: bool = True
 
 
 @frozen

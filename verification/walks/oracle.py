@@ -215,7 +215,7 @@ def _update(
         yield "order.token"
     declared = shadow.process.declared.get(shadow.configs[stage].domain)
     if declared and action is not None:
-        if declared[domain.of_epoch : domain.of_epoch + 1] != (action,):
+        if declared[domain.of_walk : domain.of_walk + 1] != (action,):
             yield "order.reordered"
 
 
@@ -229,12 +229,7 @@ def _replay(shadow: Shadow, stage: int, link: int) -> Findings:
 
 def _after_update(shadow: Shadow, stage: int) -> Findings:
     """A violation if neither the graph stream nor the host has waited for the latest update."""
-    if shadow.updated is None:
-        return
-    caller, at = shadow.updated
-    domain = shadow.domain_of(stage)
-    own = [link for link in shadow.links if (link.domain, link.caller) == (domain, caller)]
-    if shadow.domains[domain].drained < at and not any(link.joined > at for link in own):
+    if shadow.awaits_update(shadow.domain_of(stage)):
         yield "completion.update-to-graph"
 
 
@@ -253,6 +248,14 @@ def _in_order(shadow: Shadow, slot: int, kind: str) -> Findings:
 def _waits(shadow: Shadow, ref: TapeRef) -> set[str]:
     tape = shadow.slots[ref.slot].tape
     return set() if tape is None else tape.waits
+
+
+def _unusable(shadow: Shadow, during: bool = False) -> Findings:
+    """Violations by the use of weights that an update writes, or may have left wrong."""
+    if during and shadow.update is not None:
+        yield "epoch.in-flight"
+    if shadow.half_updated:
+        yield "epoch.half-updated"
 
 
 # One rule for each transition
@@ -274,6 +277,7 @@ def _reserve(shadow: Shadow, key: TapeKey, slot: int | None, link: int) -> Findi
     yield from _filled(shadow, key.stage, place, link)
     if place is not None and shadow.configs[key.stage].copies_input:
         yield from _forgets(shadow, place, link)
+    yield from _unusable(shadow)
 
 
 def _place_to_reserve(
@@ -298,6 +302,7 @@ def _bind(shadow: Shadow, key: TapeKey, destination: Any) -> Findings:
         yield "arena.duplicate-bind"
     if destination is not None:
         yield "arena.mismatch"
+    yield from _unusable(shadow, during=True)
 
 
 def _has_cache(shadow: Shadow) -> Findings:
@@ -319,6 +324,7 @@ def _check_refresh(shadow: Shadow, stage: int, link: int) -> Findings:
     yield from _update(shadow, stage, None, None)
     yield from _replay(shadow, stage, link)
     yield from _after_update(shadow, stage)
+    yield from _unusable(shadow, during=True)
 
 
 def _check_forward(
@@ -354,6 +360,22 @@ def _check_forward(
     yield from _replay(shadow, key.stage, link)
     yield from _after_update(shadow, key.stage)
     yield from _seen(shadow, place)
+    yield from _unusable(shadow)
+
+
+def _check_evaluation(shadow: Shadow, stage: int, cached: bool, link: int) -> Findings:
+    it, domain = shadow.stages[stage], shadow.domain(stage)
+    if cached and it.cached != shadow.epoch:
+        yield "version.stale-cache"
+    if domain.refreshed is not None:
+        yield "version.refresh-interrupted"
+    yield from _update(shadow, stage, None, None)
+    yield from _replay(shadow, stage, link)
+    yield from _after_update(shadow, stage)
+    if it.evaluating is not None or shadow.update is not None:
+        yield "epoch.in-flight"
+    if shadow.half_updated:
+        yield "epoch.half-updated"
 
 
 def _check_dgrad(
@@ -395,6 +417,7 @@ def _check_dgrad(
         yield "completion.graph-to-caller"
     if receives:
         yield from _seen(shadow, shadow.slots[ref.slot])
+    yield from _unusable(shadow)
 
 
 def _check_wgrad(
@@ -438,6 +461,7 @@ def _check_wgrad(
         yield "arena.stale-accumulation"
     yield from _in_order(shadow, ref.slot, "dW")
     yield from _replay(shadow, key.stage, link)
+    yield from _unusable(shadow)
 
 
 def _ticket(shadow: Shadow, ticket: Ticket) -> Findings:
@@ -449,7 +473,7 @@ def _ticket(shadow: Shadow, ticket: Ticket) -> Findings:
     elif (
         flight is None or flight.ticket.action != ticket.action or flight.ticket.slot != ticket.slot
     ):
-        family = "version" if ticket.action == "refresh" else "ownership"
+        family = {"refresh": "version", "evaluation": "epoch"}.get(ticket.action, "ownership")
         yield f"{family}.unknown-ticket"
 
 
@@ -470,7 +494,7 @@ def _commit(
     if flight is None or flight.ticket.action != ticket.action:
         return
     config = shadow.configs[flight.stage]
-    if config.reports_fills and ticket.action in ("F", "refresh"):
+    if config.reports_fills and ticket.action in ("F", "refresh", "evaluation"):
         pairs = list(filled.items() if isinstance(filled, dict) else filled or ())
         if not flight.filling:
             yield from ["version.fill-unasked"] * bool(pairs)
@@ -479,7 +503,8 @@ def _commit(
                 yield "version.fill-missing"
             if not pairs or any(epoch != shadow.epoch for _, epoch in pairs):
                 yield "version.wrong-fill"
-    if config.reports_updates and ticket.action in ("F", "dI") and updates != 1:
+    asked = {"F": 1, "dI": 1, "evaluation": 0}
+    if config.reports_updates and updates != asked.get(ticket.action, updates):
         yield "order.scaling-updates"
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
         if scales != shadow.slots[flight.slot].scaled_at:
@@ -636,6 +661,41 @@ def _fail_reduction(shadow: Shadow, bucket: int | str) -> Findings:
         yield "reduction.not-started"
 
 
+def _start_weights_read(shadow: Shadow, stage: int, link: int) -> Findings:
+    it = shadow.links[link]
+    if it.domain != shadow.domain_of(stage):
+        yield "completion.wrong-stream"
+    if stage in shadow.readers:
+        yield "completion.second-reader"
+    if shadow.updated is not None and it.caller != shadow.updated[0] and not it.saw_update:
+        yield "completion.update-to-reader"
+    yield from _unusable(shadow, during=True)
+
+
+def _finish_weights_read(shadow: Shadow, stage: int, link: int) -> Findings:
+    if shadow.links[link].domain != shadow.domain_of(stage):
+        yield "completion.wrong-stream"
+    if stage not in shadow.readers:
+        yield "completion.not-reading"
+    yield from _reader(shadow, link)
+
+
+def _next_walk(shadow: Shadow, epoch: int) -> Findings:
+    stages = shadow.stages.values()
+    if shadow.live():
+        yield "ownership.live-tape"
+    if shadow.update is not None or any(stage.evaluating is not None for stage in stages):
+        yield "epoch.in-flight"
+    if shadow.half_updated:
+        yield "epoch.half-updated"
+    if epoch != shadow.epoch:
+        yield "epoch.wrong-epoch"
+    if epoch != shadow.epoch or not all(stage.final for stage in stages):
+        yield "epoch.not-final"
+    if shadow.begun:
+        yield "reduction.begun"
+
+
 def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
     stages = shadow.stages.values()
     if shadow.live():
@@ -644,7 +704,7 @@ def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "version.in-flight"
     if any(domain.running for domain in shadow.domains):
         yield "order.in-flight"
-    if shadow.update is not None:
+    if shadow.update is not None or any(stage.evaluating is not None for stage in stages):
         yield "epoch.in-flight"
     if shadow.half_updated:
         yield "epoch.half-updated"
@@ -654,6 +714,8 @@ def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "epoch.not-final"
     if caller != shadow.reader:
         yield "completion.update-stream"
+    if shadow.readers:
+        yield "completion.weights-in-use"
     if any(reduction.running for reduction in shadow.reductions.values()):
         yield "reduction.in-flight"
     if not all(reduction.done for reduction in shadow.reductions.values()):
@@ -668,11 +730,16 @@ def _end_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
         yield "epoch.unknown-ticket"
 
 
+def _fail(shadow: Shadow, stage: int, epoch: int) -> Findings:
+    if epoch > shadow.epoch:
+        yield "epoch.not-begun"
+
+
 def _checkpoint(shadow: Shadow) -> Findings:
     stages = shadow.stages.values()
     if shadow.live():
         yield "persistence.live-tape"
-    if shadow.update is not None:
+    if shadow.update is not None or any(stage.evaluating is not None for stage in stages):
         yield "persistence.action-in-flight"
     if shadow.uses("version"):
         if any(stage.filling is not None for stage in stages):
@@ -691,7 +758,8 @@ def _checkpoint(shadow: Shadow) -> Findings:
         yield "persistence.device-work"
     if any(reduction.running for reduction in shadow.reductions.values()):
         yield "persistence.reduction-in-flight"
-    if any(stage.wgrads or (stage.forwards and shadow.uses("order")) for stage in stages):
+    begun = any(stage.wgrads or (stage.forwards and shadow.uses("order")) for stage in stages)
+    if begun or shadow.walks:
         yield "persistence.mid-epoch"
 
 
@@ -699,7 +767,8 @@ def _restore(shadow: Shadow, checkpoint: Any, incarnation: int, fresh: bool) -> 
     if [c.stage for c in checkpoint.stages] != [c.stage for c in shadow.process.stages]:
         yield "persistence.configuration"
     if not fresh:
-        if shadow.update is not None:
+        evaluates = any(stage.evaluating is not None for stage in shadow.stages.values())
+        if shadow.update is not None or evaluates:
             yield "epoch.in-flight"
         if any(slot.flight is not None for slot in shadow.slots):
             yield "ownership.in-flight"
@@ -720,6 +789,9 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "bind": _bind,
     "check_refresh": _check_refresh,
     "check_forward": _check_forward,
+    "check_evaluation": _check_evaluation,
+    "commit_evaluation": _commit,
+    "abort_evaluation": _ticket,
     "check_dgrad": _check_dgrad,
     "check_wgrad": _check_wgrad,
     "read": _read,
@@ -737,9 +809,13 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "start_reduction": _start_reduction,
     "finish_reduction": _finish_reduction,
     "fail_reduction": _fail_reduction,
+    "start_weights_read": _start_weights_read,
+    "finish_weights_read": _finish_weights_read,
+    "next_walk": _next_walk,
     "check_update": _check_update,
     "commit_update": _end_update,
     "abort_update": _end_update,
+    "fail": _fail,
     "checkpoint": _checkpoint,
     "restore": _restore,
     **dict.fromkeys(("commit_refresh", "commit_forward", "commit_dgrad", "commit_wgrad"), _commit),

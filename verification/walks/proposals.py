@@ -40,6 +40,9 @@ __all__ = [
     "support",
 ]
 
+#: Walks of an epoch after which no further walk is proposed.
+_WALKS = 1
+
 #: A choice below a bound; zero is the simplest.
 Pick = Callable[[int], int]
 #: A generator of calls; each call is made before the next is drawn, and its result is sent in.
@@ -53,6 +56,7 @@ _REMEDIES: dict[str, Callable[[Shadow, Call], Call]] = {
     "completion.update-to-graph": lambda shadow, call: _join_update(shadow, call),
     "completion.transfer-to-graph": lambda shadow, call: _join_end(shadow, call),
     "completion.two-ends": lambda shadow, call: _join_end(shadow, call),
+    "completion.weights-in-use": lambda shadow, call: _end_a_read(shadow, call.arguments["caller"]),
     "arena.unbound": lambda shadow, call: Call(
         "bind", {"key": call.arguments["key"], "destination": None}
     ),
@@ -72,6 +76,13 @@ def _join_end(shadow: Shadow, call: Call) -> Call:
         place, _ = seat(shadow, given["key"], given["slot"])
     assert place is not None
     return Call("join", {"link": place.ended[0]})
+
+
+def _end_a_read(shadow: Shadow, caller: Hashable) -> Call:
+    """End a read of weights on the stream of a caller."""
+    stage = min(shadow.readers)
+    link = link_of(shadow, stage, caller)
+    return Call("finish_weights_read", {"stage": stage, "link": link})
 
 
 def _join_update(shadow: Shadow, call: Call) -> Call:
@@ -144,15 +155,22 @@ def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
     told: dict[str, Any] = {}
     if config.reports_fills and flight.filling:
         told["filled"] = dict.fromkeys(config.matrices, shadow.epoch)
-    if config.reports_updates and ticket.action in ("F", "dI"):
-        told["updates"] = 1
+    if config.reports_updates and ticket.action in ("F", "dI", "evaluation"):
+        told["updates"] = 0 if ticket.action == "evaluation" else 1
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
         told["scales"] = shadow.slots[flight.slot].scaled_at
     return told
 
 
 #: What the transitions call each action.
-NAMES = {"F": "forward", "dI": "dgrad", "dW": "wgrad", "refresh": "refresh", "update": "update"}
+NAMES = {
+    "F": "forward",
+    "dI": "dgrad",
+    "dW": "wgrad",
+    "refresh": "refresh",
+    "evaluation": "evaluation",
+    "update": "update",
+}
 #: The action of each of those names.
 ACTIONS = {name: action for action, name in NAMES.items()}
 
@@ -240,6 +258,8 @@ def _closings(shadow: Shadow) -> Iterator[Call]:
         yield Call("finish_reduction", {"bucket": bucket, "link": reader_of(shadow, bucket)})
     updater = shadow.process.callers[0] if shadow.reader is None else shadow.reader
     yield Call("check_update", {"epoch": shadow.epoch, "caller": updater})
+    if shadow.walks < _WALKS:
+        yield Call("next_walk", {"epoch": shadow.epoch})
 
 
 def _possible(shadow: Shadow, call: Call) -> bool:
@@ -351,12 +371,41 @@ def support(shadow: Shadow, pick: Pick) -> Plan | None:
         ),
         Call("drain"),
         Call("checkpoint"),
+        *_weights_reads(shadow, pick),
+        *_evaluations(shadow),
         *_reservations(shadow),
         *_binds(shadow),
         *_reads(shadow),
     ]
     legal = [call for call in calls if next(broken(shadow, call), None) is None]
-    return _one(legal[pick(len(legal))]) if legal else None
+    if not legal:
+        return None
+    chosen = legal[pick(len(legal))]
+    return _evaluated(shadow, chosen, pick) if "cached" in chosen.arguments else _one(chosen)
+
+
+def _evaluations(shadow: Shadow) -> Iterator[Call]:
+    for stage in shadow.stages:
+        for cached in (False, True):
+            given = {"stage": stage, "cached": cached, "link": a_link(shadow, stage)}
+            yield Call("check_evaluation", given)
+
+
+def _evaluated(shadow: Shadow, call: Call, pick: Pick) -> Plan:
+    """Evaluate; most evaluations end before the next call."""
+    ticket = yield call
+    if pick(4):
+        yield committed(shadow, ticket)
+
+
+def _weights_reads(shadow: Shadow, pick: Pick) -> Iterator[Call]:
+    if not shadow.uses("completion"):
+        return  # nobody counts the reads
+    for stage in shadow.stages:
+        link = a_link(shadow, stage, pick)
+        yield Call("start_weights_read", {"stage": stage, "link": link})
+        link = _readers_link(shadow, stage)
+        yield Call("finish_weights_read", {"stage": stage, "link": link})
 
 
 def _reservations(shadow: Shadow) -> Iterator[Call]:
@@ -405,6 +454,11 @@ def damage(shadow: Shadow, pick: Pick) -> Plan | None:
         *(Call("drop", {"key": key_of(slot), "ref": shadow.ref(slot)}) for slot in shadow.live()),
         *(Call("fail_reduction", {"bucket": bucket}) for bucket in shadow.reductions),
         Call("purge", {"epoch": shadow.epoch}),
+        *(
+            Call("fail", {"stage": stage, "epoch": epoch})
+            for stage in shadow.stages
+            for epoch in range(max(shadow.epoch - 1, 0), shadow.epoch + 1)
+        ),
         *(Call("invalidate", {"stage": stage}) for stage in shadow.stages),
     ]
     legal = [call for call in calls if next(broken(shadow, call), None) is None]

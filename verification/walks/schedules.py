@@ -89,7 +89,7 @@ class Schedule:
 def _slot(call: Call) -> int | None:
     for name in ("slot", "ref", "ticket"):
         value = call.arguments.get(name)
-        if isinstance(value, Ticket) and value.action in ("refresh", "update"):
+        if isinstance(value, Ticket) and value.action in ("refresh", "evaluation", "update"):
             return None
         if value is not None:
             return int(getattr(value, "slot", value))
@@ -141,7 +141,7 @@ class ScheduleWalk(RandomWalk):
         if phase == "check" and kind:
             self.serial += 1
             ref = given.get("ref")
-            place = {"refresh": "stage", "update": "epoch"}.get(kind, "slot")
+            place = {"refresh": "stage", "evaluation": "stage", "update": "epoch"}.get(kind, "slot")
             where = ref.slot if ref else given[place]
             return Ticket(
                 ACTIONS[kind], given.get("key"), where, self.serial, shadow.incarnation, ref

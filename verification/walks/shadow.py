@@ -75,6 +75,10 @@ class Shadow:
         #: The update in flight, and whether one failed half way.
         self.update: Ticket | None = None
         self.half_updated = False
+        #: Stages whose weights a stream of its own reads.
+        self.readers: set[int] = set()
+        #: Walks of the epoch that are over.
+        self.walks = 0
         self.domains = [Domain() for _ in self.domain_names]
         self.pools = [Pool() for _ in range(max(self.pool_of) + 1)]
         self.links = [
@@ -84,7 +88,7 @@ class Shadow:
         ]
         self.flights: dict[int, Flight] = {}
         self.forwarded: dict[Cell, int] = {}
-        #: Cells whose dI has succeeded since the weights were last updated.
+        #: Cells whose dI has succeeded in this walk.
         self.backward: set[Cell] = set()
         self.bound: set[Cell] = set()
         self.written: set[Hashable] = set()
@@ -138,6 +142,14 @@ class Shadow:
     def source(self, stage: int) -> int | None:
         """The stage of the process that feeds a stage."""
         return next((s for s, config in self.configs.items() if config.feeds == stage), None)
+
+    def awaits_update(self, domain: int) -> bool:
+        """Whether neither a domain's graph stream nor the host has waited for the latest update."""
+        if self.updated is None:
+            return False
+        caller, at = self.updated
+        own = [link for link in self.links if (link.domain, link.caller) == (domain, caller)]
+        return self.domains[domain].drained < at and not any(link.joined > at for link in own)
 
     def slot_of(self, cell: Cell) -> Slot | None:
         """The slot in which a cell is live."""
@@ -227,6 +239,11 @@ class Shadow:
         pool.tapes += 1
         self._take_off(ticket, key.stage, place, refresh)
 
+    def _check_evaluation(self, ticket: Ticket, stage: int, cached: bool, link: int) -> None:
+        self.flights[ticket.serial] = Flight(ticket, stage, None, False)
+        self.stages[stage].evaluating = ticket.serial
+        self.domain(stage).running.add(ticket.serial)
+
     def _check_dgrad(
         self, ticket: Ticket, key: TapeKey, ref: TapeRef, token: Any, link: int
     ) -> None:
@@ -261,6 +278,8 @@ class Shadow:
             slot.flight = None
         if flight.filling:
             stage.filling = None
+        if ticket.action == "evaluation":
+            stage.evaluating = None
         if ticket.action == "dW" and slot is not None and slot.tape is not None:
             for buffer in self.buffers(slot.tape.key.cell):
                 self.writing.discard((buffer, ticket.serial))
@@ -269,6 +288,8 @@ class Shadow:
     def _commit(self, ref: Any, ticket: Ticket, evidence: Any = (), **reports: Any) -> None:
         flight, stage, domain, slot = self._land(ticket)
         domain.replayed = self.clock
+        if ticket.action == "evaluation":
+            return
         if flight.filling:
             stage.cached = self.epoch
         if slot is None:
@@ -296,20 +317,24 @@ class Shadow:
         if ticket.action != "dW":
             slot.wrote = self.clock
             domain.updates += 1
-            domain.of_epoch += 1
+            domain.of_walk += 1
 
     _commit_refresh = _commit_forward = _commit_dgrad = _commit_wgrad = _commit
+    _commit_evaluation = _commit
 
     def _abort(self, _: Any, ticket: Ticket) -> None:
         _flight, stage, domain, slot = self._land(ticket)
         if ticket.action != "dW":
             domain.poisoned = True
+        if ticket.action == "evaluation":
+            stage.spoiled, stage.final = True, False
         if slot is not None:
             stage.spoiled = True
             slot.vacated = domain.replayed = self.clock
             self._lose(slot)
 
     _abort_refresh = _abort_forward = _abort_dgrad = _abort_wgrad = _abort
+    _abort_evaluation = _abort
 
     def _visit(self, slot: Slot, consumer: str) -> None:
         assert slot.tape is not None
@@ -398,6 +423,16 @@ class Shadow:
 
     def _wait(self, _: Any, link: int) -> None:
         self.links[link].waited = self.clock
+        if not self.awaits_update(self.links[link].domain):
+            self.links[link].saw_update = True
+
+    def _start_weights_read(self, _: Any, stage: int, link: int) -> None:
+        self.readers.add(stage)
+        self.domain(stage).device = True
+
+    def _finish_weights_read(self, _: Any, stage: int, link: int) -> None:
+        self.readers.remove(stage)
+        self.reader = self.links[link].caller
 
     def _drain(self, _: Any) -> None:
         for domain in self.domains:
@@ -427,11 +462,26 @@ class Shadow:
         for stage in self.writers(bucket):
             stage.final, stage.spoiled = False, True
 
+    def _next_walk(self, _: Any, epoch: int) -> None:
+        """F are counted over the whole epoch, and its gradients stay in their buffers."""
+        self.walks += 1
+        self.forwarded.clear()  # the same keys come again
+        self._walk_again()
+
+    def _walk_again(self) -> None:
+        """Every microbatch comes again."""
+        for stage in self.stages.values():
+            stage.dgrads = stage.wgrads = 0
+            stage.final = False
+        for domain in self.domains:
+            domain.of_walk = 0
+        self.backward.clear()
+        self.bound.clear()
+
     def _check_update(self, ticket: Ticket, epoch: int, caller: Hashable) -> None:
         self.update = ticket
         self.updated = (caller, self.clock)
-        for domain in self.domains:
-            domain.device = True
+        self._unseen()
 
     def _end_update(self, ticket: Ticket) -> None:
         """Whatever of the update was enqueued, the last of it was enqueued by now."""
@@ -439,8 +489,14 @@ class Shadow:
         self.update, self.updated = None, (self.updated[0], self.clock)
         self.old_tickets.append(ticket)
         del self.old_tickets[:-16]
+        self._unseen()
+
+    def _unseen(self) -> None:
+        """Part of an update was enqueued: the host and the callers have yet to wait for it."""
         for domain in self.domains:
             domain.device = True
+        for link in self.links:
+            link.saw_update = False
 
     def _abort_update(self, _: Any, ticket: Ticket) -> None:
         self._end_update(ticket)
@@ -450,17 +506,22 @@ class Shadow:
         self._end_update(ticket)
         self.epoch += 1
         self.reader = None
+        self.walks = 0
+        self._walk_again()
         for stage in self.stages.values():
-            stage.forwards = stage.dgrads = stage.wgrads = 0
-            stage.final = False
+            stage.forwards = 0
+            stage.spoiled = False
         for reduction in self.reductions.values():
             reduction.done = False
         self.begun.clear()
-        self.backward.clear()
-        for domain in self.domains:
-            domain.of_epoch = 0
-        self.bound.clear()
         self.written.clear()
+
+    def _fail(self, _: Any, stage: int, epoch: int) -> None:
+        """The gradients of an epoch were wrong; an update may have used them."""
+        if epoch == self.epoch:
+            self.stages[stage].spoiled, self.stages[stage].final = True, False
+        if epoch != self.epoch or self.update is not None:
+            self.half_updated = True
 
     def _checkpoint(self, _: Any) -> None:
         pass

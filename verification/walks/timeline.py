@@ -14,7 +14,14 @@ from ..calls import Call
 
 __all__ = ["CallRecord", "schedule_text", "timeline_text"]
 
-_KINDS = {"forward": "F", "dgrad": "I", "wgrad": "W", "refresh": "R", "update": "C"}
+_KINDS = {
+    "forward": "F",
+    "dgrad": "I",
+    "wgrad": "W",
+    "refresh": "R",
+    "update": "C",
+    "evaluation": "E",
+}
 _COLUMNS = 24
 
 
@@ -68,6 +75,9 @@ _LETTERS = {
     "start_reduction": "a(",
     "finish_reduction": "a)",
     "fail_reduction": "ax",
+    "start_weights_read": "n(",
+    "finish_weights_read": "n)",
+    "fail": "E",
     "checkpoint": "K",
     "restore": "R",
 }
@@ -75,8 +85,8 @@ _LEGEND = (
     "F I W forward, dgrad, wgrad, R refresh and C update: ( checked, ) committed, x aborted; "
     "! refused; "
     "v reserve, b bind, r read, d done reading, D drop, P purge, i invalidate, s submit, "
-    "j join, w wait, h host drains the device, Z finalize, a reduction, K checkpoint, "
-    "R restore"
+    "j join, w wait, h host drains the device, Z finalize, a reduction, n read of weights, "
+    "E late fault, K checkpoint, R restore"
 )
 
 

@@ -166,9 +166,20 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, linear: ScaledLinear, *parameters: torch.nn.Parameter
     ) -> Tensor:
-        quantized = linear.scaling_forward.quantize(x, linear.index)
-        ctx.at = linear.quantized_at = linear.domain.rolls
-        ctx.kept = (quantized, linear, linear.store, linear.overwrite)
+        scaling, domain = linear.scaling_forward, linear.domain
+        if (again := domain.recomputing) is not None:
+            quantized = scaling.requantize(x, linear.index, again.scales[id(scaling)])
+        else:
+            quantized = scaling.quantize(x, linear.index)
+            linear.quantized_at = domain.rolls
+        ctx.at = domain.rolls if again is None else again.at
+        if not domain.in_forward:  # dI recomputes: it uses what is quantized here
+            domain.use_scales(ctx.at)
+        # A checkpoint recomputes what is saved for backward; live factors change before.
+        ctx.live = None if scaling.live is None else quantized
+        if ctx.live is None:
+            ctx.save_for_backward(quantized.data, quantized.scale_inv)
+        ctx.kept = (linear, linear.store, linear.overwrite)
         ctx.rolls = linear.domain.claim_first()
         ctx.dtype = x.dtype
         result = product(quantized, linear.cache, b_t=True)
@@ -179,9 +190,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = output_gradients
-        quantized, linear, store, overwrite = ctx.kept
+        linear, store, overwrite = ctx.kept
+        quantized = QuantizedTensor(*ctx.saved_tensors) if ctx.live is None else ctx.live
         wanted = linear.quantize_gradient(gradient)
-        live = linear.scaling_forward.live is not None
+        live = ctx.live is not None
         linear.domain.use_scales(linear.quantized_at if live else ctx.at)
         if live:  # dW must use the factors that dI reads here
             quantized = QuantizedTensor(quantized.data, quantized.scale_inv.clone())

@@ -9,8 +9,8 @@ cache too early) changes numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -64,6 +64,12 @@ class ScalingState:
             dtype=dtype,
         )
 
+    def requantize(self, value: Tensor, index: int, scale: Tensor) -> QuantizedTensor:
+        """Quantize a tensor again with the scales of its F; nothing is recorded."""
+        limit = torch.finfo(self.dtype).max
+        scaled = (value.float() * scale[index]).clamp_(-limit, limit)
+        return QuantizedTensor(scaled.to(self.dtype), scale[index].reciprocal())
+
     def quantize(self, value: Tensor, index: int) -> QuantizedTensor:
         """Record a tensor's amax in the open interval, and quantize it with the previous scale."""
         seen = self.history[0, index]
@@ -84,6 +90,20 @@ class ScalingState:
         fresh = torch.finfo(self.dtype).max / amax / 2.0**margin
         fresh = torch.where((amax > 0.0) & torch.isfinite(amax), fresh, self.scale)
         self.scale.copy_(fresh.clamp_(max=_FP32_MAX))
+
+
+@attrs.frozen(eq=False)
+class Recomputation:
+    """
+    What the recomputation of a layer's activations needs of its F.
+
+    Args:
+        at: The domain's `rolls` when F ran.
+        scales: Copies of the scales that F quantized with, by the identity of their state.
+    """
+
+    at: int
+    scales: Mapping[int, Tensor]
 
 
 @attrs.define(eq=False)
@@ -118,6 +138,7 @@ class ReferenceDomain:
     _depth: int = attrs.field(default=0, init=False)
     _first_unclaimed: bool = attrs.field(default=False, init=False)
     _used: set[int] = attrs.field(factory=set, init=False)
+    recomputing: Recomputation | None = attrs.field(default=None, init=False)
 
     name = "reference"
 
@@ -173,6 +194,35 @@ class ReferenceDomain:
             self._depth -= 1
             if self._depth == 0:
                 self.roll(forward=True)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the outermost region of an F is open."""
+        return self._depth > 0
+
+    def around_recomputation(
+        self, states: Sequence[ScalingState]
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """
+        Return the two contexts that `torch.utils.checkpoint.checkpoint` takes of a layer's F.
+
+        Args:
+            states: The layer's forward scaling state.
+
+        Returns:
+            The context of the layer's F, which changes nothing, and that of its recomputation,
+            which quantizes with copies of the scales of now and records no amax.
+        """
+        scales = {id(state): state.scale.detach().clone() for state in states}
+        return nullcontext(), self._recompute(Recomputation(self.rolls, scales))
+
+    @contextmanager
+    def _recompute(self, what: Recomputation) -> Iterator[None]:
+        outer, self.recomputing = self.recomputing, what
+        try:
+            yield
+        finally:
+            self.recomputing = outer
 
     def claim_first(self) -> bool:
         """Whether the caller is this F's first FP8 module, whose backward rolls the histories."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..dynamic_head import DynamicHead
 from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
@@ -56,6 +59,11 @@ class ReferenceStage(torch.nn.Module):
         extra_inputs: The further inputs of `loss` (targets).
         seed: Seed of the initial parameters, drawn on the CPU so that devices agree.
         ends: Which ends of a language model the stage has; None for a stage of layers alone.
+        recompute: Whether a tape keeps only the inputs of its layers, and dI recomputes their
+            activations (`torch.utils.checkpoint`, non-reentrant).
+
+    Raises:
+        ValueError: A stage recomputes in a domain of live scales, which are gone by then.
     """
 
     relations = frozenset(RELATIONS)
@@ -73,8 +81,15 @@ class ReferenceStage(torch.nn.Module):
         extra_inputs: Sequence[TensorSpec] = (),
         seed: int = 0,
         ends: Ends | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
+        if recompute and domain.tape_scales == "live":
+            raise ValueError(
+                "recompute=True needs a domain with tape_scales='carried': under 'live' the scales "
+                "of F are gone when dI recomputes"
+            )
+        self.recompute = recompute
         self.index = index
         self.domain = domain
         self.config = config
@@ -175,8 +190,22 @@ class ReferenceStage(torch.nn.Module):
             if self.embedding is not None:
                 hidden = self.embedding(hidden)
             for layer in self._layers:
-                hidden = layer(hidden)
+                hidden = self._through(layer, hidden)
         return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
+
+    def _through(
+        self, layer: ReferenceLayer | ReferenceHead | DynamicHead, hidden: Tensor
+    ) -> Tensor:
+        """Run one layer; its activations are kept, or recomputed in dI."""
+        if not self.recompute or not isinstance(layer, ReferenceLayer):
+            return cast(Tensor, layer(hidden))
+        contexts = partial(self.domain.around_recomputation, (layer.forward_scaling,))
+        return cast(
+            Tensor,
+            checkpoint(
+                layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            ),
+        )
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
         """Remember the destinations, which this backend reads in dW."""

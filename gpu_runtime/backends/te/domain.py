@@ -197,8 +197,9 @@ class TransformerEngineDomain:
         """
         if self.frozen:
             raise BackendError(
-                f"stage {stage.index} joins a frozen state domain; build and warm every chunk of "
-                "the process before capture: graphs bake the set of modules in"
+                f"stage {stage.index} joins a frozen state domain; build and warm every chunk "
+                "of the process before capture, because a captured update covers a fixed set of "
+                "modules"
             )
         self._stages.append(stage)
 

@@ -76,8 +76,8 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit-s",
         type=float,
         metavar="S",
-        help="time limit in seconds: a run then ends at its next block, no other run begins, and "
-        "the report is incomplete (default: no limit)",
+        help="time limit in seconds: the current run ends at its next block, no other run "
+        "begins, and the report is incomplete (default: no limit)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(
@@ -181,7 +181,9 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         facts = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
         return Outcome("refused", facts, [f"{named} of {args.config.name}", str(refused)])
     if not rows:
-        raise UnusableError(f"--limit-s {args.limit_s:g}: no run began within it; give it longer")
+        raise UnusableError(
+            f"--limit-s {args.limit_s:g}: no run began within this time; give a higher limit"
+        )
     count = f"{len(rows)} run{'s' * (len(rows) > 1)}"
     what = f"{args.config.name}: {count}, {backend_of(first)} on {first.run.device}"
     for said, cut_short in (("not ended", short), ("not begun", left)):

@@ -91,7 +91,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--amax",
         choices=AMAX,
         default="replica",
-        help="amaxes that scales are made of: each replica's own, or those of all replicas "
+        help="source of the scales: each replica's own amaxes, or the largest of all replicas "
         "(default replica)",
     )
     for name, text in (
@@ -120,7 +120,8 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--clip-norm",
         type=float,
         metavar="X",
-        help="norm over all ranks' gradients above which they are clipped (default: no clipping)",
+        help="largest norm of all ranks' gradients; larger gradients are clipped (default: no "
+        "clipping)",
     )
     parser.add_argument(
         "--skip-nonfinite",

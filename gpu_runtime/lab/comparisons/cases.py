@@ -16,7 +16,7 @@ from qeffect.schedule.torch_tables import torch_schedule
 
 from ...backends.layers import LayerConfig
 from ...step.memory.arena import RULES, Rule
-from ...step.plan.order import Kind, Order, Step
+from ...step.plan.order import ComputeAction, Kind, Order
 from .native import NativeRule, rule_for
 
 Scaling = Literal["delayed", "current", "block"]
@@ -124,7 +124,7 @@ def random_order(seed: int, *, num_stages: int = 2, num_microbatches: int = 4) -
     rng = random.Random(seed)
     after = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}
     ready = [
-        Step(Kind.FORWARD, stage, microbatch)
+        ComputeAction(Kind.FORWARD, stage, microbatch)
         for stage in range(num_stages)
         for microbatch in range(num_microbatches)
     ]

@@ -13,7 +13,7 @@ from qeffect.keys import TapeKey, TapeRef
 
 from ...step.memory.arena import by_matrix
 from ...step.memory.numerical_state import live_state
-from ...step.plan.order import Step
+from ...step.plan.order import ComputeAction
 from ..sides.step_loop import StepLoop
 from .native import record_outputs, record_step, record_sum
 from .recording import Recording
@@ -41,13 +41,13 @@ class RecordedLoop(StepLoop):
         self.runtime.update(self.optimizer, gradients)
         record_step(self.recording, number, stages, gradients, optimizer=self.optimizer)
 
-    def after_forward(self, key: TapeKey, step: Step, outputs: Sequence[Tensor]) -> None:
+    def after_forward(self, key: TapeKey, step: ComputeAction, outputs: Sequence[Tensor]) -> None:
         """Record the outputs and their losses."""
         if self.recording is not None:
             record_outputs(self.recording, f"step {key.epoch} {step}", outputs)
 
     def after_dgrad(
-        self, key: TapeKey, ref: TapeRef, step: Step, gradients: Sequence[Tensor]
+        self, key: TapeKey, ref: TapeRef, step: ComputeAction, gradients: Sequence[Tensor]
     ) -> None:
         """Record the input gradients."""
         if self.recording is not None:
@@ -84,7 +84,7 @@ class GuardedRun(RecordedLoop):
         super().finish()
         self.upkeep.after_step(number, self.recording)
 
-    def after_forward(self, key: TapeKey, step: Step, outputs: Sequence[Tensor]) -> None:
+    def after_forward(self, key: TapeKey, step: ComputeAction, outputs: Sequence[Tensor]) -> None:
         """Record outputs, versions and numerical state."""
         super().after_forward(key, step, outputs)
         if (r := self.recording) is not None:
@@ -97,7 +97,7 @@ class GuardedRun(RecordedLoop):
             r.add_state(where, live_state(runtime.domain))
 
     def after_dgrad(
-        self, key: TapeKey, ref: TapeRef, step: Step, gradients: Sequence[Tensor]
+        self, key: TapeKey, ref: TapeRef, step: ComputeAction, gradients: Sequence[Tensor]
     ) -> None:
         """Record input gradients, the gradients of other parameters, and numerical state."""
         super().after_dgrad(key, ref, step, gradients)

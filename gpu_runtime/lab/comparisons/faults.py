@@ -20,7 +20,7 @@ from qeffect.refusals import Refused
 from qeffect.spec.document import fault_rows
 
 from ...runtime import Runtime
-from ...step.plan.order import Kind, Step
+from ...step.plan.order import ComputeAction, Kind
 from .driver import GuardedRun
 
 __all__ = [
@@ -179,7 +179,7 @@ def _refusals(run: GuardedRun) -> list[dict[str, str]]:
     return found
 
 
-def _about_a_tape(run: GuardedRun, step: Step) -> list[dict[str, str]]:
+def _about_a_tape(run: GuardedRun, step: ComputeAction) -> list[dict[str, str]]:
     """After a dI: its repetition, its slot's last tenant's reference, and a checkpoint."""
     runtime, actions = run.runtime, run.runtime.actions
     key = runtime.key(step.stage, step.microbatch)
@@ -254,7 +254,7 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
     return {"fault": f"a failed {kind.value}", **found, "where": str(failing)}
 
 
-def abort_write(run: GuardedRun, step: Step) -> None:
+def abort_write(run: GuardedRun, step: ComputeAction) -> None:
     """Start a dW as a caller's own loop would, let it write, and abort it."""
     runtime = run.runtime
     memory = runtime.memories[step.stage]

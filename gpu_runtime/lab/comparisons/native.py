@@ -20,7 +20,7 @@ from ...backends.protocol import BackendError, StageBackend, parameters
 from ...step.memory.arena import by_matrix
 from ...step.memory.numerical_state import live_state
 from ...step.optimizer import Gradients, Optimizer
-from ...step.plan.order import Kind, Order, Step
+from ...step.plan.order import ComputeAction, Kind, Order
 from .recording import Recording
 from .workload import Workload, by_index
 
@@ -119,7 +119,7 @@ class NativeRun:
         self._update(number)
 
     def _forward(
-        self, stage: StageBackend, number: int, action: Step, *, first: bool, where: str
+        self, stage: StageBackend, number: int, action: ComputeAction, *, first: bool, where: str
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         drawn = self.workload.inputs(stage, number, action.microbatch)
         inputs = tuple(
@@ -141,7 +141,7 @@ class NativeRun:
         self,
         stage: StageBackend,
         number: int,
-        action: Step,
+        action: ComputeAction,
         inputs: tuple[Tensor, ...],
         outputs: tuple[Tensor, ...],
         where: str,

@@ -108,13 +108,13 @@ class RecordingPipeline(Pipeline):
         super().forward(p)
         if self.recording is not None:
             outputs = () if p.last else self._slot(p).outputs
-            self._note(p, f"F{p.microbatch}", "outputs", outputs)
+            self._note(p, f"F{self.drawn(p)}", "outputs", outputs)
 
     def dgrad(self, p: Passage) -> None:
         """dI, then record its input gradients and the state after it."""
         super().dgrad(p)
         if self.recording is not None:
-            self._note(p, f"I{p.microbatch}", "input gradients", self._slot(p).dgrads)
+            self._note(p, f"I{self.drawn(p)}", "input gradients", self._slot(p).dgrads)
 
     def step(self, optimizer: Optimizer) -> Gradients:
         """One step, then record the state after it."""
@@ -204,6 +204,7 @@ def native_pipeline(
         job.loss,
         groups[replica],
         rule=job.rule,
+        walks=job.walks,
         recording=recording,
         reduce=reduce,
         optimizer=optimizer or job.optimizer,

@@ -90,14 +90,14 @@ def read_part(path: Path, kind: str) -> dict[str, Any]:
     for name, types in _PARTS.items():
         if not isinstance(part.get(name), types):
             raise UnusableError(
-                f"--merge {path}: expected a whole report, found none of {name}; {again}"
+                f"--merge {path}: expected a complete report, found one without {name}; {again}"
             )
     try:
         LINES[kind]({**part, "derived": DERIVE[kind](part["raw"])})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnusableError(
-            f"--merge {path}: expected measurements in raw, found some from which nothing follows "
-            f"({type(error).__name__}: {error}); {again}"
+            f"--merge {path}: expected complete measurements in raw, found some that cannot be "
+            f"evaluated ({type(error).__name__}: {error}); {again}"
         ) from None
     made: dict[str, Any] = part
     return made

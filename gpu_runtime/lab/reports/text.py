@@ -203,7 +203,7 @@ def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
                 )
             )
         for part, us in column.get("parts_us", {}).items():
-            rows.append((f"{name}, of it {part}", "", "", "", "", f"{us:.2f}"))
+            rows.append((f"{name}, of which {part}", "", "", "", "", f"{us:.2f}"))
     return rows
 
 
@@ -303,14 +303,16 @@ def curve_lines(derived: Raw) -> list[str]:
     for row in derived["non_inferiority"]:
         lines.append(
             f"  {row['side']}, head {row['head']}, {row['schedule']} against {row['against']}, "
-            f"seeds {row['seeds']}, step {row['step']}: perplexity {_spelled(row['ratio'])} of it, "
-            f"at most {_spelled(row['upper'])} (95 %); margin {row['margin']}"
+            f"seeds {row['seeds']}, step {row['step']}: ratio of perplexities "
+            f"{_spelled(row['ratio'])}, at most {_spelled(row['upper'])} with 95 % confidence; "
+            f"margin {row['margin']}"
         )
     for row in derived["to_loss"]:
         last = row["levels"][-1]
         lines.append(
-            f"  {row['run']} comes to {last['loss']} in {last['seconds']:.1f} s, {row['native']} "
-            f"in {last['native_seconds']:.1f} s: {last['native_over_this']:.2f} times as long"
+            f"  {row['run']} reaches loss {last['loss']} in {last['seconds']:.1f} s, "
+            f"{row['native']} in {last['native_seconds']:.1f} s: {last['native_over_this']:.2f} "
+            "times as long"
         )
     return lines
 
@@ -331,9 +333,9 @@ def scale_lines(derived: Raw) -> list[str]:
             over += f", {row['final_different']} of {row['final_values']} tensors differ"
         bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x of its bound"
         lines.append(
-            f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} ms a "
-            f"step, {row['single_ms']['median']:.2f} alone, {row['host_ms']['median']:.2f} of the "
-            f"host{over}{bound}"
+            f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} "
+            f"ms a step, {row['single_ms']['median']:.2f} ms for a single step, "
+            f"{row['host_ms']['median']:.2f} ms on the host{over}{bound}"
         )
     return lines + target_lines(derived["targets"])
 

@@ -178,7 +178,7 @@ class ColumnSession:
 
 
 class ColumnHandle(Protocol):
-    """A column that is told what to do and asked for the result."""
+    """A column that runs a method on request and returns its result."""
 
     def post(self, method: str, **arguments: Any) -> None:
         """Start one of the session's methods."""

@@ -82,7 +82,7 @@ def host_times(
     clock: Clock = time.perf_counter_ns,
 ) -> dict[str, Any]:
     """
-    Time some steps call by call, then the bare replays of as many.
+    Time some steps call by call, then the bare replays of the same number of steps.
 
     Args:
         runtime: The runtime; without captured graphs there is nothing bare to time.

@@ -26,7 +26,7 @@ from ...ranks.worker import Worker
 from ...step.eager import StageMemory
 from ...step.graphs import GraphExecutor, no_collection
 from ...step.optimizer import Gradients
-from ...step.plan.order import Order, Step
+from ...step.plan.order import ComputeAction, Order
 from .timing import meet_idle
 
 __all__ = [
@@ -151,7 +151,9 @@ def _row(
     yield "", "update", lambda: worker.optimizer.step(gradients)
 
 
-def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.cuda.CUDAGraph:
+def graph_of(
+    step: ComputeAction, memory: StageMemory, executor: GraphExecutor
+) -> torch.cuda.CUDAGraph:
     """The graph that an action replays: its microbatch's slot, and the variant of its dW."""
     graphs = executor.slots[memory.slot_of[step.microbatch]]
     if step.kind is Kind.WGRAD:

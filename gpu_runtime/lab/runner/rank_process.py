@@ -82,7 +82,9 @@ def forbid_profiler() -> None:
     from torch.autograd import profiler
 
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("this process times steps, and the profiler would slow what follows")
+        raise RuntimeError(
+            "this process times steps, and the profiler would slow the steps that follow"
+        )
 
     # torch.profiler.profile makes one of these too.
     profiler.profile.__init__ = refuse  # type: ignore[method-assign]

@@ -134,7 +134,7 @@ def run_ranks(
             process.stdin.close()
         del store
     failed = [n for n, process in enumerate(ranks) if codes[n] not in (None, 0)]
-    # A rank that was killed because another had failed is not the one that failed.
+    # Ranks without an exit code were killed here, after another rank failed.
     found = [-signal.SIGKILL if code is None and failed else code for code in codes]
     told = paths[failed[0] if failed else 0].read_text(encoding="utf-8", errors="replace")
     seconds = time.monotonic() - began

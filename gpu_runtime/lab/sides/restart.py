@@ -227,6 +227,8 @@ def remapped_run(
     worker = by_hand.worker
     whose = 0 if shares_amax(worker.runtime) else worker.replica % there
     _copy(worker, trial.job, held, epoch, whose)
+    if worker.rank_log is not None:
+        worker.rank_log("load", epoch=epoch)
     copied = persistent_digests(worker, trial.job)
     by_hand.step()
     theirs = persistent_digests(worker, trial.job)

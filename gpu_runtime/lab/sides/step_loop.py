@@ -19,7 +19,7 @@ from qeffect.keys import TapeKey, TapeRef
 from ...backends.protocol import StageBackend
 from ...runtime import Runtime
 from ...step.optimizer import Optimizer
-from ...step.plan.order import Kind, Step
+from ...step.plan.order import ComputeAction, Kind
 
 __all__ = ["StepData", "StepLoop"]
 
@@ -87,14 +87,14 @@ class StepLoop:
         self._refs.clear()
         self._refreshed.clear()
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: ComputeAction) -> None:
         """One action, a stage's refresh before its first F."""
         if step.kind is Kind.FORWARD and step.stage not in self._refreshed:
             self.calls.refresh(step.stage)
             self._refreshed.add(step.stage)
         self.act(step)
 
-    def act(self, step: Step) -> None:
+    def act(self, step: ComputeAction) -> None:
         """One F, dI or dW."""
         key = self.runtime.key(step.stage, step.microbatch)
         if step.kind is Kind.FORWARD:
@@ -114,18 +114,18 @@ class StepLoop:
         """The end of an epoch: the update and the commit."""
         self.runtime.finish(self.optimizer)
 
-    def after_forward(self, key: TapeKey, step: Step, outputs: Sequence[Tensor]) -> None:
+    def after_forward(self, key: TapeKey, step: ComputeAction, outputs: Sequence[Tensor]) -> None:
         """Called with the outputs of a stage that feeds no other."""
 
     def after_dgrad(
-        self, key: TapeKey, ref: TapeRef, step: Step, gradients: Sequence[Tensor]
+        self, key: TapeKey, ref: TapeRef, step: ComputeAction, gradients: Sequence[Tensor]
     ) -> None:
         """Called with the input gradients of a stage that no other feeds."""
 
     def after_wgrad(self, key: TapeKey, ref: TapeRef) -> None:
         """Called after a dW."""
 
-    def _forward(self, key: TapeKey, step: Step) -> None:
+    def _forward(self, key: TapeKey, step: ComputeAction) -> None:
         calls, source = self.calls, self._fed_by.get(key.stage)
         if source is None:
             stage = self.runtime.stages[key.stage]
@@ -140,7 +140,7 @@ class StepLoop:
             self.after_forward(key, step, calls.outputs(key, ref))
             calls.finish_outputs(key, ref)
 
-    def _dgrad(self, key: TapeKey, step: Step) -> None:
+    def _dgrad(self, key: TapeKey, step: ComputeAction) -> None:
         calls, ref = self.calls, self._refs[key]
         calls.bind(key)
         source = self.feeds.get(key.stage)

@@ -68,7 +68,9 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.owner.note(self, f"F{fwd_chunk_id}", "outputs", () if self.is_last else (out,))
+        self.owner.note(
+            self, f"F{self.owner.drawn + fwd_chunk_id}", "outputs", () if self.is_last else (out,)
+        )
         return out
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +80,7 @@ class _Stage(PipelineStage):
             self.backend.native_bind(kept)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         found = () if self.is_first else self.bwd_cache[m]
-        self.owner.note(self, f"I{m}", "input gradients", found)
+        self.owner.note(self, f"I{self.owner.drawn + m}", "input gradients", found)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """
@@ -111,7 +113,8 @@ class NativePipeline:
         stages: Fresh stages of the rank, the last without its loss: torch computes that.
         num_stages: Stages of the whole pipeline.
         order: The rank's row, which says how gradients are summed.
-        microbatches: Microbatches of a step.
+        microbatches: Microbatches of a step, over all walks.
+        walks: Times that a step runs the schedule before its update, over equal parts.
         batch: The data.
         loss: Maps the last stage's output and the target to a scalar.
         group: A process group of the pipeline's ranks.
@@ -136,11 +139,13 @@ class NativePipeline:
         *,
         rule: Rule = "accumulate",
         dtype: torch.dtype = torch.bfloat16,
+        walks: int = 1,
         recording: Recording | None = None,
         reduce: Callable[[Gradients], Tensor | None] | None = None,
         optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
     ) -> None:
-        self.stages, self.batch, self.microbatches = list(stages), batch, microbatches
+        self.stages, self.batch, self.microbatches = list(stages), batch, microbatches // walks
+        self.walks, self.drawn = walks, 0  # microbatches of the walks before
         self.recording, self.reduce = recording, reduce
         self.dtype = dtype
         self.rule = rule_for(order, rule, dtype)
@@ -172,7 +177,7 @@ class NativePipeline:
         alone = schedule in SINGLE
         self.schedule = cls(
             self.piped[0] if alone else self.piped,
-            microbatches,
+            self.microbatches,
             loss_fn=loss,
             scale_grads=False,
         )
@@ -199,18 +204,26 @@ class NativePipeline:
         self.recording.add_all(category, where, named)
         self.recording.add_state(where, live_state(self.domain))
 
-    def step(self) -> None:
-        """One optimizer step."""
-        data = [self.batch(self.number, m) for m in range(self.microbatches)]
+    def _walked(self) -> list[Tensor]:
+        """Run the schedule once; return the losses by microbatch, where the last stage is."""
+        data = [self.batch(self.number, self.drawn + m) for m in range(self.microbatches)]
         x, target = (torch.cat(part) for part in zip(*data, strict=True))
         losses: list[Tensor] = []
-        for piped in self.piped:
-            piped.forwards.first = True
         inputs = (x,) if any(p.is_first for p in self.piped) else ()
         options: dict[str, Any] = {}
         if any(p.is_last for p in self.piped):
             options = {"target": target, "losses": losses}
         self.schedule.step(*inputs, **options, return_outputs=False)
+        return losses
+
+    def step(self) -> None:
+        """One optimizer step."""
+        losses: list[Tensor] = []
+        for piped in self.piped:
+            piped.forwards.first = True
+        for walk in range(self.walks):
+            self.drawn = walk * self.microbatches
+            losses += self._walked()
         # Read on demand: a step does not wait for its losses.
         self._losses[self.number] = [loss.detach() for loss in losses]
         gradients = {p.stage_index: native_gradients(p.backend, p.sums) for p in self.piped}

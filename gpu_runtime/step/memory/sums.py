@@ -91,7 +91,7 @@ def compiled(num_sets: int, dtype: torch.dtype, device: torch.device) -> Launche
     for part in launches(sets):
         launch(torch.tensor(part.rows, device=device), part.terms, dtype, _CHECKED)
     if not torch.equal(sets[0][0], by_adds[0][0]):
-        raise RuntimeError("one pass over the gradients gives other bits than additions do")
+        raise RuntimeError("one pass over the gradients gives other bits than separate additions")
     return launch
 
 

@@ -17,13 +17,13 @@ from qeffect.schedule.slots import assign, own_readers
 
 from ...backends.protocol import BackendError
 
-__all__ = ["Kind", "Order", "Step"]
+__all__ = ["ComputeAction", "Kind", "Order"]
 
 
 _KINDS = (Kind.FORWARD, Kind.DGRAD, Kind.WGRAD)
 
 
-class Step(NamedTuple):
+class ComputeAction(NamedTuple):
     """One F, dI or dW."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class Order:
         source: Where the actions come from, for messages.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ComputeAction, ...]
     source: str = ""
 
     @classmethod
@@ -66,7 +66,7 @@ class Order:
                 f"{schedule.source} has ranks 0 to {schedule.num_ranks - 1}, found rank {rank}"
             )
         steps = (
-            Step(atom.kind, atom.stage, atom.microbatch)
+            ComputeAction(atom.kind, atom.stage, atom.microbatch)
             for atom in schedule.atoms[rank]
             if atom.kind in COMPUTE
         )
@@ -76,7 +76,7 @@ class Order:
     def parse(cls, text: str) -> Order:
         """Read an order from cells, as in `0F0 0I0 0W0`."""
         atoms = (atom for entry in text.split() for atom in Action.parse(entry).atoms())
-        return cls(tuple(Step(a.kind, a.stage, a.microbatch) for a in atoms), "given")
+        return cls(tuple(ComputeAction(a.kind, a.stage, a.microbatch) for a in atoms), "given")
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class Order:
         Raises:
             BackendError: An action is missing, repeated, or too early.
         """
-        seen: set[Step] = set()
+        seen: set[ComputeAction] = set()
         for step in self.steps:
             if step.kind not in _KINDS:
                 continue
@@ -114,7 +114,7 @@ class Order:
             seen.add(step)
         for stage in self.stages:
             for microbatch in range(self.num_microbatches):
-                if (step := Step(Kind.WGRAD, stage, microbatch)) not in seen:
+                if (step := ComputeAction(Kind.WGRAD, stage, microbatch)) not in seen:
                     raise BackendError(
                         f"the order lacks {step}; expected F, dI and dW of microbatches 0 to "
                         f"{self.num_microbatches - 1} of every stage"

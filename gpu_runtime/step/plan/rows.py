@@ -26,7 +26,8 @@ from qeffect.schedule.actions import (
 )
 from qeffect.schedule.check import check
 from qeffect.schedule.findings import Finding
-from qeffect.schedule.slots import Assignment, Step, Tape, assign
+from qeffect.schedule.index import Event
+from qeffect.schedule.slots import Assignment, Tape, assign
 from qeffect.schedule.transport import Transport
 
 from .order import Order
@@ -195,11 +196,11 @@ def _awaited(table: Schedule, rank: int, provisioning: Provisioning) -> tuple[Ac
     return (*row, *(wait for waits in leaving.values() for wait in waits))
 
 
-def _steps(atoms: Sequence[Atom]) -> list[Step]:
+def _steps(atoms: Sequence[Atom]) -> list[Event]:
     return [(a.kind, a.stage, a.microbatch) for a in atoms]
 
 
-def _assign(table: Schedule, rank: int, steps: Sequence[Step], *, reuse: bool) -> Assignment:
+def _assign(table: Schedule, rank: int, steps: Sequence[Event], *, reuse: bool) -> Assignment:
     """Assign slots from the receive on; free once dW, local readers and messages are done."""
     ends = SEND_WAITS if table.awaits_sends else SENDS
     readers = local_readers(

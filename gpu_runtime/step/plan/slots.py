@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 
 import attrs
 
-from qeffect.schedule.slots import Step, Tape, assign
+from qeffect.schedule.index import Event
+from qeffect.schedule.slots import Tape, assign
 
 from ..memory.arena import Rule
 from .order import Kind, Order
@@ -38,6 +39,10 @@ class WgradVariant(NamedTuple):
     accumulate: bool
     joins: bool = False
 
+    def adding(self) -> WgradVariant:
+        """What the dW does in a later walk of the epoch: it adds to the same destinations."""
+        return self._replace(accumulate=True, joins=False)
+
 
 @attrs.frozen
 class SlotPlan:
@@ -50,6 +55,7 @@ class SlotPlan:
         slot_of: Local slot by stage and microbatch.
         num_slots: Slots by stage.
         sharers: By stage, the other stage that writes the same destination of tied weights.
+        walks: The most walks over the order in an epoch. In walks after the first, every dW adds.
     """
 
     order: Order
@@ -57,9 +63,10 @@ class SlotPlan:
     slot_of: Mapping[tuple[int, int], int]
     num_slots: Mapping[int, int]
     sharers: Mapping[int, int] = attrs.field(factory=dict)
+    walks: int = 1
 
     def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
-        """What the dW of a microbatch does under a destination rule."""
+        """What the dW of a microbatch does in the first walk, under a destination rule."""
         if rule == "copied":
             return WgradVariant(-1, False)
         if rule == "per_microbatch":
@@ -82,15 +89,14 @@ class SlotPlan:
 
     def variants(self, stage: int, slot: int, rule: Rule) -> tuple[WgradVariant, ...]:
         """All variants of one slot's dW in an epoch, each once."""
-        return tuple(
-            sorted(
-                {
-                    self.variant(stage, microbatch, rule)
-                    for (owner, microbatch), used in self.slot_of.items()
-                    if owner == stage and used == slot
-                }
-            )
-        )
+        found = {
+            self.variant(stage, microbatch, rule)
+            for (owner, microbatch), used in self.slot_of.items()
+            if owner == stage and used == slot
+        }
+        if self.walks > 1:
+            found |= {variant.adding() for variant in found}
+        return tuple(sorted(found))
 
 
 def plan_slots(
@@ -138,7 +144,7 @@ def plan_slots(
 
 def local_readers(
     stages: Iterable[int], microbatches: Iterable[int], feeds: Mapping[int, int]
-) -> dict[Step, list[Tape]]:
+) -> dict[Event, list[Tape]]:
     """
     Consumers of each tape: its dW, the stage that it feeds, and the feeding stage's dI.
 
@@ -147,7 +153,7 @@ def local_readers(
         microbatches: Microbatches of an epoch.
         feeds: Which local stage each local stage feeds.
     """
-    found: dict[Step, list[Tape]] = {}
+    found: dict[Event, list[Tape]] = {}
     every = tuple(microbatches)
     for stage in stages:
         for microbatch in every:

@@ -23,7 +23,7 @@ class RankGroup:
     """
     The process group of all ranks that checkpoints use.
 
-    It is used by nothing else, since the thread of an asynchronous save may be in it.
+    Nothing else uses this group, since the thread of an asynchronous save may be using it.
 
     Attributes:
         handle: torch's process group; None before the first use and after `end`.
@@ -57,10 +57,10 @@ class RankGroup:
 
 class SharedError(BackendError):
     """
-    An error that every rank raises at the same place, from what all ranks have exchanged.
+    An error that every rank raises at the same place, from data that all ranks have exchanged.
 
-    No rank waits for another then, so each can raise it. Every other error may be of one rank
-    alone, and `stop` tells it to the others.
+    No rank then waits for another, so each rank can raise the error. Any other error may exist on
+    one rank only; `stop` reports it to the other ranks.
     """
 
 
@@ -107,7 +107,7 @@ def stop(worker: Worker, error: Exception, group: RankGroup | None) -> Exception
 
 
 def lost(error: Exception) -> Exception:
-    """Return a collective's error, a plain `RuntimeError`, as a lost rank; other errors stay."""
+    """Turn a collective's plain `RuntimeError` into a lost rank; return other errors unchanged."""
     if isinstance(error, BackendError) or not isinstance(error, RuntimeError):
         return error
     library = str(error)

@@ -1,5 +1,5 @@
 """
-`Checkpoints`: the folder of a run's checkpoints, and the order in which a save and a load go on.
+`Checkpoints`: the folder of a run's checkpoints, and the order of the steps of a save and a load.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Checkpoints:
             during the next steps. `wait` or the next save reports a failure.
 
     Attributes:
-        changed: What the last load found different, without a reason to refuse, in words.
-        untidy: What the last finished save could not remove, in words, on rank 0. The checkpoint
-            is whole all the same.
+        changed: The differences that the last load found and accepted, in words.
+        untidy: What the last finished save could not remove, in words, on rank 0. The checkpoint is
+            still whole.
 
     Raises:
         BackendError: `keep` is below 1.
@@ -90,8 +90,8 @@ class Checkpoints:
         Return the newest checkpoint; None without one.
 
         Its manifest is sound and every file has its size; `load` also reads the contents. A damaged
-        newest checkpoint is refused, not skipped: the run would go back behind it unasked, and its
-        saves up to that epoch would be refused.
+        newest checkpoint is refused, not skipped: otherwise the run would silently go back to an
+        older checkpoint, and its saves up to the damaged checkpoint's epoch would be refused.
 
         Raises:
             BackendError: The newest checkpoint is not whole; the message says what is wrong with
@@ -132,8 +132,8 @@ class Checkpoints:
         Args:
             worker: This rank.
             naming: The model's names.
-            must: Plain data that must be equal at a load: dimensions, data, and what else decides
-                what saved numbers mean.
+            must: Plain data that must be equal at a load: dimensions, data, and all else that
+                decides the meaning of saved numbers.
             free: Plain data that `load` returns: positions, seeds, schedules.
             extra_tensors: Further tensors by name; tensors of one name are equal on all ranks.
 
@@ -178,7 +178,11 @@ class Checkpoints:
                 "made_by": [one["made_by"] for one in said],
                 "tensors": {n: mark[:2] for one in said for n, mark in one["sums"].items()},
             }
-            self._write(worker, Writer(final, facts, self.keep, left), tensors)
+            log = worker.rank_log
+            if log is not None:
+                log("write_shard", epoch=epoch)
+            publishes = log if worker.member.rank == 0 else None
+            self._write(worker, Writer(final, facts, self.keep, left, publishes), tensors)
         except Exception as error:
             if earlier and isinstance(error, SharedError):
                 error = SharedError(f"{error}; and before it: {earlier}")
@@ -326,13 +330,15 @@ class Checkpoints:
             worker.consent.agree(worker.runtime.epoch)
         except Exception as error:
             raise self._stopped(worker, error) from None
+        if worker.rank_log is not None:
+            worker.rank_log("load", epoch=worker.runtime.epoch)
         self.changed = changes(worker, facts)
         free: dict[str, Any] = facts["free"]
         return free
 
 
 def _text(error: Exception) -> str:
-    """An error in words: those that name a problem as they are, any other with its type."""
+    """An error in words; with its type, unless the message already names the problem."""
     if isinstance(error, (BackendError, OSError, ValueError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -85,7 +85,7 @@ def mapping_of(worker: Worker) -> dict[str, Any]:
         "replicas": worker.member.world // worker.pp,
         "stages": table.num_stages,
         "stage_to_rank": [table.stage_to_rank[stage] for stage in range(table.num_stages)],
-        "microbatches": table.num_microbatches,
+        "microbatches": table.num_microbatches * worker.runtime.config.walks,
     }
 
 
@@ -100,7 +100,7 @@ def contract_of(worker: Worker) -> dict[str, Any]:
 
 
 def changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """What differs between both runs without a reason to refuse, in words."""
+    """The accepted differences between both runs, in words."""
     saved, own = facts["mapping"], mapping_of(worker)
     found = [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
     if not found:

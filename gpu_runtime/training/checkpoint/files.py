@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from qeffect.log.rank_log import RankLog
+
 from ...backends.protocol import BackendError
 
 __all__ = [
@@ -177,12 +179,18 @@ class Writer(FileSystemWriter):
         facts: The plain data of the checkpoint; rank 0 writes it.
         keep: How many whole checkpoints stay.
         words: What could not be removed before; rank 0 adds what it cannot remove at the end.
+        log: The rank log in which rank 0 writes that the checkpoint gets its name, just before.
     """
 
     def __init__(
-        self, final: Path, facts: Mapping[str, Any], keep: int, words: tuple[str, ...] = ()
+        self,
+        final: Path,
+        facts: Mapping[str, Any],
+        keep: int,
+        words: tuple[str, ...] = (),
+        log: RankLog | None = None,
     ) -> None:
-        self.final, self.facts, self.keep = final, facts, keep
+        self.final, self.facts, self.keep, self.log = final, facts, keep, log
         self.partial = partial_of(final)
         self.words = words
         super().__init__(self.partial, overwrite=False)
@@ -226,6 +234,8 @@ class Writer(FileSystemWriter):
         self._write(MANIFEST, canonical(sealed))
         _sync(self.partial / _METADATA)
         _sync(self.partial)
+        if self.log is not None:
+            self.log("publish", epoch=self.facts["epoch"])
         self.partial.rename(self.final)
         _sync(self.final.parent)
         self.words += retain(self.final.parent, self.keep)
@@ -287,7 +297,7 @@ def clear(folder: Path) -> tuple[str, ...]:
 
 def retain(folder: Path, keep: int) -> tuple[str, ...]:
     """
-    Remove all but the newest checkpoints; each loses its name first, so that none is half there.
+    Remove all but the newest checkpoints; each is renamed first, so that none is half removed.
 
     Only folders with a sound manifest that names facts are removed; others are not checkpoints.
 

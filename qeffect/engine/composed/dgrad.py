@@ -25,7 +25,7 @@ def check_dgrad(st, key, ref, token, link):
     """
     Before dI: reserves tape and domain.
 
-    Guards: ownership, version, order, arena, capture, completion.
+    Guards: ownership, version, order, arena, capture, completion, epoch.
     Writes: ownership, order, capture, tickets.
     """
     # ownership.check_dgrad_guards
@@ -93,6 +93,9 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("completion.graph-to-caller")
     if needs & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
+    # epoch.check_dgrad_guards
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
     ticket = st.serial[0] + 1
     # ownership.check_dgrad_writes
     st.held[slot] = ticket

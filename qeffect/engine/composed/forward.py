@@ -16,7 +16,7 @@ def check_forward(st, key, slot, token, link, refresh):
     """
     Before F: reserves slot and domain.
 
-    Guards: ownership, version, order, capture, completion.
+    Guards: ownership, version, order, capture, completion, epoch.
     Writes: ownership, version, order, capture, tickets.
     """
     # ownership.check_forward_guards
@@ -86,6 +86,9 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("completion.update-to-graph")
     if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
+    # epoch.check_forward_guards
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
     ticket = st.serial[0] + 1
     # ownership.check_forward_writes
     st.slot_of[c] = slot

@@ -16,7 +16,7 @@ def check_refresh(st, stage, link):
     """
     Before a refresh: reserves the domain.
 
-    Guards: version, order, completion.
+    Guards: version, order, completion, epoch.
     Writes: version, order, tickets.
     """
     # version.check_refresh_guards
@@ -41,6 +41,11 @@ def check_refresh(st, stage, link):
         raise Refused("completion.caller-to-graph")
     if st.unawaited[d] != 0:
         raise Refused("completion.update-to-graph")
+    # epoch.check_refresh_guards
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
     ticket = st.serial[0] + 1
     # version.check_refresh_writes
     st.refreshing[stage] = ticket

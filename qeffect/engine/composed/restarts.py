@@ -24,6 +24,8 @@ def checkpoint(st):
         raise Refused("persistence.live-tape")
     if not st.every(st.refreshing, 0) or st.optimizing[0] != 0:
         raise Refused("persistence.action-in-flight")
+    if not st.every(st.evaluating, 0):
+        raise Refused("persistence.action-in-flight")
     if st.half_updated[0] != 0:
         raise Refused("persistence.half-updated")
     if not st.every(st.refreshed, NO_STAGE):
@@ -36,7 +38,7 @@ def checkpoint(st):
         raise Refused("persistence.device-work")
     if not st.every(st.reducing, 0):
         raise Refused("persistence.reduction-in-flight")
-    if not st.every(st.forwards, 0) or not st.every(st.wgrads, 0):
+    if not st.every(st.forwards, 0) or not st.every(st.wgrads, 0) or st.walk[0] != 0:
         raise Refused("persistence.mid-epoch")
 
 
@@ -49,6 +51,8 @@ def restore(st, epoch, incarnation):
     """
     # epoch.restore_before_ownership_guards
     if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if not st.every(st.evaluating, 0):
         raise Refused("epoch.in-flight")
     # ownership.restore_guards
     if not st.every(st.held, 0):
@@ -95,12 +99,15 @@ def restore(st, epoch, incarnation):
     st.fill(st.landed, 0)
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
+    st.fill(st.weights_read, 0)
+    st.fill(st.unseen, 0)
     st.named[0] = NEVER
     # reduction.restore_writes
     st.fill(st.reduced, NEVER)
     st.started[0] = 0
     # epoch.restore_writes
     st.fill(st.weight_epoch, epoch)
+    st.walk[0] = 0
     st.fill(st.wgrads, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)

@@ -43,6 +43,8 @@ def wait(st, link):
     d = st.domain_at[link]
     # completion.wait_writes
     st.waited[link] = st.replays[d]
+    if st.unawaited[d] == 0:
+        st.unseen[link] = 0
 
 
 def drain(st, domain):

@@ -16,7 +16,7 @@ def reserve(st, key, slot, link):
     """
     Before a receive: claims a slot for a key's F.
 
-    Guards: ownership, version, completion.
+    Guards: ownership, version, completion, epoch.
     Writes: ownership, completion.
     """
     # ownership.reserve_guards
@@ -50,6 +50,9 @@ def reserve(st, key, slot, link):
     on = st.ended_on[slot]
     if st.receives[s] & COPY_BIT != 0 and on != link and (st.joined[on] < st.ended_at[slot]):
         raise Refused("completion.two-ends")
+    # epoch.reserve_guards
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
     end = st.submitted[link] + 1
     # ownership.reserve_writes
     st.slot_of[c] = slot
@@ -70,7 +73,7 @@ def bind(st, key, destination):
     """
     Before dI: binds the destination of its gradients.
 
-    Guards: version, arena.
+    Guards: version, arena, epoch.
     Writes: arena.
     """
     # version.bind_guards
@@ -86,6 +89,11 @@ def bind(st, key, destination):
         raise Refused("arena.duplicate-bind")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
+    # epoch.bind_guards
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
     # arena.bind_writes
     st.bound[c] = e
 

@@ -25,7 +25,7 @@ def check_wgrad(st, key, ref, link, destination, first):
     """
     Before dW: reserves tape and destination. `first` says which buffers dW overwrites.
 
-    Guards: ownership, arena, capture, completion.
+    Guards: ownership, arena, capture, completion, epoch.
     Writes: ownership, arena, capture, tickets.
     """
     # ownership.check_wgrad_guards
@@ -73,6 +73,9 @@ def check_wgrad(st, key, ref, link, destination, first):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
+    # epoch.check_wgrad_guards
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
     ticket = st.serial[0] + 1
     # ownership.check_wgrad_writes
     st.held[slot] = ticket

@@ -1,0 +1,73 @@
+"""
+Evaluations: forwards of the backend that leave training as it was.
+
+An eager evaluation moves scaling state, as every F of such a library does, so its state is put back
+afterwards and compared: what it reports to the kernel is what the comparison found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from .eager import StageMemory
+from .effects import Effects
+from .memory.numerical_state import NumericalState, Snapshot, live_state
+
+__all__ = ["evaluated"]
+
+
+def evaluated(
+    memory: StageMemory,
+    others: Iterable[StageMemory],
+    inputs: Sequence[Tensor],
+    *,
+    cached: bool,
+) -> tuple[tuple[Tensor, ...], Effects]:
+    """
+    Run a stage's forward in memory of its own, and put back what it moved.
+
+    Args:
+        memory: The stage's memory.
+        others: The memory of every stage of the process, whose reports must not count this forward.
+        inputs: The stage's inputs, with the shapes and types of training.
+        cached: Whether the weight cache is current. If not, the weights are quantized for this
+            forward, and the cache gets its former content back.
+
+    Returns:
+        The outputs, detached, and what is left of the forward's effects on training: no scaling
+        update, unless the state of the domain differs from what it was, and no filled cache.
+    """
+    stage = memory.stage
+    reports = [(other.reports, other.reports.updates()) for other in others]
+    count = memory.reports.updates()
+    before = NumericalState.of(stage.domain)
+    caches = () if cached else tuple(stage.cached_weights().values())
+    kept = Snapshot((*live_state(stage.domain).values(), *caches))
+    try:
+        if not cached:
+            stage.refresh_cache()
+            memory.reports.take_filled()
+        outputs = stage.native_forward(_taken(memory, inputs), first=False)
+        found = tuple(output.detach() for output in outputs)
+        filled = memory.reports.take_filled()
+    finally:
+        kept.restore()
+        updates = memory.reports.since(count)
+        for report, before_it in reports:
+            report.skip(before_it)
+    if updates is not None:
+        changed = NumericalState.of(stage.domain).differences(before)
+        updates = max(1, updates) if changed else 0
+    return found, Effects(filled, updates)
+
+
+def _taken(memory: StageMemory, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inputs apart from the caller's autograd; a library may look for a gradient."""
+    specs = memory.stage.inputs
+    apart = [given.detach() for given in inputs]
+    return [
+        given.requires_grad_() if spec.differentiable else given
+        for given, spec in zip(apart, specs, strict=True)
+    ]

@@ -1,0 +1,287 @@
+"""
+Rank logs: what the ranks of a job did together, one file for each rank and attempt.
+
+An event log (`qeffect.log.recorder`) records a contract's transitions. A rank log records what a
+contract does not see: how the ranks met, which messages they posted and received, their consents,
+their parts of checkpoints, and how they stopped. Every line is written at once, so that the log of
+a killed process ends with what the process did last. `qeffect replay` takes the logs of all ranks
+through the model of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import attrs
+
+from .checker import LogError
+from .format import DIGEST_BYTES, compact
+from .recorder import seal
+
+__all__ = ["RANK_EVENTS", "RANK_HEADER", "RANK_MAGIC", "RankLines", "RankLog", "is_rank_log"]
+
+RANK_MAGIC: Final = "rank-log"
+_VERSION: Final = 1
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _peer(value: Any) -> bool:
+    return type(value) is int and value >= -1
+
+
+def _word(value: Any) -> bool:
+    return type(value) is str and 0 < len(value) <= 200
+
+
+def _maybe_word(value: Any) -> bool:
+    return value is None or _word(value)
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _message(value: Any) -> bool:
+    if type(value) is not list or len(value) != 3:
+        return False
+    stage, microbatch, gradient = value
+    return _natural(stage) and _natural(microbatch) and type(gradient) is bool
+
+
+def _naturals(value: Any) -> bool:
+    return type(value) is list and all(map(_natural, value))
+
+
+def _channels(value: Any) -> bool:
+    return type(value) is list and all(_naturals(one) and len(one) == 3 for one in value)
+
+
+_Fields = Mapping[str, Callable[[Any], bool]]
+
+#: Fields of the header: `attempt` is the name that the ranks agreed on (null if another library
+#: made them meet), `worker` numbers the workers of a process, `began` is nanoseconds of the host's
+#: clock, `channels` is [sender, receiver, messages per step].
+RANK_HEADER: Final[_Fields] = {
+    "rank": _natural,
+    "world": _natural,
+    "attempt": _maybe_word,
+    "worker": _natural,
+    "began": _natural,
+    "epoch": _natural,
+    "channels": _channels,
+}
+
+_POSTED: Final[_Fields] = {
+    "peer": _natural,
+    "message": _message,
+    "slot": _natural,
+    "generation": _natural,
+}
+_ENDED: Final[_Fields] = {"peer": _natural, "action": _word}
+
+#: Fields of each event, beside `seq`, `event` and `digest`.
+RANK_EVENTS: Final[Mapping[str, _Fields]] = {
+    # how the ranks of an attempt agree on its name
+    "offer": {"name": _word},
+    "take_seat": {"name": _word},
+    "confirm": {"name": _word},
+    "connect": {"name": _word},
+    # a step
+    "begin_step": {"epoch": _natural},
+    "post_send": _POSTED,
+    "post_receive": _POSTED,
+    "sent": _ENDED,
+    "received": _ENDED,
+    "finish": {"epoch": _natural},
+    "consent": {"epoch": _natural},
+    "commit": {"epoch": _natural},
+    # checkpoints
+    "load": {"epoch": _natural},
+    "write_shard": {"epoch": _natural},
+    "publish": {"epoch": _natural},
+    # stopping, and a rebuild in place
+    "stop": {"kind": _word, "peer": _peer, "in_row": _flag},
+    "say": {},
+    "close": {},
+    "end": {"cause": _natural, "kind": _word},
+    "rebuilt": {"epoch": _natural},
+    "closed": {},
+}
+
+
+class RankLog:
+    """
+    Writes one rank's log.
+
+    Args:
+        file: A path, or None to keep the lines in memory.
+        header: The fields of `RANK_HEADER` except `began`.
+
+    Attributes:
+        lines: The lines, if they are kept in memory.
+        place: Slot and generation of the buffer of the next posted message.
+        ended: Whether the log was closed, or could not be written; later events are left out.
+        problem: Why the log could not be written; empty if all is well.
+
+    >>> log = RankLog(None, rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
+    >>> log("begin_step", epoch=0)
+    >>> log.close()
+    >>> [json.loads(line).get("event") for line in log.lines]
+    [None, 'begin_step', 'closed']
+    """
+
+    def __init__(self, file: str | os.PathLike[str] | None, **header: Any) -> None:
+        self.lines: list[str] = []
+        self.place = (0, 0)
+        self.ended = False
+        self.problem = ""
+        self._count = 0
+        self._lock = threading.Lock()  # an asynchronous save publishes from a thread
+        self._chain = blake2b(digest_size=DIGEST_BYTES)
+        self._file: BinaryIO | None = (
+            None if file is None else Path(file).open("wb", buffering=0)  # noqa: SIM115
+        )
+        began = {"began": time.time_ns()}
+        values = {name: {**header, **began}[name] for name in RANK_HEADER}
+        self._write({"qeffect": RANK_MAGIC, "version": _VERSION, **values})
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """
+        Write an event.
+
+        Args:
+            event: A name of `RANK_EVENTS`.
+            fields: Its fields, in the table's order.
+        """
+        assert fields.keys() == RANK_EVENTS[event].keys(), event
+        with self._lock:
+            if self.ended:
+                return
+            self._count += 1
+            self._write({"seq": self._count, "event": event, **fields})
+
+    def posted(self, event: str, peer: int, message: Sequence[Any]) -> None:
+        """Write that a message was posted, with the buffer that `place` names."""
+        slot, generation = self.place
+        self(event, peer=peer, message=[*message], slot=slot, generation=generation)
+
+    def close(self) -> None:
+        """Write that the process ended its work; a second call does nothing."""
+        self("closed")
+        with self._lock:
+            self.ended = True
+            if self._file is not None:
+                self._file.close()
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        line = seal(compact(fields)[:-1], self._chain)
+        if self._file is None:
+            self.lines.append(line)
+        else:
+            try:
+                self._file.write(line.encode())
+            except OSError as error:  # a stop must not fail for its log
+                self.ended, self.problem = True, error.strerror or str(error)
+
+
+@attrs.frozen
+class RankLines:
+    """
+    A rank log that was read.
+
+    Args:
+        name: Its path.
+        header: Its header.
+        events: Its events, each with the fields of its kind.
+    """
+
+    name: str
+    header: Mapping[str, Any]
+    events: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> RankLines:
+        """
+        Read a log. A last line without its newline is left out: the process was killed in it.
+
+        Raises:
+            LogError: The file is not a rank log, or a line is damaged.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise LogError(f"{path}: {error.strerror or error}") from error
+        chain = blake2b(digest_size=DIGEST_BYTES)
+        *lines, _ = data.split(b"\n")
+        parsed = [_line(path, number, line, chain) for number, line in enumerate(lines, 1)]
+        if not parsed or parsed[0].get("qeffect") != RANK_MAGIC:
+            raise LogError(f"{path}: expected a rank log's header in line 1")
+        header, *events = parsed
+        if header.get("version") != _VERSION:
+            raise LogError(
+                f"{path}: line 1: expected version {_VERSION}, found {header.get('version')!r}"
+            )
+        _check(path, 1, header, {"qeffect", "version", "digest"}, RANK_HEADER)
+        if header["rank"] >= header["world"]:
+            raise LogError(
+                f"{path}: line 1: expected a rank below {header['world']}, found {header['rank']}"
+            )
+        for seq, event in enumerate(events, 1):
+            fields = RANK_EVENTS.get(event.get("event", ""))
+            if fields is None:
+                raise LogError(
+                    f"{path}: line {seq + 1}: expected an event of a rank log, found "
+                    f"{event.get('event')!r}"
+                )
+            _check(path, seq + 1, event, {"seq", "event", "digest"}, fields)
+            if event["seq"] != seq:
+                raise LogError(f"{path}: line {seq + 1}: expected seq {seq}, found {event['seq']}")
+        return cls(str(path), header, tuple(events))
+
+
+def _line(path: Any, number: int, line: bytes, chain: Any) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+        if type(parsed) is not dict:
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        raise LogError(f"{path}: line {number}: expected a JSON object: {error}") from error
+    body = {name: value for name, value in parsed.items() if name != "digest"}
+    sealed = seal(compact(body)[:-1], chain).encode()
+    if sealed != line + b"\n":
+        raise LogError(
+            f"{path}: line {number}: the digest does not match the lines so far; the log was "
+            "changed or damaged: take the log that the run wrote"
+        )
+    return parsed
+
+
+def _check(
+    path: Any, line: int, found: Mapping[str, Any], common: set[str], fields: _Fields
+) -> None:
+    if found.keys() != common | fields.keys():
+        expected = ", ".join(fields) or "no field"
+        raise LogError(f"{path}: line {line}: expected {expected}, found {', '.join(found)}")
+    for name, check in fields.items():
+        if not check(found[name]):
+            raise LogError(f"{path}: line {line}: {name} is malformed: {found[name]!r}")
+
+
+def is_rank_log(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as a rank log does; a file that cannot be read does not."""
+    mark = b'{"qeffect":"%s"' % RANK_MAGIC.encode()
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(len(mark)) == mark
+    except OSError:
+        return False

@@ -1,0 +1,279 @@
+"""
+The model of ranks takes what ranks really did, and refuses each log that tells something else.
+
+The logs are of real runs; a forged one has one edit, and digests that fit the edit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.membership import Limits
+from qeffect.log.checker import LogError
+from qeffect.log.format import DIGEST_BYTES, compact
+from qeffect.log.rank_log import RankLines, RankLog
+from qeffect.log.recorder import seal
+from qeffect.verification.ranks.replay import replay_ranks
+from tests.ranks import bodies
+from tests.ranks.ranks import launch
+from tests.training import bodies as training
+
+Lines = list[dict[str, Any]]
+Edit = Callable[[list[Lines]], None]
+
+LIMITS = Limits(start=60.0, message=30.0, commit=30.0, grace=4.0)
+JOB = Job(schedule="zbv", pp=2, microbatches=4)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """Logs of real ranks: stopped and begun again in place; saved, ended and resumed."""
+    folder = tmp_path_factory.mktemp("runs")
+    places = [folder / name for name in ("stopped", "saved", "resumed")]
+    for place in places:
+        place.mkdir()
+    stopped = launch(2, places[0], bodies.recovering, JOB, [(1, ("raising", "2W1"))], LIMITS)
+    checkpoints = str(folder / "checkpoints")
+    saved = launch(2, places[1], training.started, JOB, checkpoints, {"until": 2, "save_at": (1,)})
+    resumed = launch(2, places[2], training.gone_on, JOB, checkpoints, {"until": 3})
+    return {"stopped": stopped.logs[:2], "resumed": [*saved.logs, *resumed.logs]}
+
+
+def lines_of(path: Path) -> Lines:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, lines: Lines) -> Path:
+    """Write a log with digests and numbers that fit its lines."""
+    chain = blake2b(digest_size=DIGEST_BYTES)
+    text = []
+    for number, line in enumerate(lines):
+        body = {name: value for name, value in line.items() if name != "digest"}
+        if number:
+            body["seq"] = number
+        text.append(seal(compact(body)[:-1], chain))
+    path.write_text("".join(text))
+    return path
+
+
+def at(lines: Lines, event: str, number: int = 0) -> int:
+    """The place of an event."""
+    return [place for place, line in enumerate(lines) if line.get("event") == event][number]
+
+
+def dropped(log: int, event: str, number: int = 0) -> Edit:
+    """An event is missing."""
+
+    def edit(logs: list[Lines]) -> None:
+        del logs[log][at(logs[log], event, number)]
+
+    return edit
+
+
+def changed(log: int, event: str, number: int = 0, **fields: Any) -> Edit:
+    """A field of an event has another value."""
+
+    def edit(logs: list[Lines]) -> None:
+        line = logs[log][at(logs[log], event, number)]
+        assert all(line[name] != value for name, value in fields.items())
+        line.update(fields)
+
+    return edit
+
+
+def doubled(log: int, event: str, number: int = 0) -> Edit:
+    """An event stands twice."""
+
+    def edit(logs: list[Lines]) -> None:
+        place = at(logs[log], event, number)
+        logs[log].insert(place, dict(logs[log][place]))
+
+    return edit
+
+
+def before(log: int, event: str, other: str, number: int = 0) -> Edit:
+    """An event stands before another one."""
+
+    def edit(logs: list[Lines]) -> None:
+        line = logs[log].pop(at(logs[log], event, number))
+        logs[log].insert(at(logs[log], other, number), line)
+
+    return edit
+
+
+def renamed(logs: list[Lines]) -> None:
+    """Rank 0 sends another microbatch than rank 1 receives, and commits."""
+    post = logs[0][at(logs[0], "post_send", -8)]
+    assert [0, 0, False] == post["message"]
+    post["message"] = [0, 9, False]
+    [sent] = [line for line in logs[0][-20:] if line.get("action") == "0SEND_F0"]
+    sent["action"] = "0SEND_F9"
+
+
+FORGED: dict[str, tuple[str, Edit, str]] = {
+    "a commit without the consent of rank 1": (
+        "stopped",
+        dropped(1, "consent"),
+        "ranks.consent-of-all",
+    ),
+    "a seat that nobody took": ("stopped", dropped(1, "take_seat"), "ranks.all-seats"),
+    "a name that rank 0 did not confirm": ("stopped", dropped(0, "confirm"), "ranks.order"),
+    "a send too many": ("stopped", doubled(0, "post_send", -1), "ranks.planned-sends"),
+    "a receive too many": ("stopped", doubled(0, "post_receive", -1), "ranks.planned-receives"),
+    "a message of another microbatch": (
+        "stopped",
+        renamed,
+        "ranks.same-messages",
+    ),
+    "a message that arrived before its receive": (
+        "stopped",
+        before(0, "received", "post_receive"),
+        "ranks.as-recorded",
+    ),
+    "a step in another epoch": ("stopped", changed(1, "begin_step", epoch=1), "ranks.as-recorded"),
+    "a commit before the consent": (
+        "stopped",
+        before(1, "commit", "consent"),
+        "ranks.consent-of-all",
+    ),
+    "gradients that were never final": ("stopped", dropped(1, "finish"), "ranks.consent-of-all"),
+    "a connection that closed before its reason": (
+        "stopped",
+        dropped(1, "say"),
+        "ranks.said-first",
+    ),
+    "another cause on each rank": ("stopped", changed(0, "end", cause=0), "ranks.as-recorded"),
+    "a loss that nobody caused": (
+        "stopped",
+        changed(1, "stop", kind="lost", peer=0),
+        "ranks.order",
+    ),
+    "an attempt in place while a rank runs": ("stopped", dropped(0, "end"), "ranks.all-stopped"),
+    "an attempt in place from other weights": (
+        "stopped",
+        changed(0, "rebuilt", epoch=1),
+        "ranks.as-recorded",
+    ),
+    "a slot that went back": (
+        "stopped",
+        changed(0, "post_send", -1, generation=0),
+        "ranks.as-recorded",
+    ),
+    "a part of a checkpoint that is missing": (
+        "resumed",
+        dropped(1, "write_shard"),
+        "ranks.part-of-this-epoch",
+    ),
+    "a part of another epoch": (
+        "resumed",
+        changed(1, "write_shard", epoch=0),
+        "ranks.part-of-this-epoch",
+    ),
+    "a checkpoint that nobody saved": ("resumed", changed(2, "load", epoch=2), "ranks.as-recorded"),
+}
+
+
+class TestRealRuns:
+    def test_a_stop_and_what_went_on_in_place(self, runs: dict[str, list[Path]]) -> None:
+        report = replay_ranks(runs["stopped"])
+
+        assert (None, 2, 2, 2) == (report.clause, report.attempts, report.commits, report.stops)
+        assert report.messages > 20
+
+    def test_a_checkpoint_and_the_resume_from_it(self, runs: dict[str, list[Path]]) -> None:
+        report = replay_ranks(runs["resumed"])
+
+        assert (None, 2, 1) == (report.clause, report.attempts, report.checkpoints)
+        assert 2 * (2 + 2) == report.commits
+
+    def test_any_order_of_the_files_will_do(self, runs: dict[str, list[Path]]) -> None:
+        assert replay_ranks(runs["resumed"][::-1]) == replay_ranks(runs["resumed"])
+
+    def test_a_log_that_merely_ends_is_of_a_process_that_died(
+        self, runs: dict[str, list[Path]], tmp_path: Path
+    ) -> None:
+        """Both were killed as soon as they had met; a half line behind that is left out."""
+        cut = [lines_of(path)[:4] for path in runs["resumed"][:2]]
+        logs = [write(tmp_path / f"{n}.ranks.jsonl", lines) for n, lines in enumerate(cut)]
+        with logs[1].open("a") as file:
+            file.write('{"seq":4,"event":"begin_')
+        report = replay_ranks(logs)
+
+        assert (None, 1, 0) == (report.clause, report.attempts, report.commits)
+
+
+class TestForgedLogs:
+    @pytest.mark.parametrize("name", FORGED)
+    def test_is_refused(self, name: str, runs: dict[str, list[Path]], tmp_path: Path) -> None:
+        """One edit, and no order of all events is one that the protocol takes."""
+        run, edit, clause = FORGED[name]
+        logs = [lines_of(path) for path in runs[run]]
+        edit(logs)
+        report = replay_ranks([write(tmp_path / f"{n}.jsonl", log) for n, log in enumerate(logs)])
+
+        assert clause == report.clause, report.summary()
+        assert report.rank in (0, 1)
+        assert report.line == report.step + 1
+
+    def test_that_only_changed_is_unusable(
+        self, runs: dict[str, list[Path]], tmp_path: Path
+    ) -> None:
+        """Digests show an edit that did not take them along."""
+        damaged = tmp_path / "0.ranks.jsonl"
+        text = runs["stopped"][0].read_text()
+        damaged.write_text(text.replace('"epoch":0', '"epoch":1', 1))
+        with pytest.raises(LogError, match="line 1: the digest"):
+            RankLines.read(damaged)
+
+
+class TestCommand:
+    def test_says_what_it_took(
+        self, runs: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert 0 == main(["replay", *map(str, runs["stopped"])])
+        assert "accepted: 2 rank logs, 2 attempts, 2 commits" in capsys.readouterr().out
+
+    def test_names_rank_event_clause_and_line(
+        self, runs: dict[str, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        logs = [lines_of(path) for path in runs["stopped"]]
+        dropped(1, "say")(logs)
+        paths = [write(tmp_path / f"{n}.jsonl", log) for n, log in enumerate(logs)]
+
+        assert 1 == main(["replay", "--json", "--quiet", *map(str, paths)])
+        said = json.loads(capsys.readouterr().out)
+        assert ("refused", 1, "close", "ranks.said-first") == tuple(
+            said[name] for name in ("verdict", "rank", "action", "clause")
+        )
+        assert said["line"] == at(logs[1], "close") + 1
+
+    def test_a_missing_log_is_unusable(
+        self, runs: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert 2 == main(["replay", str(runs["stopped"][0])])
+        assert "the log of rank 1 in attempt" in capsys.readouterr().err
+
+
+class TestWriter:
+    def test_a_log_on_a_full_disk_ends_and_stops_nobody(self) -> None:
+        log = RankLog("/dev/full", rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
+        log("begin_step", epoch=0)
+        log.close()
+
+        assert (True, "No space left on device") == (log.ended, log.problem)
+
+    def test_without_a_log_a_worker_writes_none(self, tmp_path: Path) -> None:
+        """A closed log takes no more events."""
+        log = RankLog(tmp_path / "a", rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
+        log.close()
+        log("begin_step", epoch=0)
+
+        assert ["closed"] == [e["event"] for e in RankLines.read(tmp_path / "a").events]

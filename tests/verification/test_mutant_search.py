@@ -1,0 +1,66 @@
+"""
+The search for calls that tell mutants from the contract: each mutant is searched on its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from qeffect.verification.mutants import corpus as search
+from qeffect.verification.mutants import run, sites
+from qeffect.verification.mutants.corpus import Corpus, legal_schedules
+
+#: The transition whose mutants are looked at, and others whose mutants are tried beside them.
+ALONE, BESIDE = ("bind",), ("join", "bind", "wait")
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One legal schedule, which is enough for these mutants."""
+    one = legal_schedules()[:1]
+    monkeypatch.setattr(search, "legal_schedules", lambda omit=(): one)
+
+
+def searched(transitions: tuple[str, ...]) -> Corpus:
+    """The search for the mutants of some transitions, afresh."""
+    found: Corpus = search.corpus.__wrapped__((), transitions)
+    return found
+
+
+@pytest.mark.usefixtures("short")
+def test_calls_found_for_a_mutant_do_not_depend_on_the_other_mutants() -> None:
+    """The same calls, in the same order, whether or not other transitions are searched too."""
+    alone, beside = searched(ALONE), searched(BESIDE)
+    others = {site for site in beside.harmful if site.transition not in ALONE}
+
+    assert others
+    for site in sites():
+        if site.transition in ALONE:
+            assert alone.harmful.get(site) == beside.harmful.get(site)
+            assert alone.renamed.get(site) == beside.renamed.get(site)
+    assert alone.harmful.keys() == beside.harmful.keys() - others
+
+
+def test_a_part_of_the_sweep_runs_the_mutants_of_its_transitions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`among` chooses the mutants, and the search is for these alone."""
+    asked = []
+
+    def remember(omit: tuple[str, ...], transitions: tuple[str, ...]) -> Corpus:
+        asked.append((omit, transitions))
+        return searched(transitions)
+
+    one = legal_schedules()[:1]
+    monkeypatch.setattr(search, "legal_schedules", lambda omit=(): one)
+    monkeypatch.setattr("qeffect.verification.mutants.verdicts.corpus", cache(remember))
+    report = run(among=ALONE)
+
+    assert ((), ALONE) in asked
+    assert {ALONE} == {searching for _, searching in asked}  # where relations are left out too
+    assert {verdict.mutant.site for verdict in report.verdicts} == {
+        site for site in sites() if site.transition in ALONE
+    }
+    assert [] == report.survivors

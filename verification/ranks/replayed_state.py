@@ -1,0 +1,130 @@
+"""
+The state of the ranks whose logs are replayed: sparse, without bounds, and with a way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+from qeffect.refusals import Refused
+from qeffect.spec.launches import LAUNCH_COLUMNS
+from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
+
+from .concrete_state import NEVER, Impossible, Total
+
+__all__ = ["ReplayedState"]
+
+
+class _Column:
+    """A column; entries that were never written have the column's first value."""
+
+    __slots__ = ("entries", "first", "indices", "journal")
+
+    def __init__(self, indices: int, first: int, journal: list[Any]) -> None:
+        self.entries: dict[Any, int] = {}
+        self.indices = indices
+        self.first = first
+        self.journal = journal
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.indices > 1 and isinstance(index, int):
+            return {at[1:]: held for at, held in self.entries.items() if at[0] == index}
+        return self.entries.get(index, self.first)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if index is ...:
+            self._become(dict(value.entries))
+        elif isinstance(value, dict):  # a row
+            rest = {at: held for at, held in self.entries.items() if at[0] != index}
+            self._become(rest | {(index, *at): held for at, held in value.items()})
+        else:
+            self.journal.append((self, index, self.entries.get(index)))
+            self.entries[index] = int(value)
+
+    def _become(self, entries: dict[Any, int]) -> None:
+        self.journal.append((self, ..., self.entries))
+        self.entries = entries
+
+
+class ReplayedState:
+    """
+    A state that the transitions of either protocol read and write.
+
+    Args:
+        ranks: Number of ranks.
+        messages: Messages of a step, by (sender, receiver).
+        launches: Whether the steps are launches.
+    """
+
+    def __init__(
+        self, ranks: int, messages: Mapping[tuple[int, int], int], *, launches: bool = False
+    ) -> None:
+        self.ranks = range(ranks)
+        self._journal: list[Any] = []
+        columns = LAUNCH_COLUMNS if launches else RANK_COLUMNS
+        for name, (indices, _) in columns.items():
+            first = NOBODY if name in NEVER else 0
+            setattr(self, name, _Column(len(indices), first, self._journal))
+        self.total = Total(messages)
+        if not launches:
+            for pair, count in messages.items():
+                self.messages[pair] = count
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def when(self, condition: Any) -> None:
+        """
+        Require a condition that makes a transition possible.
+
+        Raises:
+            Impossible: The condition does not hold.
+        """
+        if not condition:
+            raise Impossible
+
+    def need(self, name: str, condition: Any) -> None:
+        """
+        Require a condition that the protocol asks for.
+
+        Raises:
+            Refused: The condition does not hold.
+        """
+        if not condition:
+            raise Refused(f"ranks.{name}")
+
+    def every(self, sorts: str, holds: Callable[..., Any]) -> bool:
+        """Whether a condition holds of all ranks, and of all places of their steps under way."""
+        spaces = [self.ranks if sort == "rank" else self._places() for sort in sorts.split()]
+        return all(holds(*given) for given in product(*spaces))
+
+    def _places(self) -> range:
+        """The places of the steps under way; every message of an earlier step has ended."""
+        pairs = [*product(self.ranks, self.ranks)]
+        first = min(min(self.sent_before[p], self.taken_before[p]) for p in pairs)
+        return range(first, max(max(self.sent[p], self.taken[p]) for p in pairs))
+
+    def zeros(self, column: str) -> dict[Any, int]:
+        """Return a row of zeros for a column."""
+        return {}
+
+    def mark(self) -> int:
+        """Return a place to go back to."""
+        return len(self._journal)
+
+    def keep(self) -> None:
+        """Forget the way back."""
+        self._journal.clear()
+
+    def back(self, mark: int) -> None:
+        """Undo every write since a mark."""
+        while len(self._journal) > mark:
+            column, index, held = self._journal.pop()
+            if index is ...:
+                column.entries = held
+            elif held is None:
+                del column.entries[index]
+            else:
+                column.entries[index] = held
