@@ -7,9 +7,9 @@ this tree; a path as an argument writes it there.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,13 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Write the page."""
-    tree = Path(__file__).resolve().parents[2]
-    place = Path(arguments[0]) if arguments else tree / "docs" / "configuration.md"
-    place.write_text(page(), encoding="utf-8")
+    default = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+    parser = argparse.ArgumentParser(description="Write the page of a training file's fields.")
+    parser.add_argument("path", nargs="?", type=Path, default=default, help="path of the page")
+    parser.parse_args().path.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -52,6 +52,10 @@ CHAIN_ONLY = {
     "updates": {"same effect", "unread"},
     "scales": {"same effect", "unread"},
     "refresh": {"unread"},
+    # An evaluation at weights that no update has changed since the cache was filled.
+    "cached": {"same effect", "unread"},
+    # An epoch that failed, in a log that restores an earlier one afterwards.
+    "epoch": {"undone"},
     "first": {"unread"},
     "destination": {"same call", "unread"},
     "matrix": {"unread"},
@@ -68,7 +72,7 @@ EVIDENCE = {"fill_epoch", "updates", "scales"}
 #: changes the header's, in a log that restores an older one before anything runs, changes it.
 OPEN = {("aborts-and-restores", 1, "epoch")}
 #: The edits of these fields that are left, counted; each is one of the proved ones.
-LEFT = {"key": 1, "link": 46, "token": 7}
+LEFT = {"key": 1, "link": 56, "token": 7}
 
 
 def accepted(log: str) -> Iterator[Edit]:
