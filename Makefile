@@ -21,8 +21,8 @@ check: $(VENV)/.verify
 	$(BIN)/qeffect prove
 
 # The test suite on the CPU, but for what takes minutes. HYPOTHESIS_PROFILE=ci runs more examples and
-# whole matrices; the default is dev. Workers take neighbouring tests and steal
-# what is left at the end, so that a module's costly fixture is made once or twice, not everywhere.
+# more rows of each matrix; the default is dev. Workers take neighbouring tests and steal what is
+# left at the end, so that a module's costly fixture is made once or twice, not everywhere.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -33,7 +33,7 @@ RECORDED = $(if $(RECORD),--record $(RECORD))
 slow: $(VENV)/.test
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow -n auto --dist loadgroup $(RECORDED)
 
-# What takes longest: the rest of the matrix, in both layouts; `test` has what pairs it is made of.
+# What takes longest: the rest of every matrix. `test` has rows that hold each part of it.
 nightly: $(VENV)/.test
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly -n auto $(RECORDED)
 

@@ -62,7 +62,7 @@ def load() -> None:
 def described() -> str:
     """The profile, why it runs and what it includes, in one line."""
     examples = settings.get_profile(PROFILE).max_examples
-    rows = "matrices without the rows marked ci" if THINNED else "whole matrices"
+    rows = "matrices without the rows marked ci" if THINNED else "matrices with the rows marked ci"
     return f"profile: {PROFILE} ({REASON}): {examples} examples, {rows}"
 
 

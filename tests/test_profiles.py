@@ -77,7 +77,7 @@ def test_a_run_says_its_profile_and_leaves_a_record(tmp_path: Path) -> None:
     code, told = run(*options, node, path=tmp_path, CI="1")
 
     assert code == 0, told
-    assert "profile: ci (CI is set): 150 examples, whole matrices" in told
+    assert "profile: ci (CI is set): 150 examples, matrices with the rows marked ci" in told
     record = json.loads(file.read_text())
     assert record["counts"] == {name: int(name == "passed") for name in COUNTED}
     assert (record["profile"], record["commit"], record["exit_status"]) == ("ci", "1" * 40, 0)

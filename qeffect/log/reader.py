@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from ..contract import Contract
@@ -43,6 +44,7 @@ class _Incarnations(dict[str, int]):
         return number
 
 
+@cache
 def spelling(transition: str) -> Callable[[str], Any]:
     """Return a function that says whether a transition's line has the recorder's usual spelling."""
     fields = "".join(

@@ -123,13 +123,13 @@ def require_end_with_children(
 
 
 def both_ways(commands: Iterable[str]) -> list[object]:
-    """Each command interrupted alone and with its group; `dev` takes the two ways in turn."""
+    """Each command interrupted alone and with its group, in turn; the other way is nightly."""
     return [
         pytest.param(
             command,
             bool(way),
             id=f"{command}-{('alone', 'group')[way]}",
-            marks=() if way == number % 2 else pytest.mark.ci,
+            marks=() if way == number % 2 else pytest.mark.nightly,
         )
         for number, command in enumerate(commands)
         for way in (0, 1)
@@ -152,7 +152,10 @@ def test_every_long_command_ends_at_once(
     assert seconds < LIMIT_S
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
+@pytest.mark.parametrize(
+    "whole_group",
+    [pytest.param(False, id="alone", marks=pytest.mark.nightly), pytest.param(True, id="group")],
+)
 def test_mutants_end_at_once(whole_group: bool, processes: list[subprocess.Popen[str]]) -> None:
     """While mutants are tried in reachable states, which takes long and says little."""
     process = started("prove --only check_dgrad")

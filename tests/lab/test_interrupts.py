@@ -35,8 +35,8 @@ PARTS = {
     "pools --device cpu --steps 100000": 5,
     "probes --device cpu --only addresses": 1,
 }
-#: Parts whose processes differ from each other in how they are started.
-FEW = ("scale", "bench")
+#: Parts whose processes differ from each other in how they are started, or end in another way.
+FEW = ("scale", "bench", "probes")
 CURVES = (
     SMALL.format(vocabulary=128, layers=2)
     + """[parallel]
@@ -54,13 +54,17 @@ evaluate_windows = 1
 
 
 def every_part() -> list[object]:
-    """Each part, the signal to the process alone and to its group; most of them only under `ci`."""
+    """Each part, the signal to the process alone and to its group; most of them only nightly."""
     return [
         pytest.param(
             words,
             whole_group,
             id=f"{words.split()[0]}-{'group' if whole_group else 'alone'}",
-            marks=() if words.startswith(FEW) and not whole_group else pytest.mark.ci,
+            marks=()
+            if words.startswith(FEW) and not whole_group
+            else pytest.mark.ci
+            if words.startswith(FEW) != whole_group
+            else pytest.mark.nightly,
         )
         for words in PARTS
         for whole_group in (False, True)
@@ -79,8 +83,13 @@ def test_a_part_ends_with_the_processes_that_it_started(
     require_end_with_children(process, PARTS[words], whole_group)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
+@pytest.mark.parametrize(
+    "whole_group",
+    [
+        pytest.param(False, id="alone", marks=pytest.mark.nightly),
+        pytest.param(True, id="group", marks=pytest.mark.ci),
+    ],
+)
 def test_curves_end_while_they_train(
     whole_group: bool,
     tmp_path: Path,

@@ -216,8 +216,12 @@ def test_profiles_are_added_to_the_rows_that_were_measured(tmp_path: Path) -> No
     ("part", "words"),
     [
         ("scale", ("--cells", "tiny", "--compared", "--schedules", "il")),
-        ("tables", ("--cells", "tiny-m4", "--parts", "steps")),
-        ("peers", ("--cells", "tiny-m2", "--modes", "ours")),
+        pytest.param(
+            *("tables", ("--cells", "tiny-m4", "--parts", "steps")), marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            *("peers", ("--cells", "tiny-m2", "--modes", "ours")), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_part_starts_its_ranks_twice(

@@ -2,8 +2,8 @@
 The evidence commands on a CPU: what is covered, what a planted difference does, what is refused.
 
 The matrix of rows, histories, destinations and QKV layouts runs here over the reference backend:
-four cases under the profile dev, every two of its parts under ci, the rest in `make nightly`. All
-of it at once is `qeffect runtime compare --device cpu --sets matrix`.
+four cases that hold every part of it, the rest in `make nightly`. All of it at once is
+`qeffect runtime compare --device cpu --sets matrix`.
 """
 
 from __future__ import annotations
@@ -143,14 +143,14 @@ LAYOUT = [2 * pair + pair % 2 for pair in range(len(MATRIX) // 2)]
 # A row of the matrix is nine pairs, histories by destinations: of each row three, so that every two
 # of row, history and destination meet. The others are nightly.
 SQUARE = [n for pair, n in enumerate(LAYOUT) if (pair // 9 + pair % 9 // 3 + pair % 3) % 3 == 0]
-# Of those the profile dev runs four, so that each schedule, rank, history, destination and layout
-# occurs; `test_numerics.py` has every row with every history, and compares the same two sides.
+# Four of those hold each schedule, rank, history, destination and layout; the others are nightly.
+# `test_numerics.py` has every row with every history, and compares the same two sides.
 FEW = SQUARE[5], SQUARE[11], SQUARE[12], SQUARE[16]
 
 
 class TestMatrix:
     def test_every_two_of_what_a_case_is_made_of_meet(self) -> None:
-        """In the cases that are not nightly: row, history and destination; no case is left out."""
+        """Row, history and destination, in a third of the cases; no case is left out."""
         names = [MATRIX[n].name.split("-")[:3] for n in LAYOUT]
         taken = [MATRIX[n].name.split("-")[:3] for n in SQUARE]
         assert len(names) == 3 * len(taken) == 54
@@ -167,7 +167,9 @@ class TestMatrix:
     @pytest.mark.parametrize(
         "case",
         [
-            pytest.param(MATRIX[n], marks=() if n in FEW else pytest.mark.ci, id=MATRIX[n].name)
+            pytest.param(
+                MATRIX[n], marks=() if n in FEW else pytest.mark.nightly, id=MATRIX[n].name
+            )
             for n in SQUARE
         ],
     )

@@ -43,7 +43,7 @@ def test_a_late_agent_is_awaited(undisturbed: list[float]) -> None:
     assert undisturbed[-1] < undisturbed[0] / 2
 
 
-@pytest.mark.parametrize("agent", [0, 1])
+@pytest.mark.parametrize("agent", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_worker_restarts_both(
     agents: Agents, undisturbed: list[float], agent: int
 ) -> None:

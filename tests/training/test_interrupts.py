@@ -131,7 +131,7 @@ def test_one_rank_ends_at_once(
 
 @pytest.mark.parametrize(
     "slow", [pytest.param("start", marks=pytest.mark.ci), "step",
-             pytest.param("evaluation", marks=pytest.mark.ci),
+             pytest.param("evaluation", marks=pytest.mark.nightly),
              pytest.param("save", marks=pytest.mark.ci)]
 )  # fmt: skip
 def test_two_ranks_end_at_once(

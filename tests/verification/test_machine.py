@@ -120,7 +120,7 @@ class TestRun:
 
     def test_a_seed_names_a_run(self) -> None:
         """The same seed makes the same calls; another makes others."""
-        schedules = by_profile(dev=6, ci=60)
+        schedules = by_profile(dev=6, ci=20)
         first, again, other = (machine.run(schedules, seed=seed) for seed in (3, 3, 4))
 
         assert (first.actions, first.refused) == (again.actions, again.refused)

@@ -171,10 +171,11 @@ class TestMutants:
                     "decide(rank 0, rank 1)",
                 ),
             ),
-            (
+            pytest.param(
                 "commit without same-messages",
                 "ranks.messages-in-place",
                 ("consent(rank 1)", "commit(rank 0)"),
+                marks=pytest.mark.slow,
             ),
             ("begin_attempt without fence", "ranks.one-attempt", ("start(rank 1)",)),
             (
