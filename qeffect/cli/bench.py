@@ -45,7 +45,9 @@ class Bench:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("--kernel", action="store_true", help="measure only the kernel")
+        parser.add_argument(
+            "--kernel", action="store_true", help="measure no explorer, proofs or random runs"
+        )
         parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -93,23 +93,25 @@ class StepReplay:
     def begin(self, st: Memory) -> None:
         """Begin to record a step."""
         if self.events is not None:
-            raise RepeatError("log.step", "a step begins", "the end of the step before it")
+            raise RepeatError("log.step", "a second step begins", "that the first one ends before")
         self.events, self._start, self._began = [], st.copy(), self._seq()
 
     def drop(self, st: Memory) -> None:
         """Discard the step that is being recorded."""
         if self.events is None:
-            raise RepeatError("log.step", "a step is dropped", "that it began")
+            raise RepeatError("log.step", "a step is dropped that never began", "a step that began")
         self.events = None
 
     def keep(self, st: Memory) -> None:
         """Keep the step that is being recorded; older ones than the last few are forgotten."""
         if self.events is None or self._start is None:
-            raise RepeatError("log.step", "a step is kept", "that it began")
+            raise RepeatError("log.step", "a step is kept that never began", "a step that began")
         events, self.events = tuple(self.events), None
         names = [name for name, _ in events]
         if {*names} - RECUR or names.count("commit_update") != 1:
-            raise RepeatError("log.step", "a step is kept", "transitions of one step that recurs")
+            raise RepeatError(
+                "log.step", "a step that cannot recur is kept", "one update and no restart"
+            )
         self._steps[self._began] = _Kept(self._start, events)
         for began in [*self._steps][:-KEPT_STEPS]:
             del self._steps[began]
@@ -123,7 +125,9 @@ class StepReplay:
                 "log.step", f"step {step}", f"one of the steps kept in this incarnation: {known}"
             )
         if self.events is not None:
-            raise RepeatError("log.step", f"step {step}", "the end of the step being recorded")
+            raise RepeatError(
+                "log.step", f"step {step}, while another step is recorded", "no step inside a step"
+            )
         amounts = moved_between(kept.start, st)
         functions = self.contract.transitions.functions
         for event in kept.events:

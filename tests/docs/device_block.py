@@ -77,10 +77,10 @@ def _speed() -> list[str]:
         "ratios per round. It differs from the ratio of the medians, and can rank two columns in "
         "another order. The *floor* of a column is the least kernel time among the library's "
         "columns that form the same sum. A *whole-step graph* is the library's step as one graph, "
-        "with the same sum. A cell names the column behind each. No library column sums like "
-        "`copied` and `per_microbatch`, so these have neither. At the *break-even step* a column "
-        "has caught up with native, construction, warm-up and capture included; native itself, and "
-        "a column that never catches up, have none.",
+        "with the same sum. A ratio over either names the library's column. No library column sums "
+        "like `copied` and `per_microbatch`, so their rows have no such ratio. At the *break-even "
+        "step* a column has caught up with native, construction, warm-up and capture included; "
+        "native itself, and a column that never catches up, have none.",
         markdown(header, rows),
     ]
 

@@ -17,7 +17,7 @@ from tests.docs.bench_block import ACTIONS, MICROSECONDS, conditions, figures
 from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load
 from tests.docs.kernel_block import failures_counted, faults
 from tests.docs.reading import dated, ratio, reports
-from tests.docs.remarks import remark
+from tests.docs.remarks import in_short
 from tests.docs.summary_block import compared_rows, goals_of_reports, longest, whole
 
 Report = Mapping[str, Any]
@@ -86,12 +86,11 @@ def over_ranks() -> Iterator[str]:
     for pp, (name, report) in whole(dated("scale")).items():
         rows = [row for row in report["derived"]["timed"] if row["side"] == "one launch"]
         if rows:
-            known = "Read the caveat first: " * bool(remark(name, report))
             faster, over = ([row[k] for row in rows] for k in ("native_over_this", "over_bound"))
             yield (
                 f"*{pp} ranks*, each rank's step *one launch* of a CUDA graph: {span(faster)} as "
-                f"fast as native; a step takes {span(over)} the schedule's bound. {known}"
-                f"[{name}]({RUNTIME}#{anchor(name, pp)})."
+                f"fast as native; a step takes {span(over)} the schedule's bound"
+                f"{in_short(name, report)}. [{name}]({RUNTIME}#{anchor(name, pp)})."
             )
 
 
@@ -118,8 +117,8 @@ def peers() -> Iterator[str]:
         found = [row["best_graphs_over_this"] for row in rows if row["error"] is None]
         if found:
             yield (
-                f"*Peers*: one launch is {span(found)} as fast as Megatron-core's best graph mode. "
-                f"Read the caveat first: [{name}]({RUNTIME}#peers)."
+                f"*Peers*: one launch is {span(found)} as fast as Megatron-core's best graph mode"
+                f"{in_short(name, report)}. [{name}]({RUNTIME}#peers)."
             )
 
 

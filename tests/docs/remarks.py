@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["CUT", "FORMED_AGAIN", "REMARKS", "remark"]
+__all__ = ["CUT", "FORMED_AGAIN", "IN_SHORT", "REMARKS", "in_short", "remark"]
 
 FORMED_AGAIN = (
     "Its bounds were recomputed from its own times, with a refresh before each stage's first F. "
@@ -46,9 +46,19 @@ REMARKS = {
     ),
     **CUT,
 }
+IN_SHORT = {
+    "scale_four.json": "the bounds are too low, and a profiler slowed the hosts of native",
+    "peers.json": "Megatron's head was bf16 and ours FP8, and other work ran on the host",
+}
+"""What a reader of the README has to know of a report with a caveat, by file."""
 
 
 def remark(name: str, report: Mapping[str, Any]) -> str:
     """The caveat on a report behind a blank, or nothing."""
     found = REMARKS.get((name, report["environment"]["commit"][:12]))
     return "" if found is None else f" {found}"
+
+
+def in_short(name: str, report: Mapping[str, Any]) -> str:
+    """The caveat in a few words, in parentheses behind a blank, or nothing."""
+    return f" ({IN_SHORT[name]})" if remark(name, report) and name in IN_SHORT else ""

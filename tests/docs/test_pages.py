@@ -33,7 +33,7 @@ from tests.docs.blocks import (
 from tests.docs.device_block import _guards, _parts
 from tests.docs.kernel_block import agreements, proofs
 from tests.docs.reading import dated, files
-from tests.docs.remarks import CUT, REMARKS, remark
+from tests.docs.remarks import CUT, IN_SHORT, REMARKS, in_short, remark
 from tests.docs.runtime_block import _bits, _typed, example_of
 
 
@@ -379,6 +379,10 @@ def test_a_remark_is_of_a_report_of_one_commit() -> None:
         for made_at, told in ((commit + "0" * 28, True), ("f" * 40, False)):
             report = {"environment": {"commit": made_at}}
             assert remark(name, report) == (f" {said}" if told else "")
+            assert in_short(name, report) == (
+                f" ({IN_SHORT[name]})" if told and name in IN_SHORT else ""
+            )
+    assert IN_SHORT.keys() <= {name for name, _ in REMARKS}
 
 
 @pytest.mark.parametrize(

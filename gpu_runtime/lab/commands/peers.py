@@ -185,8 +185,8 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=LIMIT_S,
         metavar="S",
-        help="time limit in seconds of each of a mode's two starts, doubled for ours (default "
-        f"{LIMIT_S:g})",
+        help="time limit in seconds for each of a mode's two starts; ours gets twice as long "
+        f"(default {LIMIT_S:g})",
     )
     add_rank_options(parser, rounds=3)
 
