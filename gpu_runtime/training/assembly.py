@@ -233,6 +233,8 @@ def _loader(config: Config, name: str, field: str) -> Loader:
         tokens = Tokens.open(
             config.path(name), vocabulary=config.model.vocabulary, sequence=sequence
         )
+        if field == "train" and config.checkpoint.folder:
+            tokens.sha256  # noqa: B018 - hash it now, before any rank waits for another
     except DataError as error:
         raise UnusableError(f"{config.source}: [data] {field}: {error}") from None
     shuffle = config.data.shuffle and field == "train"

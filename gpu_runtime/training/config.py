@@ -149,7 +149,7 @@ class Data:
             come in the file's order.
     """
 
-    train: str = text("train.npy", unit="path", resume="must have the same tokens")
+    train: str = text("train.npy", unit="path", resume="must have the same content")
     held_out: str = text("", unit="path")
     seed: int = whole(0, 0, SEED, resume=SAME)
     shuffle: bool = flag(True, resume=SAME)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .corpus_digest import file_sha256
+
 __all__ = ["DataError", "Loader", "Tokens", "shuffled"]
 
 _TYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
@@ -27,6 +30,8 @@ _ROUNDS = 4
 _CHUNK = 1 << 24
 #: The first bytes of every NumPy array file.
 _MAGIC = b"\x93NUMPY"
+#: The first bytes of every zip file; an archive of arrays (`.npz`) is one.
+_ZIP = b"PK"
 
 
 class DataError(ValueError):
@@ -68,6 +73,16 @@ class Tokens:
                 contains a token outside the vocabulary.
         """
         try:
+            with path.open("rb") as file:  # NumPy would open an archive as something else
+                archive = file.read(len(_ZIP)) == _ZIP
+        except OSError:
+            archive = False  # said below
+        if archive:
+            raise DataError(
+                f"{path}: expected a NumPy array (.npy) of uint16 or uint32, found an archive of "
+                "arrays (.npz); save its array with numpy.save, and name that file"
+            )
+        try:
             values = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
             raise DataError(
@@ -81,10 +96,10 @@ class Tokens:
                 "file"
             ) from None
         if values.dtype not in _TYPES or values.ndim != 1:
-            found = (
-                f"{values.ndim} dimensions of {values.dtype}" if hasattr(values, "dtype") else "?"
+            raise DataError(
+                f"{path}: expected one dimension of uint16 or uint32, found {values.ndim} "
+                f"dimensions of {values.dtype}"
             )
-            raise DataError(f"{path}: expected one dimension of uint16 or uint32, found {found}")
         if len(values) < sequence + 1:
             raise DataError(
                 f"{path}: expected at least {sequence + 1} tokens, for one window of {sequence} "
@@ -111,9 +126,22 @@ class Tokens:
         return torch.from_numpy(part.astype(np.int64))
 
     def facts(self) -> dict[str, Any]:
-        """The facts that identify the file in a checkpoint: its length and a hash of its ends."""
+        """Facts that are read in a moment: the file's length, and a hash of its ends."""
         ends = self.values[:4096].tobytes() + self.values[-4096:].tobytes()
         return {"tokens": len(self.values), "sha256_of_ends": hashlib.sha256(ends).hexdigest()}
+
+    @cached_property
+    def sha256(self) -> str:
+        """
+        The SHA-256 of the whole file; computed once, and cached on the disk if possible.
+
+        Raises:
+            DataError: The file cannot be read, or changed while it was read.
+        """
+        try:
+            return file_sha256(self.path)
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror or error}") from None
 
 
 def shuffled(index: int, count: int, key: int) -> int:
@@ -196,6 +224,7 @@ class Loader:
         """Return the data's state at a position, as a checkpoint stores it in JSON."""
         return {
             **self.tokens.facts(),
+            "sha256": self.tokens.sha256,
             "sequence": self.sequence,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -207,7 +236,8 @@ class Loader:
         Continue at a position that another loader's `state` recorded.
 
         Args:
-            state: The other loader's state.
+            state: The other loader's state. A state of before has no `sha256` of the whole file;
+                only its other facts are compared.
             step: The step that begins there.
 
         Raises:
@@ -215,6 +245,8 @@ class Loader:
         """
         own = self.state(int(state["position"]))
         for name in own:
+            if name == "sha256" and name not in state:
+                continue
             if state.get(name) != own[name]:
                 raise DataError(
                     f"{self.tokens.path}: expected {name} {state.get(name)} as in the checkpoint, "

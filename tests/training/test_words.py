@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -49,7 +50,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         "kept": kept.format("kept", "kept"),
         "longer": longer.replace("steps = 3", "steps = 5"),
         "again": longer.replace("steps = 3", "steps = 6"),
+        "edited": kept.format("edited", "kept").replace("train.npy", "edited.npy"),
     }
+    values = np.load(folder / "train.npy")
+    values[len(values) // 2] ^= 1
+    np.save(folder / "edited.npy", values)
     for name, body in made.items():
         (folder / f"{name}.toml").write_text(body)
 
@@ -62,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         "full": case("full"),
         "kept": case("kept", "--json", "--quiet"),
         "past": case("kept", "--resume", "--out", str(folder / "no.json"), "--commit", "0" * 40),
+        "edited": case("edited", "--resume", "--json", "--quiet"),
         "longer": case("longer", "--resume"),
         "again": case("again", "--resume", "--quiet"),
     }
@@ -102,6 +108,15 @@ def test_a_run_with_no_step_left_says_so(runs: tuple[Path, dict[str, Any]]) -> N
     assert "no step to train: the checkpoint is after 3 steps, [run] steps is 3" in out
     (run,) = json.loads((folder / "no.json").read_text())["derived"]["runs"]
     assert (run["steps"], run["first_loss"], run["last_loss"]) == (0, None, None)
+
+
+def test_a_corpus_changed_in_its_middle_is_refused(runs: tuple[Path, dict[str, Any]]) -> None:
+    """As many tokens, the same ends, another file: one line, and exit code 2."""
+    code, out, err = runs[1]["edited"]
+    assert code == 2
+    (line,) = err.splitlines() or [out]
+    assert "edited.npy: expected sha256 " in line
+    assert "training would continue with different windows" in line
 
 
 def test_what_differs_from_the_checkpoint_is_told(runs: tuple[Path, dict[str, Any]]) -> None:

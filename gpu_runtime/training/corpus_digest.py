@@ -1,0 +1,98 @@
+"""
+The SHA-256 of a whole token file, cached by size, modification time and inode.
+
+The cache is one line of JSON: `.NAME.sha256` beside the file or, if that folder is read-only, in
+`$XDG_CACHE_HOME/qeffect` (by default `~/.cache/qeffect`). If neither can be written, every run
+hashes the file. A damaged or outdated cache is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+__all__ = ["ChangedFileError", "file_sha256"]
+
+_SETTLED_S = 2.0
+"""A younger file is not cached: a file system may give a later change the same time."""
+
+
+class ChangedFileError(OSError):
+    """The file changed while it was read."""
+
+
+def file_sha256(path: Path) -> str:
+    """
+    Return the SHA-256 of a file, from the cache if the file has not changed since.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ChangedFileError: The file changed while it was read.
+        OSError: The file cannot be read.
+    """
+    mark = _mark(path)
+    for place in _places(path):
+        if (found := _cached(place, mark)) is not None:
+            return found
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if _mark(path) != mark:
+        raise ChangedFileError(None, "the file changed while it was read", str(path))
+    if time.time() - mark["mtime_ns"] / 1e9 > _SETTLED_S:
+        _store(path, {**mark, "sha256": digest})
+    return digest
+
+
+def _mark(path: Path) -> dict[str, int]:
+    """What changes with the content, without reading it."""
+    found = path.stat()
+    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+
+
+def _places(path: Path) -> list[Path]:
+    """Where the cache may be, in the order in which the places are tried."""
+    whole = path.resolve()
+    places = [whole.with_name(f".{whole.name}.sha256")]
+    with contextlib.suppress(RuntimeError):  # this user has no home
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        name = hashlib.sha256(os.fsencode(whole)).hexdigest()[:32]
+        places.append(base / "qeffect" / f"{name}.sha256")
+    return places
+
+
+def _cached(place: Path, mark: dict[str, int]) -> str | None:
+    try:
+        held = json.loads(place.read_bytes())
+        digest = held.pop("sha256")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    known = isinstance(digest, str) and len(digest) == 64
+    return digest if known and held == mark else None
+
+
+def _store(path: Path, held: dict[str, int | str]) -> None:
+    """Write the cache at the first place that can be written; several ranks may do so at once."""
+    for place in _places(path):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.name)
+        except OSError:
+            continue
+        part = Path(name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(json.dumps(held) + "\n")
+            part.chmod(0o644)
+            part.replace(place)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            continue
+        return
