@@ -15,7 +15,7 @@ from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.recording import compare
 from qeffect.keys import TapeKey, TapeRef
 
-from ..runtime.injection import NUM_STEPS
+from ..runtime.injection import FINAL, NUM_STEPS
 from .helpers import final_of, guarded_run, native_final
 
 
@@ -34,7 +34,8 @@ def recomputed(
 
 def assert_trained_as_native(run: GuardedRun) -> None:
     """Weights, caches, scaling state and optimizer have the bits of the native full backward."""
-    result = compare(native_final(), final_of(list(run.runtime.stages.values()), run.optimizer))
+    found = final_of(list(run.runtime.stages.values()), run.optimizer)
+    result = compare(native_final(), found, categories=FINAL)
     assert result.compared > 0
     assert result.mismatched == 0, str(result)
 

@@ -224,7 +224,9 @@ class TestCompare:
         assert derived["faults"].keys() >= {row["clause"] for row in faults.ROWS.values()}
         assert "0 mismatched" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("what", ["bit", "missing", "failure"])
+    @pytest.mark.parametrize(
+        "what", ["bit", pytest.param("missing", marks=pytest.mark.nightly), "failure"]
+    )
     def test_a_planted_difference(
         self,
         what: str,
@@ -413,7 +415,11 @@ class TestPools:
         ):
             Runtime(stages, ORDERS[0].order(), config)
 
-    @pytest.mark.parametrize("case", ORDERS, ids=lambda c: c.name)
+    @pytest.mark.parametrize(
+        "case",
+        [ORDERS[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in ORDERS[1:])],
+        ids=lambda c: c.name,
+    )
     def test_every_discipline_computes_the_same(self, case: Case) -> None:
         """Eager, where a pool's name moves no memory, guarded or not: native's bits."""
         short = attrs.evolve(shrink(case), steps=2).to_json()

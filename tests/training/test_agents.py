@@ -57,6 +57,7 @@ def test_a_killed_worker_restarts_both(
     assert agents.losses() == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", [False], indirect=True, ids=["a store for each round"])
 def test_a_lost_host_that_comes_back_joins(agents: Agents, undisturbed: list[float]) -> None:
     """Its new agent counts from 0, where the other agent counts from 1."""

@@ -19,7 +19,7 @@ from qeffect.verification.induction import INVARIANTS
 
 NAMES = tuple(standard_scopes())
 
-#: Scopes that the plain explorer walks in a second or two, in some ten seconds, and in minutes.
+#: Scopes that the plain explorer walks in a second or two, and some that take up to ten seconds.
 SMALL = (
     "pool-2-2-2",
     "stage-epochs",
@@ -41,12 +41,8 @@ SMALL = (
 MEDIUM = (
     "stage-faults",
     "callers-weights",
-    "pool-3-3-2",
     "stage-reuse",
     "stage-readers",
-    "callers-messages",
-    "stage-reports",
-    "callers-reports",
     "callers-copies",
 )
 SIZED = [
