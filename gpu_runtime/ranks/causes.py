@@ -42,7 +42,8 @@ class Cause:
     Args:
         kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
             (epochs, messages or gradients differ), `gone` (a process ended), `late` (a rank missed
-            the deadline), `ended` (by the launcher) or `lost` (a connection broke).
+            the deadline), `ended` (by the launcher), `lost` (a connection broke) or `diverged` (a
+            number of the training is not finite).
         rank: The rank where the cause began.
         stage: The action's stage, or None.
         action: The action in the table's notation, or `commit`.

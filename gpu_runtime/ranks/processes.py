@@ -28,8 +28,9 @@ __all__ = ["join_ranks", "mute_unless_speaker", "process_count", "report_once", 
 _LAST_WORD_S = 5.0
 #: Kinds of causes whose rank cannot print.
 _LOST = ("gone", "late")
-#: Kinds of causes that are violations of the contract, or disagreements of ranks, in a step.
-_VIOLATIONS = ("refused", "dropped", "disagreed")
+#: Kinds of causes that are violations of the contract, disagreements of ranks in a step, or numbers
+#: that are not finite.
+_VIOLATIONS = ("refused", "dropped", "disagreed", "diverged")
 
 
 def join_ranks(device: str, limits: Limits, *, deterministic: bool) -> Member:
@@ -107,7 +108,8 @@ def stopped_outcome(cause: Cause, what: str) -> Outcome:
     """
     Return the outcome of a run that every rank stopped.
 
-    A violation has exit code 1: the contract refused, ranks disagreed, or a message was skipped.
+    A violation has exit code 1: the contract refused, ranks disagreed, a message was skipped, or
+    the training diverged.
     Any other stop has exit code 2: a rank raised, ended, was ended, or was late, or a connection
     broke.
 

@@ -23,13 +23,17 @@ from qeffect.refusals import Refused
 from qeffect.report import UnusableError, require_place
 from qeffect.text import counted
 
-from ..ranks.consent import StoppedError
+from ..backends.protocol import BackendError
+from ..ranks.consent import Cause, StoppedError
 from ..ranks.membership import Limits, Member
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ..report import Report, environment
 from .assembly import JobData, backend_of, measure_cut, open_job
+from .checkpoint import Checkpoints
+from .checkpoint.files import AWAY
 from .config import Config
 from .config_file import read
+from .divergence import DivergedError, UpdateWatch
 from .figures import derive_train
 from .language_model import LanguageJob
 from .loop import Trainer
@@ -44,6 +48,7 @@ __all__ = [
     "release_memory",
     "require_processes",
     "run_train",
+    "skip_lines",
 ]
 
 
@@ -67,10 +72,9 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     Train; the outcome is refused if a bit differs or the contract was not kept.
 
-    Rank 0 prints; all ranks end with the same exit code: 1 for a violation, 2 if the run could not
-    be made or was ended from outside (`stopped_outcome`), otherwise 0. The exit code is also 0 if
-    the loss is no longer finite, which the output notes, and if the checkpoint leaves no step to
-    train.
+    Rank 0 prints; all ranks end with the same exit code: 1 for a violation or if the run diverged
+    (`divergence`), 2 if the run could not be made or was ended from outside (`stopped_outcome`),
+    otherwise 0. The exit code is also 0 if the checkpoint leaves no step to train.
 
     Raises:
         UnusableError: The run cannot be made by these processes; the same on every rank.
@@ -143,7 +147,7 @@ def carry_out(
     )
     try:
         outcome = train(JoinedRun(config, data, member, what))
-    except StoppedError as stopped:
+    except (StoppedError, DivergedError) as stopped:
         outcome = stopped_outcome(stopped.cause, what)
     except Refused as refused:
         facts = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
@@ -187,7 +191,11 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool) -> Outcome:
         what += f", from step {trainer.began} on"
     if member.rank == 0:
         progress.note(what)
-    trainer.run()
+    end: DivergedError | None = None
+    try:
+        trainer.run()
+    except DivergedError as error:
+        end = error
     record = dict(trainer.record())
     trainer.close()
     losses = trainer.losses
@@ -195,7 +203,7 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool) -> Outcome:
     if losses:
         lines.append(loss_line(losses))
         lines += nonfinite_lines(trainer.began, losses)
-    else:
+    elif end is None:
         lines.append(
             f"  no step to train: the checkpoint is after {counted(trainer.began, 'step')}, "
             f"[run] steps is {config.run.steps}"
@@ -206,7 +214,38 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool) -> Outcome:
     ]
     if trainer.log is not None and trainer.log.ended is not None:
         lines.append(f"  the log ends before the run: {trainer.log.ended}")
-    return Outcome("accepted", record, lines)
+    lines += skip_lines(trainer.watch)
+    if end is None:
+        return Outcome("accepted", record, lines)
+    stopped = stopped_outcome(end.cause, what)
+    lines += [stopped.text[-1], _way_on(trainer.checkpoints, end.cause)]
+    return Outcome(stopped.verdict, {**record, **stopped.data, "step": end.step}, lines)
+
+
+def skip_lines(watch: UpdateWatch) -> list[str]:
+    """A line, if updates were skipped: how many, and the first."""
+    if not watch.skipped:
+        return []
+    return [
+        f"  SKIPPED: {counted(watch.skipped, 'update')}, because the norm of the gradients was not "
+        f"finite, step {watch.first} first"
+    ]
+
+
+def _way_on(checkpoints: Checkpoints | None, cause: Cause) -> str:
+    """How a run that diverged can be continued."""
+    try:
+        path = None if checkpoints is None else checkpoints.latest()
+    except BackendError as error:
+        return f"The newest checkpoint is not usable: {error}"
+    if path is None:
+        return "There is no checkpoint to continue from"
+    if cause.action == "load":
+        return f"{path} holds this state; {AWAY}"
+    return (
+        f"The newest checkpoint is {path}; change what made the run diverge, and continue with "
+        "--resume"
+    )
 
 
 def launch_lines(record: Mapping[str, Any]) -> list[str]:

@@ -171,6 +171,8 @@ class Optimizing:
         master: Whether the optimizer keeps fp32 copies of the parameters.
         clip_norm: Limit of the norm of all ranks' gradients; 0 for no limit.
         skip_nonfinite: Whether every rank skips an update whose gradient norm is not finite.
+        stop_after_skips: Skipped updates in a row after which the run ends as diverged, with exit
+            code 1; 0 never ends it.
     """
 
     rate: float = number(1e-3, positive=True)
@@ -181,6 +183,7 @@ class Optimizing:
     master: bool = flag(False, resume=SAME)
     clip_norm: float = number(0.0)
     skip_nonfinite: bool = flag(False)
+    stop_after_skips: int = whole(10, 0, COUNT, unit="updates")
 
 
 @attrs.frozen(kw_only=True)
@@ -197,6 +200,9 @@ class Run:
         log_every: Steps between two collections of the losses; each step still has its own line.
         evaluate_every: Steps between two evaluations; 0 evaluates only after the last step.
         evaluate_windows: Held-out windows per evaluation.
+        look_every: Steps between two looks at all weights, moments and scales; the last look is
+            after the last step. A value that is not finite ends the run as diverged, with exit code
+            1. 0 looks only before a checkpoint and after a resume.
         tensorboard: Folder for TensorBoard; empty for none.
         event_logs: Folder for the event log of each rank; empty for none.
         deterministic: Whether libraries may only use CUDA kernels that give the same bits each
@@ -214,6 +220,7 @@ class Run:
     log_every: int = whole(1, 1, COUNT, unit="steps")
     evaluate_every: int = whole(0, 0, COUNT, unit="steps")
     evaluate_windows: int = whole(16, 1, COUNT, unit="windows")
+    look_every: int = whole(100, 0, COUNT, unit="steps")
     tensorboard: str = text("", unit="path")
     event_logs: str = text("", unit="path")
     deterministic: bool = flag(True)
@@ -231,6 +238,8 @@ class Checkpointing:
         folder: Folder of the checkpoints; empty for none.
         every: Steps between two checkpoints; 0 saves only after the last step.
         keep: Checkpoints that stay; the oldest is removed once a newer one is whole.
+        keep_every: Milestones: checkpoints after a multiple of this number of steps stay beside
+            `keep`, for ever. 0 keeps none.
         asynchronous: Whether the files of a checkpoint are written during the next steps.
         replicas: What happens if the checkpoint has another number N of replicas, each with its own
             scaling state: `same` refuses it; with `modulo`, replica r loads the state of replica r
@@ -240,6 +249,7 @@ class Checkpointing:
     folder: str = text("", unit="path", resume="names the folder to resume from")
     every: int = whole(0, 0, COUNT, unit="steps")
     keep: int = whole(3, unit="checkpoints")
+    keep_every: int = whole(0, 0, COUNT, unit="steps")
     asynchronous: bool = flag(False)
     replicas: str = one_of("same", "same", "modulo")
 

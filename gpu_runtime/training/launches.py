@@ -150,7 +150,7 @@ class StepRunner:
         Raises:
             StoppedError: All ranks stopped the last step, for one cause.
         """
-        if self.whole is not None:
+        if self.whole is not None and not self._left:
             self.whole.leave()
             self._left = True
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,13 +22,15 @@ from ..ranks.consent import StoppedError
 from ..ranks.membership import Limits, Member, agree_on, all_gather
 from ..step.graphs import GraphExecutor
 from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
-from .checkpoint import Checkpoints, EarlierSaveError
+from .checkpoint import Checkpoints, EarlierSaveError, NonFiniteError
 from .config import Config
 from .config_file import differences
 from .data import DataError
+from .divergence import DivergedError, UpdateWatch, diverged
 from .evaluate import evaluate
 from .figures import perplexity
 from .launches import StepRunner, mode_of
+from .look import NonFinite, nonfinite
 from .metrics import Log, memory_bytes
 
 __all__ = ["Trainer"]
@@ -82,6 +85,7 @@ class Trainer:
             registry=_DESTINATIONS,
         )
         self.losses: list[float] = []
+        self.watch = UpdateWatch(config.optimizer.stop_after_skips)
         self.seconds = 0.0
         self.evaluations: dict[int, float] = {}
         self.began = 0
@@ -105,7 +109,10 @@ class Trainer:
                 raise UnusableError(f"{where}: --resume needs a folder of checkpoints; name it")
             return None, None
         made = Checkpoints(
-            self.config.path(given.folder), keep=given.keep, asynchronous=given.asynchronous
+            self.config.path(given.folder),
+            keep=given.keep,
+            keep_every=given.keep_every,
+            asynchronous=given.asynchronous,
         )
         newest, problem = None, ""
         try:
@@ -173,6 +180,7 @@ class Trainer:
         Raises:
             BackendError: It cannot be written; earlier checkpoints are unchanged.
             StoppedError: A rank has live state, or is gone.
+            DivergedError: A weight, a moment or a scale is not finite.
         """
         if self.checkpoints is None:
             return
@@ -182,7 +190,10 @@ class Trainer:
             "data": self.job.loader.state(self.job.position(step)),
             "configuration": self._configuration(),
         }
-        self.checkpoints.save(self.worker, self.job.name_of, self._must(), free)
+        try:
+            self.checkpoints.save(self.worker, self.job.name_of, self._must(), free)
+        except NonFiniteError as error:
+            self._end_if_diverged(error.said, step - 1, "save")
         if self.log is not None and self.checkpoints.untidy:
             self.log({"step": step - 1, "not_removed": list(self.checkpoints.untidy)})
 
@@ -231,11 +242,27 @@ class Trainer:
 
         Raises:
             StoppedError: A rank could not continue; every rank raises it.
+            DivergedError: The run has diverged; every rank raises it after the same step.
             BackendError: A rank was lost in an evaluation.
         """
+        self._started = self._since = time.perf_counter()
+        try:
+            self._run()
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+        except DivergedError:
+            with suppress(StoppedError):  # the step that still runs does not count
+                self.steps.leave()
+            self.seconds = time.perf_counter() - self._started
+            raise
+        self.member.synchronize()
+        self.seconds = time.perf_counter() - self._started
+
+    def _run(self) -> None:
         run, runtime = self.config.run, self.worker.runtime
-        started = self._since = time.perf_counter()
         step = runtime.epoch
+        if self.found is not None:
+            self._look(step, "load")
         while step < run.steps:
             try:
                 if runtime.epoch == step:  # else a stop came after its update
@@ -249,20 +276,38 @@ class Trainer:
                 paused = time.perf_counter()
                 self._evaluate(step + 1)
                 passed = time.perf_counter() - paused  # an evaluation does not count as step time
-                started, self._since = started + passed, self._since + passed
+                self._started, self._since = self._started + passed, self._since + passed
             if self._saves(step + 1):
                 self._save(step + 1, last=step + 1 == run.steps)
+            elif self._looks(step + 1):
+                self._look(step + 1, "look")
             step += 1
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-        self.member.synchronize()
-        self.seconds = time.perf_counter() - started
 
     def _evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after this number of steps."""
         run = self.config.run
         due = step == run.steps or (run.evaluate_every and step % run.evaluate_every == 0)
         return self.held_out is not None and bool(due)
+
+    def _looks(self, step: int) -> bool:
+        """Whether a look at all weights is due after this number of steps; a save looks too."""
+        run = self.config.run
+        return bool(run.look_every) and (step == run.steps or step % run.look_every == 0)
+
+    def _look(self, step: int, action: str) -> None:
+        """
+        Look at all weights, moments and scales after `step` steps; every rank calls it.
+
+        Raises:
+            DivergedError: One is not finite.
+        """
+        found = nonfinite(self.worker, self.job.name_of)
+        if any(count for (count,) in self.steps.all_gather([float(len(found))])):
+            self._end_if_diverged(all_gather(self.member, found), step - 1, action)
+
+    def _end_if_diverged(self, said: Sequence[Sequence[NonFinite]], step: int, action: str) -> None:
+        if (error := diverged(said, step, action)) is not None:
+            raise error
 
     def _saves(self, step: int) -> bool:
         """Whether a checkpoint is due after this number of steps."""
@@ -290,9 +335,10 @@ class Trainer:
 
         Raises:
             StoppedError: All ranks stopped the last step, or a rank stopped after it.
+            DivergedError: As `_tell`.
         """
         every, steps = self.config.run.log_every, self.config.run.steps
-        if taken == steps or self._evaluates(taken) or self._saves(taken):
+        if taken == steps or self._evaluates(taken) or self._saves(taken) or self._looks(taken):
             self.steps.leave()
         while self._told < steps:
             end = min(steps, (self._told // every + 1) * every)
@@ -332,7 +378,12 @@ class Trainer:
             self.log.note(f"guarded replays, not one launch per step: {why}")
 
     def _tell(self, end: int) -> None:
-        """Collect the losses of all steps before `end` from all ranks, and log a line for each."""
+        """
+        Collect the losses of all steps before `end` from all ranks, and log a line for each.
+
+        Raises:
+            DivergedError: A loss is not finite, or too many updates in a row were skipped.
+        """
         steps = range(self._told, end)
         if self.steps.whole is None:
             self.member.synchronize()  # launches have finished by now
@@ -350,20 +401,21 @@ class Trainer:
             own = slice(1 + n * len(none), 1 + (n + 1) * len(none))
             loss = math.fsum(share for rank in ranks for share in rank[own])
             self.losses.append(loss)
-            if self.log is None:
-                continue
-            line = {
-                "step": step,
-                "loss": loss,
-                "rate": self.job.rate.at(step),
-                "tokens": self.job.position(step + 1) * self.job.config.sequence,
-                "tokens_per_s": self.tokens_a_step / each,
-                "step_ms": each * 1e3,
-                "memory_bytes": int(max(rank[0] for rank in ranks)),
-            }
-            if (norm := results[n].norm) is not None:
-                line.update(norm=norm.total, skipped=norm.skipped)
-            self.log(line)
+            norm = results[n].norm
+            if self.log is not None:
+                line = {
+                    "step": step,
+                    "loss": loss,
+                    "rate": self.job.rate.at(step),
+                    "tokens": self.job.position(step + 1) * self.job.config.sequence,
+                    "tokens_per_s": self.tokens_a_step / each,
+                    "step_ms": each * 1e3,
+                    "memory_bytes": int(max(rank[0] for rank in ranks)),
+                }
+                if norm is not None:
+                    line.update(norm=norm.total, skipped=norm.skipped)
+                self.log(line)
+            self.watch.take(step, [rank[own] for rank in ranks], norm)
         self._told, self._since = end, now
 
     def _evaluate(self, step: int) -> None:
@@ -396,4 +448,5 @@ class Trainer:
             "captured": isinstance(executor, GraphExecutor),
             "launches": self.steps.launches,
             "guarded_replays": self.steps.replays,
+            "skipped": self.watch.skipped,
         }

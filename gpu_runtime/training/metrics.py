@@ -54,7 +54,7 @@ class Log:
     ) -> None:
         self._show, self.note, self._path = show, note or show, path
         self.ended: str | None = None
-        self._diverged = False
+        self._diverged = self._skipped = False
         self._writer: Any = None
         if board is not None:
             try:
@@ -93,6 +93,9 @@ class Log:
             if not (self._diverged or math.isfinite(line["loss"])):
                 self._diverged = True
                 self.note(f"step {step}  NOT FINITE: the loss is {line['loss']}")
+            if line.get("skipped") and not self._skipped:
+                self._skipped = True
+                self.note(f"step {step}  SKIPPED: the norm of the gradients is {line['norm']}")
             self._show(
                 f"step {step}  loss {line['loss']:.4f}  rate {line['rate']:.3g}  "
                 f"{line['tokens_per_s']:,.0f} tokens/s  {line['step_ms']:.1f} ms"

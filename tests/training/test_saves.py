@@ -299,4 +299,6 @@ def test_at_least_one_checkpoint_stays(tmp_path: Path) -> None:
     """Keeping none would remove what was just written."""
     with pytest.raises(BackendError, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
+    with pytest.raises(BackendError, match="keep_every is -1"):
+        Checkpoints(tmp_path, keep_every=-1)
     assert Checkpoints(tmp_path / "nowhere").latest() is None

@@ -80,7 +80,7 @@ def test_a_run_that_diverges_is_reported(runs: tuple[Path, dict[str, Any]]) -> N
     """Null in every JSON, in words on the terminal; the report is there."""
     folder, said = runs
     code, out, err = said["nan"]
-    assert code == 0, err
+    assert code == 1, err
     losses = strictly(out)["losses"]
     assert None in losses
     assert strictly((folder / "nan.json").read_text())["derived"]["runs"][0]["last_loss"] is None
@@ -141,7 +141,7 @@ def test_what_differs_from_the_checkpoint_is_told(runs: tuple[Path, dict[str, An
     assert rates == [at_end] * 3
 
 
-@pytest.mark.parametrize("kind", ["refused", "dropped", "disagreed"])
+@pytest.mark.parametrize("kind", ["refused", "dropped", "disagreed", "diverged"])
 def test_a_violation_is_1(kind: str) -> None:
     """What the contract or its ranks found wrong."""
     outcome = stopped_outcome(Cause(kind, 0, None, None, None, "why", True), "what")

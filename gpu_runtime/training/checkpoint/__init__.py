@@ -15,6 +15,7 @@ load; the steps that follow are those of the new mapping.
 from .checkpoints import Checkpoints, EarlierSaveError
 from .facts import plain
 from .load import Replicas
+from .save import NonFiniteError
 from .sizes import sizes
 
-__all__ = ["Checkpoints", "EarlierSaveError", "Replicas", "plain", "sizes"]
+__all__ = ["Checkpoints", "EarlierSaveError", "NonFiniteError", "Replicas", "plain", "sizes"]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
+from ..look import nonfinite
 from ..state import Naming, PersistentTensors, checksums
 from .agreement import RankGroup, SharedError, consent, lost, raise_first, stop
 from .facts import changes
@@ -31,7 +32,7 @@ from .load import (
     sources,
     write_loaded,
 )
-from .save import clear_for, facts_of, require_same, tensors_of
+from .save import NonFiniteError, clear_for, facts_of, require_same, tensors_of
 
 __all__ = ["Checkpoints", "EarlierSaveError"]
 
@@ -47,6 +48,8 @@ class Checkpoints:
     Args:
         folder: The folder; `prepare` or the first save makes it.
         keep: How many checkpoints stay. The oldest is removed once a newer one is whole.
+        keep_every: Checkpoints of a multiple of this epoch stay too, for ever; 0 keeps none of
+            them.
         asynchronous: Return from `save` once everything is copied to the host, and write the files
             during the next steps. `wait` or the next save reports a failure.
 
@@ -56,12 +59,22 @@ class Checkpoints:
             still whole.
 
     Raises:
-        BackendError: `keep` is below 1.
+        BackendError: `keep` is below 1, or `keep_every` below 0.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 3, asynchronous: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        asynchronous: bool = False,
+    ) -> None:
         if keep < 1:
             raise BackendError(f"keep is {keep}; expected at least 1 checkpoint")
+        if keep_every < 0:
+            raise BackendError(f"keep_every is {keep_every}; expected at least 0 epochs")
+        self.keep_every = keep_every
         self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
         self.changed: tuple[str, ...] = ()
         self.untidy: tuple[str, ...] = ()
@@ -145,6 +158,8 @@ class Checkpoints:
                 ranks raise it with one cause, and no checkpoint is written.
             EarlierSaveError: The asynchronous save before this one failed. This save was still
                 started.
+            NonFiniteError: A weight, a moment or a scale is not finite on a rank. Earlier
+                checkpoints are unchanged.
             BackendError: A rank cannot write the checkpoint. Earlier checkpoints are unchanged, and
                 the run can continue.
         """
@@ -163,6 +178,7 @@ class Checkpoints:
         try:
             tensors = tensors_of(worker, naming, extra_tensors or {})
             own.update(facts_of(worker, must, free), sums=checksums(tensors))
+            own["nonfinite"] = nonfinite(worker, naming)
             if worker.member.rank == 0:
                 left = clear_for(self.folder, final)
         except Exception as error:  # the other ranks wait for this one, whatever it is
@@ -182,9 +198,10 @@ class Checkpoints:
             if log is not None:
                 log("write_shard", epoch=epoch)
             publishes = log if worker.member.rank == 0 else None
-            self._write(worker, Writer(final, facts, self.keep, left, publishes), tensors)
+            writer = Writer(final, facts, self.keep, left, publishes, self.keep_every)
+            self._write(worker, writer, tensors)
         except Exception as error:
-            if earlier and isinstance(error, SharedError):
+            if earlier and isinstance(error, SharedError) and not isinstance(error, NonFiniteError):
                 error = SharedError(f"{error}; and before it: {earlier}")
             raise self._stopped(worker, lost(error)) from None
         if earlier:

@@ -180,6 +180,7 @@ class Writer(FileSystemWriter):
         keep: How many whole checkpoints stay.
         words: What could not be removed before; rank 0 adds what it cannot remove at the end.
         log: The rank log in which rank 0 writes that the checkpoint gets its name, just before.
+        keep_every: As for `retain`.
     """
 
     def __init__(
@@ -189,8 +190,10 @@ class Writer(FileSystemWriter):
         keep: int,
         words: tuple[str, ...] = (),
         log: RankLog | None = None,
+        keep_every: int = 0,
     ) -> None:
         self.final, self.facts, self.keep, self.log = final, facts, keep, log
+        self.keep_every = keep_every
         self.partial = partial_of(final)
         self.words = words
         super().__init__(self.partial, overwrite=False)
@@ -238,7 +241,7 @@ class Writer(FileSystemWriter):
             self.log("publish", epoch=self.facts["epoch"])
         self.partial.rename(self.final)
         _sync(self.final.parent)
-        self.words += retain(self.final.parent, self.keep)
+        self.words += retain(self.final.parent, self.keep, self.keep_every)
 
     def _write(self, name: str, content: bytes) -> None:
         with self.fs.create_stream(self.partial / name, "wb") as stream:
@@ -295,21 +298,28 @@ def clear(folder: Path) -> tuple[str, ...]:
     return tuple(words)
 
 
-def retain(folder: Path, keep: int) -> tuple[str, ...]:
+def retain(folder: Path, keep: int, keep_every: int = 0) -> tuple[str, ...]:
     """
     Remove all but the newest checkpoints; each is renamed first, so that none is half removed.
 
     Only folders with a sound manifest that names facts are removed; others are not checkpoints.
+
+    Args:
+        folder: The folder of all checkpoints.
+        keep: How many of the newest stay.
+        keep_every: Checkpoints of a multiple of this epoch stay too; 0 keeps none of them.
 
     Returns:
         What could not be removed, in words.
     """
     words = []
     try:
-        ours = [path for _, path in checkpoint_folders(folder) if _is_ours(path)]
+        ours = [(epoch, path) for epoch, path in checkpoint_folders(folder) if _is_ours(path)]
     except OSError as error:
         return (f"older checkpoints in {folder} are not removed: {error.strerror or error}",)
-    for path in ours[keep:]:
+    for epoch, path in ours[keep:]:
+        if keep_every and epoch % keep_every == 0:
+            continue
         hidden = path.with_name(f"{_REMOVED}{path.name}")
         try:
             path.rename(hidden)

@@ -12,12 +12,27 @@ from torch import Tensor
 
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
+from ..look import NonFinite
 from ..state import EXTRA, RANDOM, Naming, PersistentTensors, random_states
 from .agreement import SharedError, raise_first
 from .facts import contract_of, first_difference, mapping_of, plain, requirements
 from .files import checkpoint_folders, clear, partial_of
 
-__all__ = ["clear_for", "facts_of", "random_name", "require_same", "tensors_of"]
+__all__ = ["NonFiniteError", "clear_for", "facts_of", "random_name", "require_same", "tensors_of"]
+
+
+class NonFiniteError(SharedError):
+    """
+    A weight, a moment or a scale is not finite, so nothing is saved.
+
+    Args:
+        said: What each rank found, by rank.
+    """
+
+    def __init__(self, said: list[list[NonFinite]]) -> None:
+        rank, first = next((rank, found[0]) for rank, found in enumerate(said) if found)
+        super().__init__(f"rank {rank}: {first}; such a state is not saved")
+        self.said = said
 
 
 def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
@@ -106,9 +121,12 @@ def require_same(said: list[dict[str, Any]]) -> None:
         said: What each rank brings, by rank.
 
     Raises:
+        NonFiniteError: A rank has a tensor that is not finite.
         SharedError: A rank has a problem, or two ranks differ.
     """
     raise_first(said)
+    if any(one["nonfinite"] for one in said):
+        raise NonFiniteError([one["nonfinite"] for one in said])
     held: dict[str, tuple[int, Any]] = {}
     for rank, one in enumerate(said):
         if (odd := first_difference(said[0]["facts"], one["facts"], "")) is not None:

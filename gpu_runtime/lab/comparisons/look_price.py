@@ -1,0 +1,99 @@
+"""
+``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: the price of the look for
+values that are not finite, as ratios from one run of one process.
+
+Each round takes one step, one look, and the sums by which a save compares ranks, so that all three
+see the same machine. The medians of all rounds are divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...ranks.assembly import build_worker
+from ...ranks.membership import Limits, Member
+from ...ranks.processes import join_ranks
+from ...training.assembly import backend_of, open_job
+from ...training.checkpoint.save import tensors_of
+from ...training.command import require_processes
+from ...training.config_file import read
+from ...training.launches import mode_of
+from ...training.look import nonfinite
+from ...training.state import checksums
+
+__all__ = ["main", "ratios"]
+
+_WARM = 3
+
+
+def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict[str, float]:
+    """
+    Time a run's look beside its steps.
+
+    Args:
+        config: The training file, of one process.
+        device: The device; by default the file's.
+        rounds: How many rounds are timed, after the first three.
+
+    Returns:
+        The look over a step, over the sums of a save, and its share of a step at the file's
+        `look_every`; 0 for the last if the file does not look.
+
+    Raises:
+        UnusableError: The file cannot be used, or takes more than one process.
+    """
+    run = read(config, run={"device": device})
+    data = open_job(run)
+    require_processes(run, data.job, f"look_price {config}")
+    limits = Limits(start=run.run.start_s, commit=run.run.commit_s)
+    member = join_ranks(run.run.device, limits, deterministic=run.run.deterministic)
+    wanted = "replays" if run.parallel.mode == "one launch" else run.parallel.mode
+    mode, _ = mode_of(member, data.job, wanted)
+    worker = build_worker(member, data.job, backend_of(run), mode=mode, limits=limits)
+    naming = data.job.name_of
+    spent: dict[str, list[float]] = {"step": [], "look": [], "sums": []}
+    for turn in range(_WARM + rounds):
+        data.job.prepare(turn, worker.optimizer)
+        for name, work in (
+            ("step", worker.step),
+            ("look", lambda: nonfinite(worker, naming)),
+            ("sums", lambda: checksums(tensors_of(worker, naming, {}))),
+        ):
+            taken = _time(member, work)
+            if turn >= _WARM:
+                spent[name].append(taken)
+    worker.close()
+    step, look, sums = (statistics.median(spent[name]) for name in ("step", "look", "sums"))
+    every = run.run.look_every
+    return {
+        "look / step": look / step,
+        "look / sums of a save": look / sums,
+        f"look / {every} steps": look / step / every if every else 0.0,
+    }
+
+
+def _time(member: Member, work: Callable[[], object]) -> float:
+    member.synchronize()
+    began = time.perf_counter()
+    work()
+    member.synchronize()
+    return time.perf_counter() - began
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the ratios of a file."""
+    parser = argparse.ArgumentParser(description="price of the look for values that are not finite")
+    parser.add_argument("config", type=Path, help="training file of one process")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
+    parser.add_argument("--rounds", type=int, default=21, help="timed rounds (default 21)")
+    args = parser.parse_args(argv)
+    for name, ratio in ratios(args.config, device=args.device, rounds=args.rounds).items():
+        print(f"{name:24} {ratio:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""
+When a run has diverged: a loss, a weight, a moment or a scale is not finite, or too many updates in
+a row were skipped.
+
+Every rank decides from what all ranks have exchanged, so all ranks end at the same step, for one
+cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from qeffect.text import counted
+
+from ..ranks.causes import Cause
+from ..step.clipping import Norm
+from .look import NonFinite
+
+__all__ = ["DIVERGED", "DivergedError", "UpdateWatch", "diverged"]
+
+DIVERGED = "diverged"
+"""The kind of the cause."""
+
+
+class DivergedError(RuntimeError):
+    """The run has diverged; every rank raises it with the same `cause`, after the same `step`."""
+
+    def __init__(self, cause: Cause, step: int) -> None:
+        super().__init__(cause.text)
+        self.cause, self.step = cause, step
+
+
+def diverged(said: Sequence[Sequence[NonFinite]], step: int, action: str) -> DivergedError | None:
+    """
+    Return the error of a look, which names the first tensor; None if every tensor is finite.
+
+    Args:
+        said: What each rank found, by rank.
+        step: The last step before the look.
+        action: What the look was made for: `look`, `save` or `load`.
+    """
+    every = [(rank, one) for rank, found in enumerate(said) for one in found]
+    if not every:
+        return None
+    rank, first = every[0]
+    text = str(first)
+    if len(every) > 1:
+        text += f"; so are {counted(len(every) - 1, 'other tensor')}"
+    return _error(rank, step, action, text, first.stage)
+
+
+def _error(rank: int, step: int, action: str, text: str, stage: int | None = None) -> DivergedError:
+    whole = f"rank {rank}, step {step}, {action}: {text}"
+    return DivergedError(Cause(DIVERGED, rank, stage, action, None, whole, False), step)
+
+
+@attrs.define
+class UpdateWatch:
+    """
+    Watches the losses and skipped updates of a run, step by step.
+
+    Args:
+        stop_after: How many skipped updates in a row end the run; 0 for any number.
+
+    Attributes:
+        skipped: Number of skipped updates.
+        first: The step of the first one; None without one.
+    """
+
+    stop_after: int
+    skipped: int = attrs.field(default=0, init=False)
+    first: int | None = attrs.field(default=None, init=False)
+    _in_row: int = attrs.field(default=0, init=False)
+
+    def take(self, step: int, shares: Sequence[Sequence[float]], norm: Norm | None) -> None:
+        """
+        Take the result of a step.
+
+        Args:
+            step: The step.
+            shares: Each rank's shares of its loss, by rank.
+            norm: The norm of its gradients, if there is one.
+
+        Raises:
+            DivergedError: The loss is not finite though the update was not skipped, or one more
+                update in a row was skipped than the run may skip.
+        """
+        if norm is not None and norm.skipped:
+            self.skipped += 1
+            self._in_row += 1
+            self.first = step if self.first is None else self.first
+            if self._in_row == self.stop_after:
+                raise _error(
+                    0,
+                    step,
+                    "update",
+                    "the norm of the gradients is not finite, and the updates of steps "
+                    f"{step - self._in_row + 1} to {step} were skipped; [optimizer] "
+                    f"stop_after_skips is {self.stop_after}",
+                )
+            return
+        self._in_row = 0
+        for rank, own in enumerate(shares):
+            if not all(map(math.isfinite, own)):
+                raise _error(rank, step, "loss", "the loss is not finite")

@@ -1,0 +1,94 @@
+"""
+A look at what a checkpoint would hold: are all weights, moments and scales finite?
+
+The device reduces each tensor to its largest magnitude, which is infinite or NaN if one value is;
+the host reads one flag per tensor. Amax histories are left out: under `skip_nonfinite` they may
+hold an infinite amax for a while, from which no scale is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..backends.protocol import parameters
+from ..ranks.worker import Worker
+from .state import MODEL, NUMERICAL, OPTIMIZER, Naming, shares_amax
+
+__all__ = ["NonFinite", "nonfinite", "persistent"]
+
+
+@attrs.frozen
+class NonFinite:
+    """
+    A tensor with values that are not finite.
+
+    Args:
+        name: Its name in a checkpoint.
+        stage: The stage that holds it.
+        count: How many of its values are not finite.
+        size: How many values it has.
+    """
+
+    name: str
+    stage: int
+    count: int
+    size: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} of stage {self.stage} is not finite in {self.count:,} of {self.size:,} "
+            f"values"
+        )
+
+
+def persistent(worker: Worker, naming: Naming) -> Iterator[tuple[str, int, Tensor]]:
+    """
+    Every weight, moment, master weight and scale of a rank, live: name, stage and tensor.
+
+    Args:
+        worker: This rank, between two steps.
+        naming: The model's names.
+    """
+    runtime = worker.runtime
+    for stage in runtime.stages.values():
+        for local, parameter in parameters(stage).items():
+            yield f"{MODEL}.{naming(stage.index, local)}", stage.index, parameter.detach()
+    for name, tensor in worker.optimizer.state_tensors().items():
+        _, index, rest = name.split(".", 2)
+        local, _, kind = rest.rpartition(".")
+        if kind != "step":
+            yield f"{OPTIMIZER}.{naming(int(index), local)}.{kind}", int(index), tensor
+    scope = f"{NUMERICAL}.dp{0 if shares_amax(runtime) else worker.replica}"
+    for stage in runtime.domain.stages:
+        for local, tensor in stage.numerical_state().items():
+            if local.endswith("scale"):
+                yield f"{scope}.{naming(stage.index, local)}", stage.index, tensor
+
+
+def nonfinite(worker: Worker, naming: Naming) -> list[NonFinite]:
+    """
+    List this rank's tensors that hold a value which is not finite; the host waits for the device.
+
+    Args:
+        worker: This rank, between two steps.
+        naming: The model's names.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, int, Tensor]]] = {}
+    for name, stage, tensor in persistent(worker, naming):
+        if tensor.is_floating_point() and tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append((name, stage, tensor))
+    flags = [
+        torch.stack(torch._foreach_norm([tensor for *_, tensor in group], float("inf"))).isfinite()
+        for group in groups.values()
+    ]
+    found = []
+    for group, finite in zip(groups.values(), flags, strict=True):
+        for (name, stage, tensor), good in zip(group, finite.tolist(), strict=True):
+            if not good:
+                bad = int((~tensor.isfinite()).sum())
+                found.append(NonFinite(name, stage, bad, tensor.numel()))
+    return found

@@ -1,0 +1,74 @@
+"""What ranks of the tests of runs that diverge run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qeffect.gpu_runtime.lab.comparisons import look_price
+from qeffect.gpu_runtime.ranks.job import Batches
+from qeffect.gpu_runtime.training.checkpoint import checkpoints
+from qeffect.gpu_runtime.training.launches import StepRunner
+from tests.ranks import recorded
+
+from .language_bodies import trained
+
+
+def in_turn(cases: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
+    """Runs of the command in one process, each with its own mishap."""
+    return [mishap(**case) for case in cases]
+
+
+def launched(cases: list[dict[str, Any]]) -> list[tuple[int, str, str]]:
+    """As `in_turn`, where a step can be one launch."""
+    recorded.install()
+    return in_turn(cases)
+
+
+def priced(config: str) -> dict[str, float]:
+    """What a look costs."""
+    return look_price.ratios(Path(config), rounds=1)
+
+
+def mishap(
+    argv: list[str],
+    *,
+    weight: tuple[int, str, float] | None = None,
+    gradient: dict[str, float] | None = None,
+    rank: int = 0,
+    unseen: bool = False,
+) -> tuple[int, str, str]:
+    """
+    `qeffect runtime train` in which a number goes wrong.
+
+    Args:
+        argv: The file and the options.
+        weight: The step after which a weight's first value is another, the end of the weight's
+            name, and the value.
+        gradient: By step, the gradient of the loss with respect to itself.
+        rank: The rank whose weight it is.
+        unseen: Whether saves do not look, as those of earlier releases.
+    """
+    take, given, look = StepRunner.step, Batches.output_gradients, checkpoints.nonfinite
+
+    def spoiling(self: StepRunner) -> None:
+        epoch, named = self.worker.runtime.epoch, self.worker.optimizer.named
+        take(self)
+        if weight and epoch == weight[0] and self.worker.member.rank == rank:
+            (found,) = (one for name, one in named.items() if name.endswith(weight[1]))
+            found.data.view(-1)[0] = weight[2]
+
+    def other(self: Batches, stage: Any, step: int, microbatch: int) -> Any:
+        value = (gradient or {}).get(str(step), 1.0)
+        return (torch.full_like(given(self, stage, step, microbatch)[0], value),)
+
+    StepRunner.step, Batches.output_gradients = spoiling, other  # type: ignore[method-assign]
+    if unseen:
+        checkpoints.nonfinite = lambda *_: []
+    try:
+        return trained(*argv)
+    finally:
+        StepRunner.step, Batches.output_gradients = take, given  # type: ignore[method-assign]
+        checkpoints.nonfinite = look
