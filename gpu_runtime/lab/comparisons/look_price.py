@@ -17,6 +17,7 @@ from pathlib import Path
 from ...ranks.assembly import build_worker
 from ...ranks.membership import Limits, Member
 from ...ranks.processes import join_ranks
+from ...runtime import Mode
 from ...training.assembly import backend_of, open_job
 from ...training.checkpoint.save import tensors_of
 from ...training.command import require_processes
@@ -51,7 +52,7 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
     require_processes(run, data.job, f"look_price {config}")
     limits = Limits(start=run.run.start_s, commit=run.run.commit_s)
     member = join_ranks(run.run.device, limits, deterministic=run.run.deterministic)
-    wanted = "replays" if run.parallel.mode == "one launch" else run.parallel.mode
+    wanted: Mode = "replays" if run.parallel.mode == "one launch" else run.parallel.mode
     mode, _ = mode_of(member, data.job, wanted)
     worker = build_worker(member, data.job, backend_of(run), mode=mode, limits=limits)
     naming = data.job.name_of
