@@ -3,9 +3,9 @@ Device counts: what a device counts while it runs, compared with the committed a
 
 With every F, dI, dW and refresh, in the same captured graph, the device adds one to a counter of
 the stage and the kind of action, and folds the action's mark into a digest of its state domain. The
-counters show actions that were skipped or ran twice; the digest, which depends on the order, shows
-actions that were exchanged. The contract computes the same numbers from the committed actions, and
-refuses a commit if the two differ.
+counters show actions that were skipped or ran twice. The digest, which depends on the order, shows
+actions that were exchanged, and a dW that added where it should have overwritten. The contract
+computes the same numbers from the committed actions, and refuses a commit if the two differ.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ from typing import Any, Final
 
 from attrs import Attribute, field, frozen
 
+from .relations.constants import ADDS, JOINS, OPENS, OVERWRITES
 from .text import shown
 
-__all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "advance", "fold", "mark", "wrap"]
+__all__ = [
+    "COUNTED",
+    "MULTIPLIER",
+    "WAYS",
+    "DeviceCounts",
+    "advance",
+    "fold",
+    "mark",
+    "ways_of",
+    "wrap",
+]
 
 #: Kinds of action, in the order of a stage's counters.
 COUNTED: Final = ("refresh", "F", "dI", "dW")
@@ -30,18 +41,30 @@ _HALF: Final = 1 << 63
 _MASK: Final = (1 << 64) - 1
 
 
-def mark(action: str, place: int) -> int:
+#: How a dW writes its destinations: each way is a graph of its own.
+WAYS: Final = (OVERWRITES, ADDS, JOINS, OPENS)
+
+
+def mark(action: str, place: int, writes: int = OVERWRITES) -> int:
     """
     Return the number of an action at a place; all numbers differ.
 
     Args:
         action: One of `COUNTED`.
         place: The slot of an F, dI or dW; the stage of a refresh.
+        writes: How a dW writes, one of `WAYS`: ``JOINS`` overwrites its stage's own destinations
+            and adds to those of another stage, ``OPENS`` the reverse. Other actions have one way.
 
-    >>> mark("refresh", 0), mark("dW", 0), mark("F", 1)
-    (1, 4, 6)
+    >>> mark("refresh", 0), mark("dW", 0), mark("F", 1), mark("dW", 0, writes=ADDS)
+    (1, 4, 9, 5)
     """
-    return 1 + len(COUNTED) * place + COUNTED.index(action)
+    at = COUNTED.index(action) + ways_of(action).index(writes)
+    return 1 + (len(COUNTED) + len(WAYS) - 1) * place + at
+
+
+def ways_of(action: str) -> tuple[int, ...]:
+    """Return the ways in which an action writes; only dW has more than one."""
+    return WAYS if action == "dW" else WAYS[:1]
 
 
 def fold(digest: int, number: int) -> int:

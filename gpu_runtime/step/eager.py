@@ -15,6 +15,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect.relations.constants import OVERWRITES
+
 from ..backends.protocol import StageBackend, Wgrads, WgradUnit, matrices
 from .effects import Effects, StageReports
 from .memory.arena import Arena
@@ -173,9 +175,9 @@ class EagerExecutor:
     def __init__(self, counters: DeviceCounters | None = None) -> None:
         self.counters = counters
 
-    def _count(self, action: str, place: int) -> None:
+    def _count(self, action: str, place: int, writes: int = OVERWRITES) -> None:
         if self.counters is not None:
-            self.counters.ran(action, place)
+            self.counters.ran(action, place, writes)
 
     def refresh(self, memory: StageMemory) -> Effects:
         """Refresh the cache, empty the sums."""
@@ -218,7 +220,7 @@ class EagerExecutor:
     ) -> tuple[str, ...]:
         """dW that may keep the deferred work, for the capture of another variant."""
         result = self.run_work(memory, slot, variant, keep=keep)
-        self._count("dW", slot.index)
+        self._count("dW", slot.index, variant.writes)
         return memory.evidence(result.covered)
 
     @staticmethod

@@ -249,6 +249,8 @@ class Checks(ContractParts):
                 raise self._runner.failure(error, "check_wgrad", given) from None
             if self._observer is not None:
                 self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
+            if self._counted is not None:
+                self._counted.writes[ref.slot] = overwrites
             ticket = _new(Ticket)
             ticket.action = "dW"
             ticket.key = key

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from ..counts import COUNTED, DeviceCounts, fold, mark, wrap
+from ..counts import COUNTED, DeviceCounts, fold, mark, ways_of, wrap
 from ..refusals import refused
+from ..relations.constants import OVERWRITES
 from ..text import shown
 
 __all__ = ["ExpectedCounts"]
@@ -25,9 +26,10 @@ class ExpectedCounts:
     Attributes:
         awaited: Expected counts of the last commit, until they are presented; None if no commit
             awaits counts.
+        writes: By slot, how the dW that was checked last writes: the graph that has to run.
     """
 
-    __slots__ = ("_digests", "_domains", "_numbers", "_places", "awaited", "late")
+    __slots__ = ("_digests", "_domains", "_numbers", "_places", "awaited", "late", "writes")
 
     def __init__(
         self, domains: Mapping[int, Hashable], slot_stage: Sequence[int], *, late: bool = False
@@ -37,17 +39,19 @@ class ExpectedCounts:
         self._domains = dict(domains)
         # What each action at each place touches, computed once: every commit of an action uses it.
         self._places = {
-            (action, place): (
+            (action, place, writes): (
                 stage,
                 self._domains[stage],
                 COUNTED.index(action),
-                mark(action, place),
+                mark(action, place, writes),
             )
             for action in COUNTED
             for place, stage in (
                 ((s, s) for s in self._domains) if action == "refresh" else enumerate(slot_stage)
             )
+            for writes in ways_of(action)
         }
+        self.writes = [OVERWRITES] * len(slot_stage)
         self._numbers: dict[int, list[int]] = {}
         self._digests: dict[Hashable, int] = {}
         self.reset()
@@ -60,7 +64,8 @@ class ExpectedCounts:
 
     def ran(self, action: str, place: int) -> None:
         """Count a committed action; its place is a slot, or the stage of a refresh."""
-        stage, domain, at, number = self._places[action, place]
+        writes = self.writes[place] if action == "dW" else OVERWRITES
+        stage, domain, at, number = self._places[action, place, writes]
         self._numbers[stage][at] += 1
         self._digests[domain] = fold(self._digests[domain], number)
 

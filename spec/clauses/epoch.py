@@ -167,14 +167,17 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             number="8.8",
             title="The device ran the actions in the order of their commits",
             invariant="The device ran the actions of a state domain, each in its own slot, in the "
-            "order in which they were committed.",
+            "order in which they were committed; each dW overwrote its destinations or added to "
+            "them, as its check said.",
             transitions=("check_update",),
             argument="",
             unchanged=_COUNTED,
             section="design",
-            cause="The graph of another slot or another stage was replayed, or the order of "
-            "commits differs from the order of launches.",
-            remedy="Launch the graph of the slot that the ticket names; commit in launch order.",
+            cause="The graph of another slot or another stage was replayed, or a dW that adds in "
+            "place of one that overwrites, or the order of commits differs from the order of "
+            "launches.",
+            remedy="Launch the graph of the slot that the ticket names, and of the way to write "
+            "that the check was given; commit in launch order.",
         ),
         Clause(
             id="epoch.in-flight",

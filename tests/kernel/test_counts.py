@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from qeffect import Contract, DeviceCounts, Refused, StageConfig, TapeKey
-from qeffect.counts import COUNTED, fold, mark
+from qeffect.counts import COUNTED, WAYS, fold, mark, ways_of
+from qeffect.relations.constants import ADDS, OVERWRITES
 
 from .helpers import MATRICES, refused, stage
 
@@ -28,9 +29,9 @@ class Device:
         self.digest = 0
         self.numbers = {stage: [0] * len(COUNTED) for stage in stages}
 
-    def run(self, action: str, stage: int, place: int) -> None:
+    def run(self, action: str, stage: int, place: int, writes: int = OVERWRITES) -> None:
         """Replay a graph."""
-        self.digest = fold(self.digest, mark(action, place))
+        self.digest = fold(self.digest, mark(action, place, writes))
         self.numbers[stage][COUNTED.index(action)] += 1
 
     def counts(self) -> DeviceCounts:
@@ -61,8 +62,9 @@ class Step:
     ) -> None:
         self.contract = Contract([stage(0), stage(1)], counted=counted, late=late)
         self.device = Device((0, 1))
-        self.ran: list[tuple[str, int, int]] = []
+        self.ran: list[tuple[Any, ...]] = []
         self.skip, self.twice, self.instead = skip, twice, instead or {}
+        self.otherwise: dict[int, int] = {}  # how the device's dW writes instead
 
     def act(self, *action: Any) -> None:
         """Note what is committed; the device runs it later."""
@@ -89,13 +91,15 @@ class Step:
                 contract.commit(contract.check_dgrad(key, ref), MATRICES)
                 self.act("dI", s, ref.slot)
                 contract.commit(contract.check_wgrad(key, ref), MATRICES)
-                self.act("dW", s, ref.slot)
+                # The microbatches have one destination: the first one overwrites it.
+                self.act("dW", s, ref.slot, ADDS if key.microbatch else OVERWRITES)
             contract.wait()
             contract.finalize(s)
         for n in range(began, len(self.ran)):
             if n not in self.skip:
                 for _ in range(1 + (n in self.twice)):
-                    self.device.run(*self.ran[self.instead.get(n, n)])
+                    ran = self.ran[self.instead.get(n, n)]
+                    self.device.run(*ran[:3], self.otherwise.get(n, (*ran[3:], OVERWRITES)[0]))
 
     def commit(self) -> int:
         """Commit with what the device counted."""
@@ -137,6 +141,18 @@ class TestCommit:
         step.run()
 
         with refused(step.contract, "epoch.device-count", f"{step.ran[action][0]}"):
+            step.commit()
+
+    @pytest.mark.parametrize(("at", "writes"), [(4, ADDS), (6, OVERWRITES)])
+    def test_a_graph_that_writes_in_another_way(self, at: int, writes: int) -> None:
+        """The same slot's graph that adds, for the one that overwrites, or the reverse."""
+        step = Step()
+        step.otherwise = {at: writes}
+        step.run()
+        assert step.ran[at][0] == "dW"
+        assert step.ran[at][-1] != writes
+
+        with refused(step.contract, "epoch.device-order", "digest"):
             step.commit()
 
     def test_a_replay_behind_the_guards(self) -> None:
@@ -447,9 +463,15 @@ class TestBadCounts:
 class TestDigest:
     def test_marks_differ(self) -> None:
         """No two actions at two places have one mark, and none is zero."""
-        marks = [mark(action, place) for place in range(9) for action in COUNTED]
+        marks = [
+            mark(action, place, writes)
+            for place in range(9)
+            for action in COUNTED
+            for writes in ways_of(action)
+        ]
 
         assert sorted(marks) == [*range(1, len(marks) + 1)]
+        assert len(marks) == 9 * (len(COUNTED) - 1 + len(WAYS))
 
     def test_it_wraps_as_the_device_s_integers_do(self) -> None:
         """A digest stays a signed 64-bit integer, and folds as exact arithmetic modulo 2**64."""

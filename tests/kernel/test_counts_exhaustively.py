@@ -23,9 +23,11 @@ from qeffect import Contract, DeviceCounts, Refused, StageConfig, TapeKey, TapeR
 from qeffect.counts import COUNTED, MULTIPLIER, advance, fold, mark
 from qeffect.ledgers import expected_counts as module
 from qeffect.ledgers.expected_counts import ExpectedCounts
+from qeffect.relations.constants import ADDS, OVERWRITES
 
-#: An action that ran: its kind, its stage, and its slot or, for a refresh, its stage again.
-Ran = tuple[str, int, int]
+#: An action that ran: its kind, its stage, its slot or, for a refresh, its stage again, and how it
+#: writes.
+Ran = tuple[str, int, int, int]
 #: A move of a history: what is done, on which stage and microbatch.
 Move = tuple[str, int, int]
 
@@ -38,7 +40,7 @@ def counts(stages: Sequence[int], ran: Sequence[Ran]) -> DeviceCounts:
 
     A mark with n actions behind it is multiplied n times, all are added, and 64 bits are kept.
     """
-    marks = [mark(action, place) for action, _, place in ran]
+    marks = [mark(action, place, writes) for action, _, place, writes in ran]
     total = sum(n * pow(MULTIPLIER, at, WORD) for at, n in enumerate(reversed(marks))) % WORD
     numbers = {s: tuple(sum(r[:2] == (a, s) for r in ran) for a in COUNTED) for s in stages}
     return DeviceCounts(total - WORD if total >= WORD // 2 else total, numbers)
@@ -61,6 +63,7 @@ class Process:
         self.base = self.contract.checkpoint()
         self.refs: dict[TapeKey, TapeRef] = {}
         self.ran: list[Ran] = []
+        self.opened: dict[int, int] = {}
         self.domains: dict[Any, list[int]] = {}
         for config in stages:
             self.domains.setdefault(config.domain, []).append(config.stage)
@@ -106,7 +109,11 @@ class Process:
         made = contract.commit(ticket, evidence if action in ("dI", "dW") else ())
         if made is not None:
             self.refs[key] = made
-        self.ran.append((action, s, place))
+        # The microbatches of a stage have one destination: the epoch's first dW overwrites it.
+        opens = action != "dW" or self.opened.get(s) != contract.epoch
+        if action == "dW":
+            self.opened[s] = contract.epoch
+        self.ran.append((action, s, place, OVERWRITES if opens else ADDS))
 
     def _end(self) -> None:
         for config in self.contract.stages:
@@ -122,6 +129,7 @@ class Process:
         self.contract.drain()
         self.contract.restore(self.base)
         self.ran.clear()
+        self.opened.clear()
 
     def difference(self) -> str:
         """Say where the ledger differs from the list, or from the proved columns; else nothing."""
@@ -268,12 +276,20 @@ def short(length: int, alphabet: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
 #: Three slots: two of stage 0, one of stage 1; stages of one domain, or of two.
 SLOT_STAGE: Final = (0, 0, 1)
 ALPHABET: Final[tuple[Ran, ...]] = (
-    ("refresh", 0, 0),
-    ("F", 0, 0),
-    ("F", 0, 1),
-    ("dW", 0, 1),
-    ("F", 1, 2),
+    ("refresh", 0, 0, OVERWRITES),
+    ("F", 0, 0, OVERWRITES),
+    ("dW", 0, 1, ADDS),
+    ("dW", 0, 1, OVERWRITES),
+    ("F", 1, 2, OVERWRITES),
 )
+
+
+def tell(ledger: ExpectedCounts, *each: Ran) -> None:
+    """Tell a ledger of committed actions."""
+    for action, _, place, writes in each:
+        if action == "dW":
+            ledger.writes[place] = writes
+        ledger.ran(action, place)
 
 
 def misjudged(ledger: type[ExpectedCounts], length: int) -> str:
@@ -286,8 +302,7 @@ def misjudged(ledger: type[ExpectedCounts], length: int) -> str:
         ]
         for committed in short(length, ALPHABET):
             made = ledger(domains, SLOT_STAGE)
-            for action, _, place in committed:
-                made.ran(action, place)
+            tell(made, *committed)
             if answer(made, "require_commit", None) != "epoch.uncounted: no counts":
                 return f"{committed} committed, nothing presented"
             for ran, given in device:
@@ -304,13 +319,10 @@ def misadded(ledger: type[ExpectedCounts], length: int) -> str:
     for domains in ({0: "a", 1: "a"}, {0: "a", 1: "b"}):
         for before, ran in product(lists, lists):
             one, each, again = (ledger(domains, SLOT_STAGE) for _ in range(3))
-            for action, _, place in before:
-                one.ran(action, place)
-                each.ran(action, place)
+            tell(one, *before)
+            tell(each, *before, *ran)
+            tell(again, *ran)
             folds, added = {}, {}
-            for action, _, place in ran:
-                each.ran(action, place)
-                again.ran(action, place)
             for domain, now in again.own().items():
                 numbers = [n for own in now.stages.values() for n in own]
                 factors, terms = advance([0] * (1 + len(numbers)), [now.digest, *numbers])
@@ -340,7 +352,9 @@ def mislived(ledger: type[ExpectedCounts], length: int) -> str:
     for life in product(LIFE, repeat=length):
         made, ran, awaited = ledger({0: "a"}, (0,), late=True), 0, None
         for event in life:
-            right = {"a": counts((0,), [("F", 0, 0)] * (ran if awaited is None else awaited))}
+            right = {
+                "a": counts((0,), [("F", 0, 0, OVERWRITES)] * (ran if awaited is None else awaited))
+            }
             wrong = {"a": DeviceCounts(0, {0: (9, 9, 9, 9)})}
             wanted = ""
             if event == "runs":
@@ -354,7 +368,11 @@ def mislived(ledger: type[ExpectedCounts], length: int) -> str:
                     made.committed()
                     awaited = ran
             elif event.startswith("asks"):
-                now = {"a": counts((0,), [("F", 0, 0)] * ran)} if event == "asks, right" else wrong
+                now = (
+                    {"a": counts((0,), [("F", 0, 0, OVERWRITES)] * ran)}
+                    if event == "asks, right"
+                    else wrong
+                )
                 found = answer(made, "require_commit", now, now=True)
                 wanted = "" if awaited is None else "epoch.uncounted"
                 wanted = "epoch.device-count" if now is wrong else wanted

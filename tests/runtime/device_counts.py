@@ -16,6 +16,7 @@ from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.refusals import Refused
+from qeffect.relations.constants import ADDS, OVERWRITES
 
 from .injection import Injection, parameters_of
 
@@ -32,11 +33,16 @@ class Replays:
     Attributes:
         ran: Kind, place and replay of every graph that was asked for, in order.
         instead: What to replay for some of them, by their place in `ran`.
+        variants: The graphs of each slot's dW, by how each writes.
     """
 
     def __init__(self, executor: GraphExecutor) -> None:
         self.ran: list[tuple[str, int, Replay]] = []
         self.instead: dict[int, list[Replay]] = {}
+        self.variants: dict[int, dict[int, Replay]] = {
+            index: {v.writes: graph.replay for v, graph in slot.wgrad.items()}
+            for index, slot in executor.slots.items()
+        }
         for index, slot in executor.slots.items():
             slot.forward = self._of("F", index, slot.forward)
             slot.dgrad = self._of("dI", index, slot.dgrad)
@@ -85,6 +91,12 @@ class DeviceCountsCases:
     ) -> list[Replay]:
         """What to replay so that another graph ran in its place; on a device that graph."""
         return [other[2]]
+
+    def written(
+        self, injected: Injection, own: tuple[str, int, Replay], writes: int, other: Replay
+    ) -> list[Replay]:
+        """What to replay so that a dW wrote in another way; on a device that graph."""
+        return [other]
 
     def refused(
         self, clause: str, injected: Injection, replays: Replays, undisturbed: Recording
@@ -150,6 +162,23 @@ class DeviceCountsCases:
 
         found = self.refused("epoch.device-count", injected, replays, undisturbed)
         assert f" {kind}" in found
+
+    @pytest.mark.parametrize("writes", [ADDS, OVERWRITES])
+    def test_a_dw_that_writes_in_another_way(
+        self, writes: int, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """The slot's graph that adds in place of the one that overwrites, or the reverse."""
+        place, other = next(
+            (n, graphs[writes])
+            for n in replays.places("dW")
+            if writes in (graphs := replays.variants[replays.ran[n][1]])
+            and graphs[writes] is not replays.ran[n][2]
+        )
+        (at,) = self.shifted(replays, place)
+        replays.instead[at] = self.written(injected, replays.ran[place], writes, other)
+
+        found = self.refused("epoch.device-order", injected, replays, undisturbed)
+        assert "order that ran" in found
 
     def test_a_replay_behind_the_guards(
         self, injected: Injection, replays: Replays, undisturbed: Recording

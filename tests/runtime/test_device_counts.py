@@ -54,6 +54,14 @@ class TestStandIns(DeviceCountsCases):
         assert counters is not None
         return [*self.skipped(injected, *own), lambda: counters.ran(*other[:2])]
 
+    def written(
+        self, injected: Injection, own: tuple[str, int, Replay], writes: int, other: Replay
+    ) -> list[Replay]:
+        """The action itself, counted as one that writes in another way."""
+        counters = injected.run.runtime.counters
+        assert counters is not None
+        return [*self.skipped(injected, *own), lambda: counters.ran("dW", own[1], writes)]
+
     def repeated(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
         """The action, and its count once more."""
         counters = injected.run.runtime.counters

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from qeffect.counts import COUNTED, MULTIPLIER, DeviceCounts, mark
+from qeffect.counts import COUNTED, MULTIPLIER, DeviceCounts, mark, ways_of
+from qeffect.relations.constants import OVERWRITES
 
 
 class DeviceCounters:
@@ -36,17 +37,23 @@ class DeviceCounters:
         self._factors = torch.ones(size, dtype=torch.int64, device=device)
         self._factors[0] = MULTIPLIER
         self.values = torch.zeros(size, dtype=torch.int64, device=device)
-        marked = [("refresh", stage, stage) for stage in self.stages]
-        marked += [(action, stage, slot) for stage, slot in slots for action in COUNTED[1:]]
+        marked = [("refresh", stage, stage, OVERWRITES) for stage in self.stages]
+        marked += [
+            (action, stage, slot, writes)
+            for stage, slot in slots
+            for action in COUNTED[1:]
+            for writes in ways_of(action)
+        ]
         # An even length gives every row the same alignment. Otherwise another variant of the kernel
         # would have to be compiled in the middle of a capture.
         rows = torch.zeros((len(marked), size + size % 2), dtype=torch.int64)
-        for n, (action, stage, place) in enumerate(marked):
-            rows[n, 0] = mark(action, place)
+        for n, (action, stage, place, writes) in enumerate(marked):
+            rows[n, 0] = mark(action, place, writes)
             rows[n, self._at(stage, action)] = 1
         held = rows.to(device)
         self._terms = {
-            (action, place): held[n, :size] for n, (action, _, place) in enumerate(marked)
+            (action, place, writes): held[n, :size]
+            for n, (action, _, place, writes) in enumerate(marked)
         }
         pinned = device.type == "cuda"
         self._read = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
@@ -58,15 +65,16 @@ class DeviceCounters:
     def _at(self, stage: int, action: str) -> int:
         return 1 + len(COUNTED) * self.stages.index(stage) + COUNTED.index(action)
 
-    def ran(self, action: str, place: int) -> None:
+    def ran(self, action: str, place: int, writes: int = OVERWRITES) -> None:
         """
         Count an action, on the current stream; inside a capture this becomes a node of the graph.
 
         Args:
             action: One of `qeffect.counts.COUNTED`.
             place: The slot of an F, dI or dW in the process's pool; the stage of a refresh.
+            writes: How a dW writes (`qeffect.counts.mark`).
         """
-        term = self._terms[action, place]
+        term = self._terms[action, place, writes]
         if self._kernels is not None:
             self._kernels.count(self.values, term, self._factors)
         else:

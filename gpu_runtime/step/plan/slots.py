@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import attrs
 
+from qeffect.relations.constants import ADDS, JOINS, OVERWRITES
 from qeffect.schedule.index import Event
 from qeffect.schedule.slots import Tape, assign
 
@@ -38,6 +39,11 @@ class WgradVariant(NamedTuple):
     destination: int
     accumulate: bool
     joins: bool = False
+
+    @property
+    def writes(self) -> int:
+        """How it writes, as `qeffect.counts.mark` takes it."""
+        return ADDS if self.accumulate else JOINS if self.joins else OVERWRITES
 
     def adding(self) -> WgradVariant:
         """What the dW does in a later walk of the epoch: it adds to the same destinations."""
