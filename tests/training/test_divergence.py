@@ -233,7 +233,8 @@ def test_the_price_of_a_look_is_printed(tmp_path: Path) -> None:
     path.write_text(run(tmp_path, "priced", look=50))
     (tmp_path / "said").mkdir()
     found = launch(1, tmp_path / "said", bodies.priced, str(path)).words[0]
-    assert list(found) == ["look / step", "look / sums of a save", "look / 50 steps"]
+    names = ["look / step", "look / sums of a save", "look / 50 steps", "scales / step"]
+    assert list(found) == names
     assert all(ratio > 0 for ratio in found.values())
     assert found["look / 50 steps"] == pytest.approx(found["look / step"] / 50)
 
