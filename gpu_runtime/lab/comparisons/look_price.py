@@ -3,7 +3,8 @@
 values that are not finite, as ratios from one run of one process.
 
 Each round takes one step, one look, the sums by which a save compares ranks, and the comparison of
-gradients' scales that a run with a norm makes after each step. So all see the same machine. The medians of all rounds are divided.
+gradients' scales that a run with a norm makes after each step. So all see the same machine. The
+medians of all rounds are divided.
 """
 
 from __future__ import annotations
