@@ -47,7 +47,7 @@ class UpdateGate:
         self.heard = torch.zeros(self.world, dtype=torch.float64, device=device)
         self.norm: DeviceNorm | None = None
         if worker.clipping:
-            self.norm = DeviceNorm.on(device, worker.clipping)
+            self.norm = DeviceNorm.on(device, worker.clipping, worker.table.num_stages)
             # A rank's vote, then each stage's sum of squares; 0 for a stage of another rank.
             width = 1 + worker.table.num_stages
             self.row = torch.zeros(width, dtype=torch.float64, device=device)

@@ -72,11 +72,23 @@ class Norm:
         total: The norm of all stages' gradients, before clipping.
         factor: What every gradient was multiplied by, a float32 value; 1 if unchanged.
         skipped: Whether the update was skipped.
+        parts: The sum of squares of each stage, in the model's order.
     """
 
     total: float
     factor: float
     skipped: bool
+    parts: tuple[float, ...] = attrs.field(default=(), repr=False)
+
+    @property
+    def zero_stages(self) -> list[int]:
+        """The stages whose gradients are all zero."""
+        return [stage for stage, part in enumerate(self.parts) if part == 0.0]
+
+    @property
+    def nonfinite_stages(self) -> list[int]:
+        """The stages with a gradient that is not finite."""
+        return [stage for stage, part in enumerate(self.parts) if not math.isfinite(part)]
 
     @classmethod
     def of(cls, parts: Sequence[float], clipping: Clipping) -> Norm:
@@ -95,7 +107,7 @@ class Norm:
         if clipping.max_norm is not None and not skipped:
             wanted = clipping.max_norm / (total + EPSILON)
             factor = float(torch.tensor(wanted, dtype=torch.float64).clamp(max=1.0).float())
-        return cls(total, factor, skipped)
+        return cls(total, factor, skipped, tuple(parts))
 
     def scale(self, device: torch.device) -> Tensor | None:
         """The factor as a float32 scalar on the device; None if it is 1."""
@@ -131,21 +143,25 @@ class DeviceNorm:
         total: The norm, a float64 scalar.
         factor: The factor, a float32 scalar.
         skip: 1 if the update must be skipped, else 0; a float32 scalar.
+        parts: The sum of squares of each stage, float64.
     """
 
     clipping: Clipping
     total: Tensor
     factor: Tensor
     skip: Tensor
+    parts: Tensor
 
     @classmethod
-    def on(cls, device: torch.device, clipping: Clipping) -> DeviceNorm:
-        """Allocate all three; their addresses stay the same."""
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        return cls(clipping, total, torch.ones((), device=device), torch.zeros((), device=device))
+    def on(cls, device: torch.device, clipping: Clipping, stages: int) -> DeviceNorm:
+        """Allocate all four; their addresses stay the same."""
+        parts = torch.zeros(stages, dtype=torch.float64, device=device)
+        total, skip = parts.new_zeros(()), torch.zeros((), device=device)
+        return cls(clipping, total, torch.ones((), device=device), skip, parts)
 
     def take(self, parts: Tensor) -> None:
-        """Compute all three from the stages' parts, float64 in the model's order; no host waits."""
+        """Compute all from the stages' parts, float64 in the model's order; no host waits."""
+        self.parts.copy_(parts)
         squares = parts.new_zeros(())
         for part in parts.unbind():  # one by one: a single sum call chooses its own order
             squares = squares + part
@@ -159,6 +175,7 @@ class DeviceNorm:
             self.factor.copy_(wanted.clamp(max=1.0))
 
     def read(self) -> Norm:
-        """All three as numbers; waits for the device."""
+        """All as numbers; waits for the device."""
         skipped = bool(self.skip)
-        return Norm(float(self.total), 1.0 if skipped else float(self.factor), skipped)
+        factor = 1.0 if skipped else float(self.factor)
+        return Norm(float(self.total), factor, skipped, tuple(self.parts.tolist()))

@@ -57,6 +57,11 @@ def _error(rank: int, step: int, action: str, text: str, stage: int | None = Non
     return DivergedError(Cause(DIVERGED, rank, stage, action, None, whole, False), step)
 
 
+def _of(norm: Norm) -> str:
+    """The first stage whose gradients are not finite, if it is known."""
+    return f" in stage {norm.nonfinite_stages[0]}" if norm.nonfinite_stages else ""
+
+
 @attrs.define
 class UpdateWatch:
     """
@@ -97,7 +102,7 @@ class UpdateWatch:
                     0,
                     step,
                     "update",
-                    "the norm of the gradients is not finite, and the updates of steps "
+                    f"the norm of the gradients is not finite{_of(norm)}, and the updates of steps "
                     f"{step - self._in_row + 1} to {step} were skipped; [optimizer] "
                     f"stop_after_skips is {self.stop_after}",
                 )

@@ -24,6 +24,7 @@ from ..ranks.one_launch import OneLaunch
 from ..ranks.worker import Worker
 from ..runtime import Mode, mode_on
 from ..step.clipping import DeviceNorm, Norm
+from .saturation import GradientScales
 
 __all__ = ["StepResult", "StepRunner", "mode_of"]
 
@@ -36,10 +37,12 @@ class StepResult:
     Args:
         losses: By microbatch; empty on a rank without the last stage.
         norm: The norm of all ranks' gradients; None if it is neither clipped nor checked.
+        saturation: With a norm, what `GradientScales.take` found on this rank.
     """
 
     losses: list[float]
     norm: Norm | None
+    saturation: tuple[float, int] = (0.0, 0)
 
 
 def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
@@ -73,14 +76,17 @@ class StepRunner:
         worker: The rank's worker, with a feed of `Batches`, at the epoch at which the run begins.
             In mode ``one launch`` its steps are launches, if every rank's steps can be.
         why: Why the steps are not launches, if `mode_of` has already found a reason.
+        scales: The rank's scales of gradients; None if nothing asks for their saturation.
 
     Attributes:
         launches: Number of launches among the steps whose results were read.
         replays: Why steps are guarded replays though launches were asked for; empty otherwise.
     """
 
-    def __init__(self, worker: Worker, *, why: str = "") -> None:
-        self.worker = worker
+    def __init__(
+        self, worker: Worker, *, why: str = "", scales: GradientScales | None = None
+    ) -> None:
+        self.worker, self.scales = worker, scales
         feed = worker.feed
         assert isinstance(feed, Batches)
         self.feed = feed
@@ -92,7 +98,7 @@ class StepRunner:
             self.whole = None if self.replays else OneLaunch(worker)
         self._left = False
         self._behind: dict[int, _PendingResults] = {}
-        self._norms: dict[int, Norm | None] = {}
+        self._norms: dict[int, tuple[Norm | None, Tensor | None]] = {}
         self._results: dict[int, StepResult] = {}
 
     def step(self) -> None:
@@ -106,7 +112,7 @@ class StepRunner:
         epoch, whole = self.worker.runtime.epoch, self.whole
         if whole is None:
             self.worker.step()
-            self._norms[epoch] = self.worker.norm
+            self._norms[epoch] = self.worker.norm, self._fall()
             return
         if self._left:
             whole.resume()
@@ -114,9 +120,15 @@ class StepRunner:
         whole.step()
         if whole.graph is None:
             found = self.feed.losses.pop(epoch, {})
-            self._behind[epoch] = _PendingResults.of(found, self.worker.norm)
+            self._behind[epoch] = _PendingResults.of(found, self.worker.norm, self._fall())
         else:
-            self._behind[epoch] = _PendingResults.of_launch(whole.feed.losses, whole.device_norm)
+            self._behind[epoch] = _PendingResults.of_launch(
+                whole.feed.losses, whole.device_norm, self._fall()
+            )
+
+    def _fall(self) -> Tensor | None:
+        """How far the scales of gradients fell in the step that was just queued."""
+        return None if self.scales is None else self.scales.take()
 
     @property
     def known(self) -> int:
@@ -135,7 +147,8 @@ class StepRunner:
         if behind is None:
             losses = self.feed.losses_of(step)
             self.feed.losses.pop(step, None)
-            return StepResult(losses, self._norms.pop(step, None))
+            norm, fall = self._norms.pop(step, (None, None))
+            return StepResult(losses, norm, _saturation(() if fall is None else fall.tolist()))
         self.launches += behind.launched
         return behind.result(self.worker.limits.commit)
 
@@ -179,6 +192,8 @@ class StepRunner:
         """
         (self.whole or self.worker).rebuild(stopped)
         self._left = False
+        if self.scales is not None:
+            self.scales.reset()
         epoch = self.worker.runtime.epoch
         self._behind = {step: one for step, one in self._behind.items() if step < epoch}
 
@@ -211,9 +226,9 @@ class _PendingResults:
     Copies of a step's results in host memory, complete once an event has happened.
 
     Args:
-        groups: The copied scalars, grouped by dtype: the losses by microbatch. For a launch whose
-            norm is checked, also the norm, the gradients' factor, and whether the update was
-            skipped.
+        groups: The copied scalars, grouped by dtype: the losses by microbatch; how far scales fell.
+            For a launch whose norm is checked, also the norm with the stages' parts, the gradients'
+            factor, and whether the update was skipped.
         held: The copies.
         done: The event.
         norm: The norm of a guarded step, which the host already has.
@@ -227,16 +242,20 @@ class _PendingResults:
     launched: bool
 
     @classmethod
-    def of(cls, losses: Mapping[int, Tensor], norm: Norm | None) -> _PendingResults:
+    def of(
+        cls, losses: Mapping[int, Tensor], norm: Norm | None, fall: Tensor | None
+    ) -> _PendingResults:
         """Queue the copies of a guarded step on the current stream, without waiting."""
-        return cls._of([_in_order(losses)], norm, launched=False)
+        return cls._of([_in_order(losses), _each(fall)], norm, launched=False)
 
     @classmethod
-    def of_launch(cls, losses: Mapping[int, Tensor], norm: DeviceNorm | None) -> _PendingResults:
+    def of_launch(
+        cls, losses: Mapping[int, Tensor], norm: DeviceNorm | None, fall: Tensor | None
+    ) -> _PendingResults:
         """Queue the copies of a launch; the current stream must be after this launch, and before
         the next."""
-        looked = [] if norm is None else [[norm.total], [norm.factor, norm.skip]]
-        return cls._of([_in_order(losses), *looked], None, launched=True)
+        looked = [] if norm is None else [[norm.total, *norm.parts], [norm.factor, norm.skip]]
+        return cls._of([_in_order(losses), _each(fall), *looked], None, launched=True)
 
     @classmethod
     def _of(
@@ -251,11 +270,24 @@ class _PendingResults:
     def result(self, deadline: float) -> StepResult:
         """Wait for the event and return the results."""
         wait_for(self.done, None, deadline=deadline, grace=0.0)
-        losses, *looked = (one.tolist() for one in self.held)
-        if not looked:
-            return StepResult(losses, self.norm)
-        (total,), (factor, skip) = looked
-        return StepResult(losses, Norm(total, 1.0 if skip else factor, bool(skip)))
+        losses, fall, *looked = (one.tolist() for one in self.held)
+        norm = self.norm
+        if looked:
+            (total, *parts), (factor, skip) = looked
+            norm = Norm(total, 1.0 if skip else factor, bool(skip), tuple(parts))
+        return StepResult(losses, norm, _saturation(fall))
+
+
+def _saturation(fall: Sequence[float]) -> tuple[float, int]:
+    """What `GradientScales.take` found, as numbers; a factor that is NaN counts as 0."""
+    if not fall:
+        return 0.0, 0
+    factor, place = fall
+    return (factor if factor >= 0.0 else 0.0), int(place)
+
+
+def _each(fall: Tensor | None) -> list[Tensor]:
+    return [] if fall is None else list(fall)
 
 
 def _in_order(losses: Mapping[int, Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from ..backends.protocol import BackendError
 from ..ranks.assembly import build_worker
 from ..ranks.consent import StoppedError
 from ..ranks.membership import Limits, Member, agree_on, all_gather
+from ..step.clipping import Norm
 from ..step.graphs import GraphExecutor
 from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints, EarlierSaveError, NonFiniteError
@@ -32,6 +33,7 @@ from .figures import perplexity
 from .launches import StepRunner, mode_of
 from .look import NonFinite, nonfinite
 from .metrics import Log, memory_bytes
+from .saturation import SATURATED, GradientScales
 
 __all__ = ["Trainer"]
 
@@ -91,7 +93,9 @@ class Trainer:
         self.began = 0
         if self.checkpoints is not None and self.found is not None:
             self._go_on(self.checkpoints, self.found)
-        self.steps = StepRunner(self.worker, why=why)
+        scales = GradientScales(self.worker, self.job.name_of) if self.worker.clipping else None
+        self.steps = StepRunner(self.worker, why=why, scales=scales)
+        self._scales = all_gather(member, [] if scales is None else scales.names)
         if config.parallel.mode == "one launch":
             self._tell_launches()
         self._told = self.began  # steps whose losses were brought together
@@ -391,7 +395,8 @@ class Trainer:
         results = [self.steps.result(step) for step in steps]
         none = [0.0] * self.job.microbatches
         shares = [share for one in results for share in one.losses or none]
-        ranks = self.steps.all_gather([float(memory_bytes(self.member.device)), *shares])
+        falls = [number for one in results for number in one.saturation]
+        ranks = self.steps.all_gather([float(memory_bytes(self.member.device)), *shares, *falls])
         each = (now - self._since) / len(steps)
         self.steps.forget(self._told)  # keeps the latest: a rank may collect them again
         for n, step in enumerate(steps):
@@ -414,9 +419,21 @@ class Trainer:
                 }
                 if norm is not None:
                     line.update(norm=norm.total, skipped=norm.skipped)
+                    place = 1 + len(shares) + 2 * n
+                    line.update(self._unusual(norm, [rank[place : place + 2] for rank in ranks]))
                 self.log(line)
             self.watch.take(step, [rank[own] for rank in ranks], norm)
         self._told, self._since = end, now
+
+    def _unusual(self, norm: Norm, falls: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """What the log says of gradients that are saturated or all zero."""
+        rank, (factor, place) = max(enumerate(falls), key=lambda one: one[1][0])
+        found: dict[str, Any] = {"saturation": factor}
+        if factor >= SATURATED:
+            found["saturated"] = self._scales[rank][int(place)]
+        if norm.zero_stages:
+            found["zero_stages"] = norm.zero_stages
+        return found
 
     def _evaluate(self, step: int) -> None:
         assert self.held_out is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from qeffect.report import UnusableError, finite
+from qeffect.text import within
 
 __all__ = ["Log", "memory_bytes"]
 
@@ -22,6 +23,23 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the terminal says once in a run, the first time that it happens."""
+    if not math.isfinite(line["loss"]):
+        yield "NOT FINITE", f"the loss is {line['loss']}"
+    if line.get("skipped"):
+        yield "SKIPPED", f"the norm of the gradients is {line['norm']}"
+    if "saturated" in line:
+        yield (
+            "SATURATED",
+            f"a gradient was {line['saturation']:.3g} times what its scale could hold, and was "
+            f"clipped: {line['saturated']}",
+        )
+    if stages := line.get("zero_stages"):
+        named = within(", ".join(map(str, stages)), 60)
+        yield "ALL ZERO", f"every gradient of {'stage' if len(stages) == 1 else 'stages'} {named}"
 
 
 class Log:
@@ -54,7 +72,7 @@ class Log:
     ) -> None:
         self._show, self.note, self._path = show, note or show, path
         self.ended: str | None = None
-        self._diverged = self._skipped = False
+        self._noted: set[str] = set()
         self._writer: Any = None
         if board is not None:
             try:
@@ -90,12 +108,10 @@ class Log:
         if "not_saved" in line:
             self.note(f"step {step}  NOT SAVED: {line['not_saved']}")
         if "loss" in line:
-            if not (self._diverged or math.isfinite(line["loss"])):
-                self._diverged = True
-                self.note(f"step {step}  NOT FINITE: the loss is {line['loss']}")
-            if line.get("skipped") and not self._skipped:
-                self._skipped = True
-                self.note(f"step {step}  SKIPPED: the norm of the gradients is {line['norm']}")
+            for kind, text in _warnings(line):
+                if kind not in self._noted:
+                    self._noted.add(kind)
+                    self.note(f"step {step}  {kind}: {text}")
             self._show(
                 f"step {step}  loss {line['loss']:.4f}  rate {line['rate']:.3g}  "
                 f"{line['tokens_per_s']:,.0f} tokens/s  {line['step_ms']:.1f} ms"

@@ -136,9 +136,13 @@ def test_a_device_says_what_the_host_says(
 ) -> None:
     """The same steps in the same order, so that one launch has the bits of replays."""
     clipping = Clipping(max_norm=limit, skip_nonfinite=skip)
-    device = DeviceNorm.on(torch.device("cpu"), clipping)
+    device = DeviceNorm.on(torch.device("cpu"), clipping, len(parts))
     device.take(torch.tensor(parts, dtype=torch.float64))
-    assert repr(device.read()) == repr(Norm.of(parts, clipping))
+    read, host = device.read(), Norm.of(parts, clipping)
+    assert repr(read) == repr(host)
+    assert read.zero_stages == host.zero_stages == [n for n, one in enumerate(parts) if not one]
+    assert read.nonfinite_stages == host.nonfinite_stages
+    assert len(host.nonfinite_stages) == sum(not math.isfinite(one) for one in parts)
 
 
 def test_a_stages_part_is_the_sum_of_its_parameters_squares_in_their_order() -> None:

@@ -47,7 +47,7 @@ def mishap(
         argv: The file and the options.
         weight: The step after which a weight's first value is another, the end of the weight's
             name, and the value.
-        gradient: By step, the gradient of the loss with respect to itself.
+        gradient: By step, the gradient of the loss of the first microbatch with respect to itself.
         rank: The rank whose weight it is.
         unseen: Whether saves do not look, as those of earlier releases.
     """
@@ -57,11 +57,12 @@ def mishap(
         epoch, named = self.worker.runtime.epoch, self.worker.optimizer.named
         take(self)
         if weight and epoch == weight[0] and self.worker.member.rank == rank:
+            recorded.STREAM.synchronize()  # a launch may still run
             (found,) = (one for name, one in named.items() if name.endswith(weight[1]))
             found.data.view(-1)[0] = weight[2]
 
     def other(self: Batches, stage: Any, step: int, microbatch: int) -> Any:
-        value = (gradient or {}).get(str(step), 1.0)
+        value = (gradient or {}).get(str(step), 1.0) if microbatch == 0 else 1.0
         return (torch.full_like(given(self, stage, step, microbatch)[0], value),)
 
     StepRunner.step, Batches.output_gradients = spoiling, other  # type: ignore[method-assign]

@@ -53,6 +53,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         ),
         "unseen": (run(folder, "unseen", keep=9, kept=True), {"weight": hidden, "unseen": True}),
         "resumed": (run(folder, "unseen", keep=9, kept=True), {}),
+        "huge": (
+            run(folder, "huge").replace("[run]", "clip_norm = 1.0\n[run]"),
+            {"gradient": {"4": 1e30}},
+        ),
         "milestones": (
             run(folder, "milestones", kept=True).replace("every = 2", "every = 1\nkeep_every = 3"),
             {},
@@ -119,8 +123,8 @@ def test_skipped_updates_in_a_row_end_the_run(runs: tuple[Path, dict[str, Any]])
     """Three are too many, one is not; the terminal says the first."""
     found = outcome(runs, "skips", 1)
     assert found["cause"]["text"] == (
-        "rank 0, step 6, update: the norm of the gradients is not finite, and the updates of steps "
-        "4 to 6 were skipped; [optimizer] stop_after_skips is 3"
+        "rank 0, step 6, update: the norm of the gradients is not finite in stage 0, and the "
+        "updates of steps 4 to 6 were skipped; [optimizer] stop_after_skips is 3"
     )
     assert (found["skipped"], len(found["losses"])) == (4, 7)
     assert runs[1]["skips"][2].count("SKIPPED: the norm of the gradients is nan") == 1
@@ -141,6 +145,26 @@ def test_a_checkpoint_of_before_is_looked_at(runs: tuple[Path, dict[str, Any]]) 
     assert outcome(runs, "unseen", 0)["losses"]
     cause = outcome(runs, "resumed", 1)["cause"]
     assert cause["text"].startswith("rank 0, step 5, load: model.layers.0.fc1.weight of stage 0 is")
+
+
+def test_saturated_and_all_zero_gradients_are_reported(
+    runs: tuple[Path, dict[str, Any]],
+) -> None:
+    """One gradient of 1e30 is clipped, its scale makes the next ones zero; the log says both."""
+    found = outcome(runs, "huge", 0)
+    assert None not in found["losses"]
+    body = (runs[0] / "huge.jsonl").read_text()
+    lines = [line for line in map(json.loads, body.splitlines()) if "loss" in line]
+    assert [line["step"] for line in lines if "saturated" in line] == [4]
+    assert lines[4]["saturation"] > 1e28
+    assert lines[4]["saturated"].endswith("backward.scale[0]")
+    assert 10 < lines[4]["norm"] < 1e4
+    assert all(0 <= line["saturation"] < 256 for line in lines if line["step"] != 4)
+    (zero,) = (line for line in lines if "zero_stages" in line)
+    assert (zero["step"], zero["norm"], zero["zero_stages"], zero["skipped"]) == (5, 0, [0], False)
+    err = runs[1]["huge"][2]
+    assert err.count("step 4  SATURATED: a gradient was ") == err.count("SATURATED") == 1
+    assert err.count("step 5  ALL ZERO: every gradient of stage 0\n") == err.count("ZERO") == 1
 
 
 def test_milestones_stay(runs: tuple[Path, dict[str, Any]]) -> None:
@@ -175,28 +199,31 @@ def test_a_run_of_launches_ends_too(tmp_path: Path) -> None:
     launches = run(tmp_path, "launches", look=3).replace("[parallel]", "[parallel]\npp = 2")
     launches = launches.replace("[parallel]", '[parallel]\nmode = "one launch"')
     cases: list[dict[str, Any]] = []
+    late = {"gradient": {str(step): NAN for step in range(4, 8)}}
     for name, body, mishap in (
         ("look", launches, {"weight": (5, "layers.0.fc1.weight", INF), "rank": 1}),
-        ("skips", launches.replace("[run]", SKIPS.format(2)), {"gradient": True}),
-        ("loss", launches, {"gradient": True}),
+        ("skips", launches.replace("[run]", SKIPS.format(2)), late),
+        ("loss", launches, late),
+        ("huge", launches.replace("[run]", "clip_norm = 1.0\n[run]"), {"gradient": {"4": 1e30}}),
     ):
         path = tmp_path / f"{name}.toml"
         path.write_text(body)
-        given = {str(step): NAN for step in range(4, 8)}
-        mishap = {**mishap, **({"gradient": given} if "gradient" in mishap else {})}
         cases.append({"argv": [str(path), "--json"], **mishap})
     (tmp_path / "said").mkdir()
     said = launch(2, tmp_path / "said", bodies.launched, cases)
     assert said.codes == [0, 0]
     found = []
     for n, (code, out, err) in enumerate(said.words[0]):
-        assert code == said.words[1][n][0] == 1, out + err
+        assert code == said.words[1][n][0] == int(n < 3), out + err
         found.append(json.loads(out))
-    look, skips, loss = (one["cause"]["text"] for one in found)
+    look, skips, loss = (one["cause"]["text"] for one in found[:3])
     assert all(one["launches"] > 2 for one in found)
     assert look.startswith("rank 1, step 5, look: model.layers.1.fc1.weight of stage 1 is not")
-    assert "the updates of steps 4 to 5 were skipped" in skips
+    assert "not finite in stage 0, and the updates of steps 4 to 5 were skipped" in skips
     assert loss == "rank 1, step 5, loss: the loss is not finite"
+    err = said.words[0][3][2]
+    assert "step 4  SATURATED: a gradient was " in err
+    assert "step 5  ALL ZERO: every gradient of stages 0, 1\n" in err
 
 
 def test_the_price_of_a_look_is_printed(tmp_path: Path) -> None:
@@ -206,7 +233,8 @@ def test_the_price_of_a_look_is_printed(tmp_path: Path) -> None:
     path.write_text(run(tmp_path, "priced", look=50))
     (tmp_path / "said").mkdir()
     found = launch(1, tmp_path / "said", bodies.priced, str(path)).words[0]
-    assert list(found) == ["look / step", "look / sums of a save", "look / 50 steps"]
+    names = ["look / step", "look / sums of a save", "look / 50 steps", "scales / step"]
+    assert list(found) == names
     assert all(ratio > 0 for ratio in found.values())
     assert found["look / 50 steps"] == pytest.approx(found["look / step"] / 50)
 

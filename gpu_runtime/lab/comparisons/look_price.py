@@ -2,8 +2,9 @@
 ``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: the price of the look for
 values that are not finite, as ratios from one run of one process.
 
-Each round takes one step, one look, and the sums by which a save compares ranks, so that all three
-see the same machine. The medians of all rounds are divided.
+Each round takes one step, one look, the sums by which a save compares ranks, and the comparison of
+gradients' scales that a run with a norm makes after each step. So all see the same machine. The
+medians of all rounds are divided.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ...training.command import require_processes
 from ...training.config_file import read
 from ...training.launches import mode_of
 from ...training.look import nonfinite
+from ...training.saturation import GradientScales
 from ...training.state import checksums
 
 __all__ = ["main", "ratios"]
@@ -42,7 +44,7 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
 
     Returns:
         The look over a step, over the sums of a save, and its share of a step at the file's
-        `look_every`; 0 for the last if the file does not look.
+        `look_every`, 0 if the file does not look; the comparison of scales over a step.
 
     Raises:
         UnusableError: The file cannot be used, or takes more than one process.
@@ -56,24 +58,27 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
     mode, _ = mode_of(member, data.job, wanted)
     worker = build_worker(member, data.job, backend_of(run), mode=mode, limits=limits)
     naming = data.job.name_of
-    spent: dict[str, list[float]] = {"step": [], "look": [], "sums": []}
+    scales = GradientScales(worker, naming)
+    spent: dict[str, list[float]] = {"step": [], "look": [], "sums": [], "scales": []}
     for turn in range(_WARM + rounds):
         data.job.prepare(turn, worker.optimizer)
         for name, work in (
             ("step", worker.step),
             ("look", lambda: nonfinite(worker, naming)),
             ("sums", lambda: checksums(tensors_of(worker, naming, {}))),
+            ("scales", scales.take),
         ):
             taken = _time(member, work)
             if turn >= _WARM:
                 spent[name].append(taken)
     worker.close()
-    step, look, sums = (statistics.median(spent[name]) for name in ("step", "look", "sums"))
+    step, look, sums, fall = (statistics.median(found) for found in spent.values())
     every = run.run.look_every
     return {
         "look / step": look / step,
         "look / sums of a save": look / sums,
         f"look / {every} steps": look / step / every if every else 0.0,
+        "scales / step": fall / step,
     }
 
 

@@ -1,0 +1,81 @@
+"""
+How far gradients exceeded what their FP8 scales could hold, step by step, without a host's wait.
+
+Delayed scaling casts a gradient with a scale that earlier amaxes gave. A larger gradient is clipped
+to the largest FP8 value; its amax then lowers the scale. So the factor by which a scale fell in a
+step tells how many times the gradient exceeded the scale. It is seen if the history still holds
+that amax at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..ranks.worker import Worker
+from .state import Naming
+
+__all__ = ["SATURATED", "GradientScales"]
+
+SATURATED = 256.0
+"""
+From this factor on a gradient is reported as saturated. Scales of sound runs fall too: in three
+runs of 150 steps by at most 22 in a step.
+"""
+
+
+class GradientScales:
+    """
+    The scales with which one rank casts gradients, and how far they fell in each step.
+
+    Args:
+        worker: The rank, between two steps.
+        naming: The model's names.
+
+    Attributes:
+        names: The name of each scale; empty if the recipe has no scales.
+    """
+
+    def __init__(self, worker: Worker, naming: Naming) -> None:
+        self.names: list[str] = []
+        self._live: list[Tensor] = []
+        for stage in worker.runtime.domain.stages:
+            for local, tensor in stage.numerical_state().items():
+                if local.endswith("backward.scale"):
+                    name = naming(stage.index, local)
+                    self.names += [f"{name}[{n}]" for n in range(tensor.numel())]
+                    self._live.append(tensor)
+        self._before = torch.zeros(0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the scales before now; call it after they were restored."""
+        if self._live:
+            self._before = _together(self._live)
+
+    def take(self) -> Tensor:
+        """
+        Compare the scales after a step with those before it; the host waits for nothing.
+
+        Returns:
+            Two float32 numbers on the device: the largest factor by which a scale fell, and the
+            place of that scale in `names`; both 0 without scales.
+        """
+        into = torch.zeros(2, device=self._before.device)
+        if self._live:
+            _compare(into, self._before, self._live)
+        return into
+
+
+def _together(live: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in live])
+
+
+def _compare(into: Tensor, before: Tensor, live: Sequence[Tensor]) -> None:
+    """Queue the comparison on the current stream, behind the step."""
+    now = _together(live)
+    fall, place = (before / now).max(0)
+    into[0], into[1] = fall, place
+    before.copy_(now)
