@@ -102,7 +102,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "an accumulating write: the buffer was already written in this epoch",
     ),
     "arena.stale-accumulation": lambda st, a: (
-        f"{a['key']} accumulated into a buffer last opened in epoch {_missed(st, a)}",
+        f"{a['key']} accumulated into a buffer that was last overwritten in epoch {_missed(st, a)}",
         "an overwriting first write in this epoch",
     ),
     "arena.incomplete": lambda st, a: (

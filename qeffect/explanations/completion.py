@@ -52,9 +52,9 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a link of domain {domain_of(st, a)}",
     ),
     "completion.caller-to-graph": lambda st, a: (
-        f"a replay whose graph stream waited up to piece {st.joined[a['link']]} of the caller's "
-        "work",
-        f"a wait up to piece {st.submitted[a['link']]}",
+        f"a replay whose graph stream waited for {st.joined[a['link']]} of the caller's "
+        f"{st.submitted[a['link']]} pieces of work",
+        "a wait for all of them",
     ),
     "completion.graph-to-caller": lambda st, a: (
         f"a consumer whose stream waited up to replay {st.waited[a['link']]}",
