@@ -47,6 +47,7 @@ def by_hand(process: Process) -> Iterator[Schedule]:
         own = _links(Shadow(process, incarnation=1), config.stage)
         if "version" not in process.omit:
             yield _made(process, partial(_refreshed_anew, stage=config.stage))
+            yield _made(process, partial(_refresh_failed, stage=config.stage))
         fed = config.receives_input or config.copies_input
         if config.sends_output and len(own) > 1 and not fed:
             yield _made(process, partial(_read_elsewhere, stage=config.stage))
@@ -102,6 +103,13 @@ def _refreshed_anew(shadow: Shadow, stage: int) -> Plan:
     yield committed(shadow, (yield refresh))
     yield Call("invalidate", {"stage": stage})
     yield committed(shadow, (yield refresh))
+
+
+def _refresh_failed(shadow: Shadow, stage: int) -> Plan:
+    """A refresh fails and leaves its cache half filled."""
+    link = _links(shadow, stage)[0]
+    ticket = yield Call("check_refresh", {"stage": stage, "link": link})
+    yield Call("abort_refresh", {"ticket": ticket})
 
 
 def _read_elsewhere(shadow: Shadow, stage: int) -> Plan:
