@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..text import counted
 from .words import Arguments, Explanation, asked, domain_of, other_indices, slot_of, stages_of
 
 __all__ = ["EXPLANATIONS"]
@@ -53,7 +54,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "completion.caller-to-graph": lambda st, a: (
         f"a replay whose graph stream waited for {st.joined[a['link']]} of the caller's "
-        f"{st.submitted[a['link']]} pieces of work",
+        f"{counted(st.submitted[a['link']], 'piece')} of work",
         "a wait for all of them",
     ),
     "completion.graph-to-caller": lambda st, a: (
