@@ -12,7 +12,7 @@ A training step, from the command to the launch of a graph:
 5. `step/graphs.py` replays the slot's CUDA graph; in mode ``eager``, `step/eager.py` calls the
    layers of `backends/`.
 6. `runtime/epoch.py` makes gradients final; all ranks consent (`ranks/consent.py`); then
-   `runtime/epoch.py` commits the epoch and updates the weights.
+   `runtime/epoch.py` updates the weights and commits the epoch.
 
 In mode ``one launch`` the device work of 3 to 6 is one graph (`ranks/one_launch.py`). The host
 rehearses the contract's checks before it launches the graph (`ranks/rehearsal.py`).

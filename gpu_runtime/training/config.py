@@ -38,7 +38,7 @@ _PART_SEED = 2**47 - 1
 _TIMES = "may change; if left out, those of the checkpoint are used"
 _DECAY = "may change; 0 keeps those of the run that began"
 _REPLICAS = (
-    'may change only if `replicas` of `[checkpoint]` is `"modulo"`, or its `amax` is `"replicas"`'
+    'may change only if `replicas` of `[checkpoint]` is `"modulo"`, or `amax` is `"replicas"`'
 )
 
 

@@ -155,6 +155,11 @@ class Trainer:
             self.job = attrs.evolve(self.job, rate=attrs.evolve(self.job.rate, steps=steps))
         if self.log is not None:
             changed = [*checkpoints.changed, *differences(saved, self._configuration())]
+            if "sha256" not in free["data"]:
+                changed.append(
+                    "[data] train: the checkpoint has no hash of the whole file; only its length "
+                    "and its ends were compared"
+                )
             self.log({"resumed": str(path), "step": self.began, "changed": changed})
             for one in changed:
                 self.log.note(f"since {path.name}: {one}")

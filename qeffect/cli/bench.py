@@ -46,7 +46,7 @@ class Bench:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--kernel", action="store_true", help="measure no explorer, proofs or random runs"
+            "--kernel", action="store_true", help="skip the explorer, the proofs and random runs"
         )
         parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
 

@@ -89,8 +89,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--rendezvous",
         choices=RENDEZVOUS,
-        help="what a send blocks until its receive is posted: its queue or its whole rank; a table "
-        "that can then deadlock is refused (default: sends are buffered and block nothing)",
+        help="a send waits until its receive is posted; meanwhile it blocks its queue or its "
+        "whole rank; a table that can then deadlock is refused (default: sends are buffered)",
     )
     schedule.description = "--pp, --vpp, --comms and --defer-receives apply to --torch."
     return named

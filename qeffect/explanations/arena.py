@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..relations.constants import ADDS, OPENS
+from ..relations.constants import ADDS, NEVER, OPENS
 from ..text import shown
 from .words import Arguments, Explanation, stage_of
 
@@ -28,12 +28,17 @@ def _opened(st: Any, a: Arguments) -> str:
 
 
 def _missed(st: Any, a: Arguments) -> str:
-    """Spell the epoch of the last first write to the buffer that a dW would add to."""
+    """Say when the buffer that a dW would add to was last overwritten."""
     cell = a["key"].cell
     own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
     if not _own_first(a["first"]) and st.opened[own] != a["key"].epoch:
-        return f"{st.opened[own]}"
-    return f"{st.opened[shared]}" + ("" if own == shared else "; it is the tied buffer")
+        return _overwritten(st.opened[own])
+    tied = "" if own == shared else "; it is the tied buffer"
+    return f"{_overwritten(st.opened[shared])}{tied}"
+
+
+def _overwritten(epoch: int) -> str:
+    return "never overwritten" if epoch == NEVER else f"last overwritten in epoch {epoch}"
 
 
 def _written(st: Any, a: Arguments) -> int:
@@ -102,7 +107,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "an accumulating write: the buffer was already written in this epoch",
     ),
     "arena.stale-accumulation": lambda st, a: (
-        f"{a['key']} accumulated into a buffer last opened in epoch {_missed(st, a)}",
+        f"{a['key']} accumulated into a buffer that was {_missed(st, a)}",
         "an overwriting first write in this epoch",
     ),
     "arena.incomplete": lambda st, a: (

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..text import counted
 from .words import Arguments, Explanation, asked, domain_of, other_indices, slot_of, stages_of
 
 __all__ = ["EXPLANATIONS"]
@@ -58,9 +59,9 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a link of domain {domain_of(st, a)}",
     ),
     "completion.caller-to-graph": lambda st, a: (
-        f"a replay whose graph stream waited up to piece {st.joined[a['link']]} of the caller's "
-        "work",
-        f"a wait up to piece {st.submitted[a['link']]}",
+        f"a replay whose graph stream waited for {st.joined[a['link']]} of the caller's "
+        f"{counted(st.submitted[a['link']], 'piece')} of work",
+        "a wait for all of them",
     ),
     "completion.graph-to-caller": lambda st, a: (
         f"a consumer whose stream waited up to replay {st.waited[a['link']]}",

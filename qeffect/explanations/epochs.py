@@ -112,7 +112,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "epoch.incomplete": lambda st, a: (
         f"{st.wgrads[a['stage']]} weight gradients",
-        f"{st.cells[a['stage']]}",
+        f"{st.cells[a['stage']]}, one for every configured key",
     ),
     "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
     "epoch.not-final": lambda st, a: (

@@ -11,7 +11,8 @@ PART = Part(
     title="Capture memory",
     hidden="scratch memory of a captured graph's pool",
     without="a later graph's scratch overwrites what an earlier graph still needs",
-    holder="a capture rank per graph and a cursor per pool; one pool per slot needs no more",
+    holder="each graph's place in the order of capture, and each pool's place replayed last; one "
+    "pool per slot needs no more",
     intro="""\
 While graphs are captured into one memory pool, a later graph uses the memory that an earlier graph
 freed as scratch. Such graphs compute right values only if they are replayed in the order of their

@@ -17,7 +17,7 @@ from tests.docs.bench_block import ACTIONS, MICROSECONDS, conditions, figures
 from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load
 from tests.docs.kernel_block import failures_counted, faults
 from tests.docs.reading import dated, ratio, reports
-from tests.docs.remarks import in_short
+from tests.docs.remarks import CUT, in_short
 from tests.docs.summary_block import compared_rows, goals_of_reports, longest, whole
 
 Report = Mapping[str, Any]
@@ -75,9 +75,11 @@ def same_bits() -> Iterator[str]:
         differ[unit] += int(wrong.replace(",", ""))
     if rows:
         said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
+        cut = {name for name, _ in CUT} & {name for name, _ in rows}
+        short = f" ({len(cut)} of them incomplete)" if cut else ""
         yield (
-            f"*Bits*: in {len(rows)} reports, {said} differ from native or from another reference. "
-            f"[Which]({RUNTIME}#in-short)."
+            f"*Bits*: in {len(rows)} reports{short}, {said} differ from native or from another "
+            f"reference. [Which]({RUNTIME}#in-short)."
         )
 
 
@@ -102,10 +104,16 @@ def one_device() -> Iterator[str]:
         for cell, _ in cells([*reports("bench")])
         if (ours := cell["columns"].get("ours_accumulate")) is not None
     ]
+    slower = [
+        ratio(ours["over_whole_step"]["median"])
+        for cell, _ in cells([*reports("bench")])
+        if (ours := cell["columns"].get("ours_accumulate")) is not None
+    ]
     if said:
         yield (
             "*One device*, speedup over native and over Transformer Engine's own graphs: "
-            f"{'; '.join(said)} (hidden size, sequence, microbatches). "
+            f"{'; '.join(said)} (hidden size, sequence, microbatches). The library's whole step as "
+            f"one graph is faster: ours takes {', '.join(slower)} its time. "
             f"[Table]({RUNTIME}#a-step-on-one-device)."
         )
 
@@ -133,7 +141,8 @@ def training() -> Iterator[str]:
         ]
         said += [
             f"training reaches a loss of {level['loss']:g} after {level['seconds']:.1f} s, native "
-            f"training after {level['native_seconds']:.1f} s (without building)"
+            f"training after {level['native_seconds']:.1f} s (without building; they ran at the "
+            "same time, on other GPUs of one host)"
             for row in to_loss
             for level in row["levels"][-1:]
         ]

@@ -47,7 +47,7 @@ REMARKS = {
     **CUT,
 }
 IN_SHORT = {
-    "scale_four.json": "the bounds are too low, and a profiler slowed the hosts of native",
+    "scale_four.json": "the bounds are too low, and a profiler slowed all sides but the first",
     "peers.json": "Megatron's head was bf16 and ours FP8, and other work ran on the host",
 }
 """What a reader of the README has to know of a report with a caveat, by file."""

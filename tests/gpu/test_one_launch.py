@@ -7,7 +7,6 @@ CPUs. Every launch of ranks ends within `LIMIT_S`: a rank that hangs is killed a
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def test_rates_and_the_norm_are_values_of_the_device(job: Job, tmp_path: Path) -
         word = said.words[rank]
         assert word["launches"]["norms"] == word["replays"]["norms"]
         assert word["launches"]["norms"] == said.words[0]["launches"]["norms"]
-        assert word["launches"]["norms"][5] == repr((math.nan, 1.0, True))
+        assert word["launches"]["norms"][5].startswith("(nan, 1.0, True, (")
         assert word["launches"]["moved"][5] == 0
         assert min(word["launches"]["moved"][:5]) > 0
         assert word["launches"]["steps"] == word["replays"]["steps"]

@@ -26,7 +26,12 @@ class TestCallerToGraph:
             lambda: rig.check_wgrad(ref, 0),
         )
         for call in calls:
-            with refused(rig, "completion.caller-to-graph", "up to piece 0", "up to piece 1"):
+            with refused(
+                rig,
+                "completion.caller-to-graph",
+                "waited for 0 of the caller's 1 piece ",
+                "all of them",
+            ):
                 call()
         rig.contract.join()
         rig.wgrad(ref, 0)
@@ -37,14 +42,19 @@ class TestCallerToGraph:
         """A refresh and dI are replays too."""
         rig = Rig()
         rig.contract.submit()
-        with refused(rig, "completion.caller-to-graph", "", "piece 1"):
+        with refused(rig, "completion.caller-to-graph", "1 piece ", "all"):
             rig.contract.check_refresh(0)
         rig.contract.join()
         ref = rig.forward(0)
         rig.contract.bind(rig.key(0))
         rig.contract.wait()
         rig.contract.submit()
-        with refused(rig, "completion.caller-to-graph", "up to piece 1", "up to piece 2"):
+        with refused(
+            rig,
+            "completion.caller-to-graph",
+            "waited for 1 of the caller's 2 pieces",
+            "all of them",
+        ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
     def test_the_latest_work_counts(self) -> None:
@@ -54,7 +64,12 @@ class TestCallerToGraph:
         rig.contract.join()
         rig.contract.submit()
 
-        with refused(rig, "completion.caller-to-graph", "up to piece 1", "up to piece 2"):
+        with refused(
+            rig,
+            "completion.caller-to-graph",
+            "waited for 1 of the caller's 2 pieces",
+            "all of them",
+        ):
             rig.check_forward(0)
 
     def test_enter_is_submit_and_join(self) -> None:

@@ -6,7 +6,6 @@ The launch itself is not here; that the injections inject, and what they are to 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def test_a_rate_a_limit_and_poisoned_data(tmp_path: Path) -> None:
         assert word["launches"] == word["replays"]
         assert word["launches"]["moved"][1] == 0
         assert word["launches"]["moved"][0] > 0
-        assert word["launches"]["norms"][1] == repr((math.nan, 1.0, True))
+        assert word["launches"]["norms"][1].startswith("(nan, 1.0, True, (")
 
 
 def test_a_device_that_ran_something_else(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from qeffect.gpu_runtime.lab.comparisons import look_price
 from qeffect.gpu_runtime.ranks.job import Batches
 from qeffect.gpu_runtime.training.checkpoint import checkpoints
+from qeffect.gpu_runtime.training.data import Loader
 from qeffect.gpu_runtime.training.launches import StepRunner
 from tests.ranks import recorded
 
@@ -38,7 +39,7 @@ def mishap(
     weight: tuple[int, str, float] | None = None,
     gradient: dict[str, float] | None = None,
     rank: int = 0,
-    unseen: bool = False,
+    before: bool = False,
 ) -> tuple[int, str, str]:
     """
     `qeffect runtime train` in which a number goes wrong.
@@ -49,9 +50,11 @@ def mishap(
             name, and the value.
         gradient: By step, the gradient of the loss of the first microbatch with respect to itself.
         rank: The rank whose weight it is.
-        unseen: Whether saves do not look, as those of earlier releases.
+        before: Whether saves are those of earlier releases: they do not look, and do not hash the
+            whole corpus.
     """
     take, given, look = StepRunner.step, Batches.output_gradients, checkpoints.nonfinite
+    state = Loader.state
 
     def spoiling(self: StepRunner) -> None:
         epoch, named = self.worker.runtime.epoch, self.worker.optimizer.named
@@ -66,10 +69,19 @@ def mishap(
         return (torch.full_like(given(self, stage, step, microbatch)[0], value),)
 
     StepRunner.step, Batches.output_gradients = spoiling, other  # type: ignore[method-assign]
-    if unseen:
+    if before:
         checkpoints.nonfinite = lambda *_: []
+        Loader.state = _ends_only(state)  # type: ignore[method-assign]
     try:
         return trained(*argv)
     finally:
         StepRunner.step, Batches.output_gradients = take, given  # type: ignore[method-assign]
         checkpoints.nonfinite = look
+        Loader.state = state  # type: ignore[method-assign]
+
+
+def _ends_only(state: Any) -> Any:
+    def told(self: Loader, position: int) -> dict[str, Any]:
+        return {k: v for k, v in state(self, position).items() if k != "sha256"}
+
+    return told

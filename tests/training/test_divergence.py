@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
             run(folder, "for_ever", look=1, kept=True).replace("[run]", SKIPS.format(0)),
             {"gradient": late},
         ),
-        "unseen": (run(folder, "unseen", keep=9, kept=True), {"weight": hidden, "unseen": True}),
+        "unseen": (run(folder, "unseen", keep=9, kept=True), {"weight": hidden, "before": True}),
         "resumed": (run(folder, "unseen", keep=9, kept=True), {}),
         "huge": (
             run(folder, "huge").replace("[run]", "clip_norm = 1.0\n[run]"),
@@ -145,6 +145,7 @@ def test_a_checkpoint_of_before_is_looked_at(runs: tuple[Path, dict[str, Any]]) 
     assert outcome(runs, "unseen", 0)["losses"]
     cause = outcome(runs, "resumed", 1)["cause"]
     assert cause["text"].startswith("rank 0, step 5, load: model.layers.0.fc1.weight of stage 0 is")
+    assert "the checkpoint has no hash of the whole file" in runs[1]["resumed"][2]
 
 
 def test_saturated_and_all_zero_gradients_are_reported(
@@ -174,16 +175,22 @@ def test_milestones_stay(runs: tuple[Path, dict[str, Any]]) -> None:
 
 
 def test_every_rank_ends_with_one_cause(tmp_path: Path) -> None:
-    """The weight is on the second rank; the words are on the first."""
+    """The weight is on the second rank; the words are on the first. So it is for a save."""
     text(tmp_path)
-    body = run(tmp_path, "two", look=2).replace("[parallel]", "[parallel]\npp = 2")
-    path = tmp_path / "two.toml"
-    path.write_text(body)
+    weight = {"weight": (2, "fc1.weight", INF), "rank": 1}
+    cases = []
+    for name, saves in (("two", False), ("saved", True)):
+        body = run(tmp_path, name, look=2, kept=saves).replace("[parallel]", "[parallel]\npp = 2")
+        path = tmp_path / f"{name}.toml"
+        path.write_text(body.replace("keep = 1", "keep = 1\nasynchronous = true"))
+        cases.append({"argv": [str(path)], **weight})
     (tmp_path / "said").mkdir()
-    case = {"argv": [str(path)], "weight": (2, "fc1.weight", INF), "rank": 1}
-    said = launch(2, tmp_path / "said", bodies.in_turn, [case])
+    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
     assert said.codes == [0, 0]
-    assert [said.words[rank][0][0] for rank in range(2)] == [1, 1]
+    assert [[code for code, *_ in said.words[rank]] for rank in range(2)] == [[1, 1], [1, 1]]
+    assert kept(tmp_path, "saved") == [2]
+    assert "rank 1, step 3, save: model.layers.1.fc1.weight" in said.words[0][1][1]
+    assert f"The newest checkpoint is {tmp_path / 'saved' / 'step-00000002'}" in said.words[0][1][1]
     out = said.words[0][0][1]
     assert (
         "Every rank stopped: rank 1, step 3, look: model.layers.1.fc1.weight of stage 1 is not"

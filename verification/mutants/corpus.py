@@ -361,7 +361,8 @@ class _Scout:
     def _settling(self, run: ConcreteRun) -> Iterator[Action]:
         """Bind every tape and wait on every link, so that other guards decide."""
         st = run.laid.memory
-        for slot, mask in enumerate(st.consumers):
+        updates = st.optimizing[0] != 0 or st.half_updated[0] != 0
+        for slot, mask in enumerate(() if updates else st.consumers):
             cell, epoch = st.cell_at[slot], st.epoch_at[slot]
             if mask and st.bound[cell] != epoch and st.spoiled[cell[0]] != epoch:
                 yield "bind", (TapeKey(epoch, *cell), st.destination_of[cell])

@@ -79,7 +79,7 @@ PROCESSES: tuple[Process, ...] = (
     ),
     Process(
         "inputs copied by a loader",
-        [_stage(0, slots=1, microbatches=2, copies_input=True, **_SENDS), _stage(1, domain=1)],
+        [_stage(0, slots=1, microbatches=4, copies_input=True, **_SENDS)],
         callers=("main", "loader"),
     ),
     Process(

@@ -25,6 +25,7 @@ from ...training.command import (
     loss_line,
     nonfinite_lines,
     release_memory,
+    skip_lines,
 )
 from ...training.config import Checkpointing
 from ...training.config_file import read
@@ -168,6 +169,7 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
         *launch_lines(record),
         loss_line(losses),
         *nonfinite_lines(0, losses),
+        *skip_lines(trainer.watch),
         "The same bits on every rank" if same else "NOT the same",
     ]
     return Outcome("accepted" if same else "refused", data, lines)

@@ -87,9 +87,8 @@ def require_compatible(path: Path, worker: Worker, must: Mapping[str, Any]) -> d
     here = {**requirements(worker), "given": plain(must, "must")}
     if len(facts["contracts"]) != facts["mapping"]["ranks"] * facts["mapping"]["replicas"]:
         raise BackendError(
-            f"{path / FACTS}: {len(facts['contracts'])} contracts of "
-            f"{facts['mapping']['ranks']} ranks and {facts['mapping']['replicas']} replicas; "
-            f"{AWAY}"
+            f"{path / FACTS}: expected a contract of each of {facts['mapping']['ranks']} ranks and "
+            f"{facts['mapping']['replicas']} replicas, found {len(facts['contracts'])}; {AWAY}"
         )
     if (odd := first_difference(facts["must"], here, "")) is not None:
         name = odd[0].removeprefix("given.")
