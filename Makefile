@@ -55,7 +55,7 @@ $(VENV)/.verify: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.verify
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify,cvc5,train,torchao,plots,test,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify,cvc5,train,export,torchao,plots,test,dev]'
 	touch $@
 
 clean:

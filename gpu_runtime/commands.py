@@ -149,6 +149,11 @@ class RuntimeCommands:
                 "train a language model over the ranks that torchrun started, or in one process",
                 "training.command",
             ),
+            (
+                "export",
+                "write the weights of a checkpoint as one file of safetensors or torch",
+                "training.export_command",
+            ),
         ):
             comparison = "lab.commands.train" if name == "train" else ""
             yield RuntimeCommand(name, text, module, comparison)

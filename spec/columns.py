@@ -438,6 +438,15 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "stream that no longer awaits the update",
         "wait check_update commit_update abort_update restore",
     ),
+    _state(
+        "completion",
+        "unwaited",
+        "domain -> flag",
+        0,
+        "1 from an evaluation until the stream that reads the gradients has waited for the graph "
+        "stream; also after a finalize on a stream that has yet to wait for the latest replay",
+        "commit_evaluation wait finalize restore",
+    ),
     # reduction
     _state(
         "reduction",

@@ -279,6 +279,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "epoch.not-final",
         "completion.update-stream",
         "completion.weights-in-use",
+        "completion.evaluation-not-awaited",
         "reduction.in-flight",
         "reduction.missing",
     ),

@@ -175,5 +175,6 @@ WORDS: Final[Mapping[str, Word]] = {
         clear="1 when the arbitrary link waited for every replay of that slot's former work",
         trailing="1 when the graph stream has yet to wait for that slot's transfer or copy there",
         seen_gradients="1 when that link waited for the replay of the arbitrary stage's latest dW",
+        seen_evaluation="1 when that link's caller waited for that stage's latest evaluation",
     ),
 }

@@ -40,6 +40,12 @@ def _updaters_link(st: Any, domain: int) -> int:
     return next(link for link, pair in enumerate(pairs) if pair == (st.updater[0], domain))
 
 
+def _unwaited_links(st: Any) -> list[int]:
+    """Return the consumer's links of the domains whose evaluations it has yet to wait for."""
+    pairs = enumerate(zip(st.caller_at, st.domain_at, strict=True))
+    return [link for link, (caller, d) in pairs if caller == st.consumer[0] and st.unwaited[d] != 0]
+
+
 #: By clause.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "capture.out-of-order": lambda st, a: (
@@ -89,6 +95,11 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "completion.weights-in-use": lambda st, a: (
         f"an update while the weights of stages {other_indices(st.weights_read)} are being read",
         "the end of every read, on the update's stream",
+    ),
+    "completion.evaluation-not-awaited": lambda st, a: (
+        f"an update before caller {a['caller']} waited for the graph streams of domains "
+        f"{other_indices(st.unwaited)}, where an evaluation may still read the weights",
+        f"a wait on links {', '.join(map(str, _unwaited_links(st)))} after the evaluation",
     ),
     "completion.second-reader": lambda st, a: (
         f"another read of the weights of stage {a['stage']}",

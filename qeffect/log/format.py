@@ -125,7 +125,7 @@ SINCE_SECOND: Final = frozenset(
 )
 #: Columns that the closing line of the first two versions lacks; none is in force in their logs.
 COLUMNS_SINCE_SECOND: Final = frozenset(
-    {"evaluating", "optimizing", "half_updated", "weights_read", "unseen", "walk"}
+    {"evaluating", "optimizing", "half_updated", "weights_read", "unseen", "unwaited", "walk"}
 )
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8

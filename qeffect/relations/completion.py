@@ -22,6 +22,8 @@ from .constants import BACK_BIT, COPY_BIT, NEVER, State
 #: call named that stream. ``updater`` is the caller whose stream ran the latest optimizer update,
 #: and ``unawaited`` is 1 until the graph stream has waited for that update. ``unseen`` is 1 until
 #: the link's caller has waited for the graph stream after that.
+#: ``unwaited`` is 1 from an evaluation until the consumer has waited for the graph stream; a
+#: ``finalize`` of one of the domain's stages judges it anew, for the consumer that it names.
 #: ``weights_read`` is 1 while a stream of its own reads a stage's weights. The stream of the update
 #: waits for its end, and is named like the one that waits for the gradients.
 STATE = {
@@ -41,6 +43,7 @@ STATE = {
     "unawaited": Column("domain", "flag"),
     "weights_read": Column("stage", "flag"),
     "unseen": Column("link", "flag"),
+    "unwaited": Column("domain", "flag"),
 }
 
 
@@ -59,6 +62,8 @@ def wait_writes(st: State, link):
     st.waited[link] = st.replays[d]
     if st.unawaited[d] == 0:
         st.unseen[link] = 0
+    if st.caller_at[link] == st.consumer[0]:
+        st.unwaited[d] = 0
 
 
 def drain_writes(st: State, domain):
@@ -150,6 +155,7 @@ def check_evaluation_guards(st: State, stage, link, cached):
 
 def commit_evaluation_writes(st: State, stage, ticket, fill_epoch, updates):
     d = st.domain_of[stage]
+    st.unwaited[d] = 1
     replayed(st, d)
 
 
@@ -311,8 +317,13 @@ def finalize_guards(st: State, stage, link):
 
 
 def finalize_writes(st: State, stage, link):
+    d = st.domain_of[stage]
     st.named[0] = st.weight_epoch[stage]
     st.consumer[0] = st.caller_at[link]
+    # A wait before this call may be that of another caller.
+    st.unwaited[d] = 0
+    if st.waited[link] != st.replays[d]:
+        st.unwaited[d] = 1
 
 
 def start_reduction_guards(st: State, bucket, link):
@@ -383,6 +394,8 @@ def check_update_before_persistence_guards(st: State, epoch, caller):
         raise Refused("completion.update-stream")
     if not st.every(st.weights_read, 0):
         raise Refused("completion.weights-in-use")
+    if not st.every(st.unwaited, 0):
+        raise Refused("completion.evaluation-not-awaited")
 
 
 def check_update_writes(st: State, epoch, caller):
@@ -416,4 +429,5 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.ended_at, 0)
     st.fill(st.weights_read, 0)
     st.fill(st.unseen, 0)
+    st.fill(st.unwaited, 0)
     st.named[0] = NEVER

@@ -32,7 +32,8 @@ before it has waited for that stream, and no checkpoint is taken before the host
 finish.
 
 An asynchronous save or a broadcast of parameters reads weights on a stream of its own. The read
-starts after the latest update, and the stream of the next update waits for its end.
+starts after the latest update, and the stream of the next update waits for its end. An evaluation
+reads weights on the graph stream; the stream of the next update waits for it too.
 
 The contract assumes that the host's order of calls is the order of enqueueing. The runtime must
 really put the waits on the streams.""",
@@ -251,6 +252,23 @@ really put the waits on the streams.""",
             "holds weights of two epochs.",
             remedy="Start the reader behind the optimizer's stream, or call `join` on the "
             "optimizer's link and then `wait` on the reader's.",
+        ),
+        Clause(
+            id="completion.evaluation-not-awaited",
+            number="6.14",
+            title="Weights are not updated while an evaluation reads them",
+            invariant="Before the update its stream has waited for every evaluation's replay, in "
+            "every state domain. The commit of an evaluation says that its work was enqueued, not "
+            "that it is done.",
+            transitions=("check_update",),
+            argument="",
+            unchanged="The weights, which the evaluation may still read.",
+            section="IV-D",
+            cause="An evaluation was enqueued on the graph stream after the optimizer's stream had "
+            "waited for the gradients: the optimizer may overwrite weights that the evaluation "
+            "still reads.",
+            remedy="After the evaluation make the optimizer's stream wait for the graph stream, "
+            "and call `wait` on its link of the evaluation's domain.",
         ),
     ),
 )

@@ -505,6 +505,12 @@ def update_after_readers(st: State, h: History, a: Args, g: Index) -> Truth:
     return (h.weights_reader[g] != RUNNING) & implies(h.weights_reader[g] == DONE, ours)
 
 
+@STEPS("completion.update-after-evaluations", "check_update")
+def update_after_evaluations(st: State, h: History, a: Args) -> Truth:
+    """The stream of the update has waited for each stage's latest evaluation."""
+    return implies(st.caller_at[h.link[0]] == a.caller, h.seen_evaluation[0] == 1)
+
+
 @STEPS("completion.forward-after-update", "check_forward")
 def forward_after_update(st: State, h: History, a: Args) -> Truth:
     """No F reads weights, or fills a cache from them, that the optimizer is still writing."""

@@ -68,6 +68,7 @@ OPTIONS = {
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
     "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
+    "runtime export": {"checkpoint", "--out", "--to"},
     "runtime train": {
         *("config", "--device", "--steps", "--compare", "--resume", "--adopt", "--out", "--commit"),
     },

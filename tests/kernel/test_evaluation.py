@@ -23,6 +23,14 @@ def evaluate(rig: Rig, cached: bool = True, index: int = 0) -> None:
     rig.contract.commit(ticket, updates=0)
 
 
+def whole(**options: Any) -> Rig:
+    """A stage of one microbatch, final, whose update comes next."""
+    rig = Rig(stage(microbatches=1), **options)
+    rig.microbatch(0)
+    rig.finish()
+    return rig
+
+
 def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """The columns in which two snapshots differ."""
     return {name for name in before if before[name] != after[name]}
@@ -39,7 +47,12 @@ class TestInTraining:
 
         evaluate(rig)
 
-        assert changed(before, dict(rig.contract.snapshot())) <= {"serial", "replays", "undrained"}
+        assert changed(before, dict(rig.contract.snapshot())) <= {
+            "serial",
+            "replays",
+            "undrained",
+            "unwaited",
+        }
         assert rig.contract.outstanding() == ()
 
     @pytest.mark.parametrize("cached", [False, True])
@@ -55,6 +68,7 @@ class TestInTraining:
         evaluate(rig, cached)
         rig.finish()
         evaluate(rig, cached)
+        rig.contract.wait()
         assert rig.commit() == 1
         evaluate(rig, cached=False)
         rig.contract.drain()
@@ -140,6 +154,7 @@ class TestRefused:
         with refused(rig, "epoch.in-flight"):
             rig.contract.restore(start)
         rig.contract.commit(ticket)
+        rig.contract.wait()
         assert rig.commit() == 1
 
     def test_during_an_update_and_after_half_of_one(self) -> None:
@@ -184,6 +199,99 @@ class TestRefused:
         for redeem in (rig.contract.commit, rig.contract.abort):
             with refused(rig, "epoch.unknown-ticket"):
                 redeem(ticket)
+
+
+class TestUpdate:
+    """The stream of the update waits for the work of every evaluation, which reads the weights."""
+
+    def test_an_evaluation_after_the_wait_for_the_gradients(self) -> None:
+        """On a machine the optimizer would overwrite weights that the evaluation still reads."""
+        rig = whole()
+        evaluate(rig)
+
+        for call in (rig.contract.check_update, rig.contract.check_commit):
+            with refused(rig, "completion.evaluation-not-awaited", "domains 0", "links 0"):
+                call()
+        rig.contract.wait()
+        assert rig.contract.commit_epoch() == 1
+
+    def test_a_drain_is_no_wait(self) -> None:
+        """As for gradients: the host saw the work finish, but no stream was told to wait."""
+        rig = whole()
+        evaluate(rig)
+        rig.contract.drain()
+
+        with refused(rig, "completion.evaluation-not-awaited"):
+            rig.contract.check_update()
+
+    def test_a_wait_before_the_commit_does_not_count(self) -> None:
+        """The evaluation may be enqueued at any moment until its commit."""
+        rig = whole()
+        ticket = rig.contract.check_evaluation(0)
+        rig.contract.wait()
+        rig.contract.commit(ticket)
+
+        with refused(rig, "completion.evaluation-not-awaited"):
+            rig.contract.check_update()
+
+    def test_another_stream_waited(self) -> None:
+        """The optimizer's stream runs on."""
+        rig = whole(callers=("main", "eval"))
+        evaluate(rig)
+        rig.contract.wait(rig.link(0, "eval"))
+
+        with refused(rig, "completion.evaluation-not-awaited"):
+            rig.contract.check_update()
+        rig.contract.wait()
+        assert rig.contract.commit_epoch() == 1
+
+    def test_another_stream_waited_before_the_gradients_were_final(self) -> None:
+        """The stream that finalizes is judged by its own waits."""
+        rig = Rig(stage(microbatches=1), callers=("main", "eval"))
+        rig.microbatch(0)
+        rig.contract.wait(rig.link(0, "eval"))
+        evaluate(rig)
+        rig.contract.wait()
+        rig.contract.finalize(0, rig.link(0, "eval"))
+
+        with refused(rig, "completion.evaluation-not-awaited", "caller 1", "links 1"):
+            rig.contract.check_update(caller="eval")
+        rig.contract.wait(rig.link(0, "eval"))
+        assert rig.contract.commit_epoch(caller="eval") == 1
+
+    def test_in_another_domain(self) -> None:
+        """Each domain has a graph stream of its own."""
+        rig = Rig(stage(0, microbatches=1), stage(1, domain="b", microbatches=1))
+        for index in (0, 1):
+            rig.microbatch(0, index)
+            rig.finish(index)
+        evaluate(rig, index=1)
+        rig.contract.wait(rig.link(0))
+
+        with refused(rig, "completion.evaluation-not-awaited", "domains 1", "links 1"):
+            rig.contract.check_update()
+        rig.contract.wait(rig.link(1))
+        assert rig.contract.commit_epoch() == 1
+
+    def test_a_wait_before_finalize_is_enough(self) -> None:
+        """The wait for the gradients, if it comes after the evaluation."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+        evaluate(rig)
+        rig.finish()
+        assert rig.contract.commit_epoch() == 1
+
+    def test_a_restore_forgets_it(self) -> None:
+        """The host has seen it finish."""
+        rig = Rig(stage(microbatches=1))
+        start = rig.contract.checkpoint()
+        evaluate(rig, cached=False)
+        rig.contract.drain()
+        rig.contract.restore(start)
+        rig.contract.join()
+        rig.microbatch(0)
+        rig.finish()
+        assert rig.contract.commit_epoch() == 1
 
 
 class TestFailure:

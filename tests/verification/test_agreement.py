@@ -174,7 +174,7 @@ def test_the_lemmas_of_its_relations_do_not_prove_a_goal_that_every_lemma_proves
     kernel = transitions(())
     alone = Transitions(kernel.relations, {transition: kernel.functions[transition]})
     composition = Composition((), Encoding.finite(SCOPE), alone)
-    [goal] = [goal for goal in obligations(composition) if goal.name == name]
+    goal, *_ = (goal for goal in obligations(composition) if goal.name == name)
     few = composition.lemmas_of(goal.relations)
     needed = "version.busy-with-first-forward"
 

@@ -236,6 +236,10 @@ def normal_form(space: Space, st: Any) -> None:
         st.named[0], st.consumer[0] = NEVER, 0
     if not any(st.unawaited) and not any(st.unseen) and st.optimizing[0] == 0:
         st.updater[0] = 0
+    for domain in range(n["domain"]):
+        own = [s for s, at in enumerate(st.domain_of) if at == domain]
+        if not any(st.final[s] == st.weight_epoch[s] for s in own):
+            st.unwaited[domain] = 0  # a finalize judges it anew before the update
     st.cursor[:] = [place if st.tenants[p] else 0 for p, place in enumerate(st.cursor)]
     st.incarnation[0] = 0
     for cell, mark in enumerate(st.forwarded):

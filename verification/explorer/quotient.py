@@ -60,7 +60,7 @@ class Quotient:
             if name in kept
             for index in range(self.n[STATE[name].index])
         ]
-        at = config["domain_of"]
+        self.domain_of = at = config["domain_of"]
         drops = "vacated" in kept and "drop" in scope.transitions
         self.marked = {
             d: [
@@ -122,6 +122,8 @@ class Quotient:
             self._consumer(draft)
         if touched & {"updater", "unawaited", "unseen", "optimizing"} and "updater" in self.kept:
             self._updater(draft)
+        if touched & {"unwaited", "final", "weight_epoch"} and "unwaited" in self.kept:
+            self._unwaited(draft)
         if touched & {"cursor", "tenants"} and "cursor" in self.kept:
             self._empty_pools(draft)
         if "incarnation" in touched:
@@ -210,6 +212,17 @@ class Quotient:
         for link in range(self.n["link"] if "unseen" in self.kept else 0):
             waits = waits | (draft.entry("unseen", link) != 0)
         draft.changed["updater", 0] = select(waits, draft.entry("updater", 0), 0)
+
+    def _unwaited(self, draft: Draft) -> None:
+        # Until a stage of the domain is final, a finalize judges the mark anew before an update.
+        for domain in range(self.n["domain"]):
+            final: Value = False
+            for stage, at in enumerate(self.domain_of):
+                if at == domain:
+                    now = draft.entry("weight_epoch", stage)
+                    final = final | (draft.entry("final", stage) == now)
+            mark = draft.entry("unwaited", domain)
+            draft.changed["unwaited", domain] = select(final, mark, 0)
 
     def _empty_pools(self, draft: Draft) -> None:
         for pool in range(self.n["pool"]):

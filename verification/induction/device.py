@@ -146,6 +146,23 @@ def seen_gradients(st: State, h: History) -> Truth:
     return implies(there & (st.landed[g] <= st.waited[l]), h.seen_gradients[0] == 1)
 
 
+@HISTORY("completion.seen-evaluation", l="link")
+def seen_evaluation(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
+    """A caller that waited past all replays of a stage's domain waited for its evaluations."""
+    d = st.domain_of[h.stage[0]]
+    ours = (st.caller_at[l] == st.caller_at[h.link[0]]) & (st.domain_at[l] == d)
+    return implies(ours & (st.replays[d] <= st.waited[l]), h.seen_evaluation[0] == 1)
+
+
+@HISTORY("completion.evaluation-awaited-by-consumer")
+def evaluation_awaited_by_consumer(st: State, h: History) -> Truth:
+    """A final stage's evaluation that the consumer has not waited for is marked."""
+    g = h.stage[0]
+    consumes = (st.final[g] == now(st, g)) & (st.caller_at[h.link[0]] == st.consumer[0])
+    waited = st.unwaited[st.domain_of[g]] == 0
+    return implies(consumes & waited, h.seen_evaluation[0] == 1)
+
+
 @HISTORY("completion.device", d="domain")
 def device(st: State, h: History, d: Index) -> Truth:
     """Device work that may be unfinished is undrained, or its action is still in flight."""

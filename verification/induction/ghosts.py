@@ -137,6 +137,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("one", "saw", "clear", values="flag", initial=1),
     **_each("one", "trailing", values="flag"),
     **_each("one", "seen_gradients", values="flag", initial=1),
+    # The link's caller waited for the stage's latest evaluation, on any of its links.
+    **_each("one", "seen_evaluation", values="flag", initial=1),
     # An arbitrary reference: was it issued, for what, and is the work it named gone.
     **_each("one", "ref_slot", values="slot", initial=None),
     **_each("one", "ref_generation", values="generation", initial=None),

@@ -205,6 +205,7 @@ def commit_evaluation(
     enqueue(h, d)
     unasked = (st.reports_fills[stage] != 0) & (fill_epoch != NEVER)
     h.fills[stage] = choose(unasked, h.fills[stage] + 1, h.fills[stage])
+    h.seen_evaluation[0] = choose(stage == h.stage[0], 0, h.seen_evaluation[0])
     redeem(h, ticket)
 
 
@@ -359,6 +360,8 @@ def wait(st: State, h: History, link: Any) -> None:
     h.clear[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.clear[0])
     stage_there = st.domain_of[h.stage[0]] == d
     h.seen_gradients[0] = choose(mine & stage_there, 1, h.seen_gradients[0])
+    same = st.caller_at[link] == st.caller_at[h.link[0]]
+    h.seen_evaluation[0] = choose(same & stage_there, 1, h.seen_evaluation[0])
 
 
 def drain(st: State, h: History, domain: Any) -> None:
@@ -468,6 +471,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.behind, 0)
     st.fill(h.behind_update, 0)
     h.seen_gradients[0] = 1
+    h.seen_evaluation[0] = 1
     st.fill(h.told, 0)
     st.fill(h.heard, 0)
     st.fill(h.last_end, 0)

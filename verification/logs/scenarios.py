@@ -597,6 +597,7 @@ def evaluations() -> list[str]:
     d.whole(0, 1)
     d.finalize(0)
     evaluate(cached=True)
+    d.contract.wait()
     d.commit()
     evaluate(cached=False)
     d.fail(d.contract.evaluation(0, cached=False))

@@ -68,6 +68,8 @@ def by_hand(process: Process) -> Iterator[Schedule]:
     shared = any(len(it.stages) > 1 for it in Shadow(process, incarnation=1).reductions.values())
     if shared or any(config.tied for config in process.stages):
         yield _made(process, _reduced_together)
+    if len(process.callers) > 1 and process.reductions and "completion" not in process.omit:
+        yield _made(process, _weights_read_by_another)
 
 
 def _made(process: Process, plan: Callable[[Shadow], Plan]) -> Schedule:
@@ -312,6 +314,30 @@ def _reduced_together(shadow: Shadow) -> Plan:
                 yield Call("start_reduction", {"bucket": bucket, "link": link})
     for stage in shadow.configs:
         yield Call("finalize", {"stage": stage, "link": _links(shadow, stage)[0]})
+
+
+def _weights_read_by_another(shadow: Shadow) -> Plan:
+    """In the next epoch another stream than the last optimizer's waits for a reader of weights."""
+    order = [*shadow.reductions]
+    for stage in shadow.configs:
+        for key in _keys(shadow, stage):
+            link = _links(shadow, stage)[0]
+            ref = yield from _forward(shadow, key, link)
+            yield from _backward(shadow, key, ref, link)
+    while order:
+        started = [Call("start_reduction", {"bucket": b, "link": 0}) for b in order]
+        call = next(c for c in started if "reduction.out-of-order" not in violations(shadow, c))
+        order.remove(call.arguments["bucket"])
+        yield call
+        yield Call("finish_reduction", {**call.arguments})
+    for stage in shadow.configs:
+        yield Call("finalize", {"stage": stage, "link": _links(shadow, stage)[0]})
+    caller = shadow.links[_links(shadow, 0)[0]].caller
+    ticket = yield Call("check_update", {"epoch": shadow.epoch, "caller": caller})
+    yield committed(shadow, ticket)
+    ours, theirs = _links(shadow, 0)[:2]
+    yield Call("start_weights_read", {"stage": 0, "link": ours})
+    yield Call("finish_weights_read", {"stage": 0, "link": theirs})
 
 
 def _forward(shadow: Shadow, key: TapeKey, link: int) -> Generator[Call, Any, TapeRef]:

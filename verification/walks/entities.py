@@ -83,7 +83,8 @@ class Domain:
     """
     The scaling state of a domain, and its graph stream.
 
-    ``drained`` is when the host last saw the domain's device work finish.
+    ``drained`` is when the host last saw the domain's device work finish, ``evaluated`` when its
+    latest evaluation was committed.
     """
 
     updates: int = 0
@@ -95,6 +96,7 @@ class Domain:
     device: bool = False
     drained: int = 0
     replayed: int = 0
+    evaluated: int = 0
 
 
 @define

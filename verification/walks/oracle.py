@@ -716,6 +716,9 @@ def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "completion.update-stream"
     if shadow.readers:
         yield "completion.weights-in-use"
+    mine = [link for link in shadow.links if link.caller == shadow.reader]
+    if any(link.waited < shadow.domains[link.domain].evaluated for link in mine):
+        yield "completion.evaluation-not-awaited"
     if any(reduction.running for reduction in shadow.reductions.values()):
         yield "reduction.in-flight"
     if not all(reduction.done for reduction in shadow.reductions.values()):

@@ -57,6 +57,7 @@ _REMEDIES: dict[str, Callable[[Shadow, Call], Call]] = {
     "completion.transfer-to-graph": lambda shadow, call: _join_end(shadow, call),
     "completion.two-ends": lambda shadow, call: _join_end(shadow, call),
     "completion.weights-in-use": lambda shadow, call: _end_a_read(shadow, call.arguments["caller"]),
+    "completion.evaluation-not-awaited": lambda shadow, call: _wait_evaluation(shadow),
     "arena.unbound": lambda shadow, call: Call(
         "bind", {"key": call.arguments["key"], "destination": None}
     ),
@@ -83,6 +84,20 @@ def _end_a_read(shadow: Shadow, caller: Hashable) -> Call:
     stage = min(shadow.readers)
     link = link_of(shadow, stage, caller)
     return Call("finish_weights_read", {"stage": stage, "link": link})
+
+
+def _wait_evaluation(shadow: Shadow) -> Call:
+    """Let the stream of the update wait for an evaluation."""
+    links = enumerate(shadow.links)
+    own = (i for i, link in links if link.caller == shadow.reader)
+    late = (i for i in own if _before_evaluation(shadow, i))
+    return Call("wait", {"link": next(late)})
+
+
+def _before_evaluation(shadow: Shadow, index: int) -> bool:
+    """Whether a link's caller has yet to wait for the latest evaluation of the link's domain."""
+    link = shadow.links[index]
+    return link.waited < shadow.domains[link.domain].evaluated
 
 
 def _join_update(shadow: Shadow, call: Call) -> Call:

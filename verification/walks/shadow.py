@@ -289,6 +289,7 @@ class Shadow:
         flight, stage, domain, slot = self._land(ticket)
         domain.replayed = self.clock
         if ticket.action == "evaluation":
+            domain.evaluated = self.clock
             return
         if flight.filling:
             stage.cached = self.epoch

@@ -60,6 +60,9 @@ def finalize(st, stage, link):
     # completion.finalize_writes
     st.named[0] = st.weight_epoch[stage]
     st.consumer[0] = st.caller_at[link]
+    st.unwaited[d] = 0
+    if st.waited[link] != st.replays[d]:
+        st.unwaited[d] = 1
     # epoch.finalize_writes
     st.final[stage] = st.weight_epoch[stage]
 
@@ -257,6 +260,8 @@ def check_update(st, epoch, caller):
         raise Refused("completion.update-stream")
     if not st.every(st.weights_read, 0):
         raise Refused("completion.weights-in-use")
+    if not st.every(st.unwaited, 0):
+        raise Refused("completion.evaluation-not-awaited")
     # reduction.check_update_before_persistence_guards
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")

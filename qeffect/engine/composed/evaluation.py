@@ -77,6 +77,7 @@ def commit_evaluation(st, stage, ticket, fill_epoch, updates):
     # order.commit_evaluation_writes
     st.busy[d] = 0
     # completion.commit_evaluation_writes
+    st.unwaited[d] = 1
     st.replays[d] = replay
     st.undrained[d] = 1
     # epoch.commit_evaluation_writes

@@ -45,6 +45,8 @@ def wait(st, link):
     st.waited[link] = st.replays[d]
     if st.unawaited[d] == 0:
         st.unseen[link] = 0
+    if st.caller_at[link] == st.consumer[0]:
+        st.unwaited[d] = 0
 
 
 def drain(st, domain):

@@ -1,0 +1,109 @@
+"""
+The weights of a checkpoint as one file that other programs read.
+
+Only weights are written: AdamW's state, scaling state and random states stay in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+
+from qeffect.cli.command import needs
+
+from ..backends.protocol import BackendError
+from .checkpoint.files import manifest, problem_of, read_facts
+from .state import MODEL
+
+__all__ = ["FORMATS", "read_weights", "write_weights"]
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """
+    Read the weights of a checkpoint, after the hash of each of its files was compared.
+
+    Args:
+        path: The checkpoint's folder, as `Checkpoints` wrote it, over any number of ranks.
+
+    Returns:
+        The weights by the model's names, such as ``layers.5.qkv.weight``, on the CPU, each with the
+        shape and dtype that it was trained with; a tied weight once. And the checkpoint's facts.
+
+    Raises:
+        BackendError: A file is missing or damaged, or the folder is not a checkpoint.
+    """
+    marks = manifest(path)
+    if problem := problem_of(path, marks, sorted(marks)):
+        raise BackendError(problem)
+    facts = read_facts(path, marks)
+    prefix = f"{MODEL}."
+    held = {
+        name: torch.empty(size, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        for name, (dtype, size) in facts["tensors"].items()
+        if name.startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads all
+        read_tensors(held, storage_reader=FileSystemReader(path), no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in sorted(held.items())}, facts
+
+
+def write_weights(
+    path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any], kind: str
+) -> None:
+    """
+    Write weights into a new file; a file of that name is there only when it is whole.
+
+    Args:
+        path: The file; its folder exists.
+        weights: The weights by name, on the CPU.
+        about: Plain data that a file of safetensors keeps, as JSON, under ``qeffect``.
+        kind: One of `FORMATS`.
+
+    Raises:
+        BackendError: The file exists already, or cannot be written.
+        UnusableError: The package that writes this format is not installed.
+    """
+    if path.exists():
+        raise BackendError(f"{path} exists; name another file, or move this one away")
+    write = FORMATS[kind]()
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        write(partial, weights, about)
+        with partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        partial.rename(path)
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise BackendError(f"{path} cannot be written: {error}") from error
+
+
+def _torch() -> Callable[[Path, Mapping[str, Tensor], Mapping[str, Any]], None]:
+    def write(path: Path, weights: Mapping[str, Tensor], _: Mapping[str, Any]) -> None:
+        torch.save(dict(weights), path)
+
+    return write
+
+
+def _safetensors() -> Callable[[Path, Mapping[str, Tensor], Mapping[str, Any]], None]:
+    library = needs("export", lambda: __import__("safetensors.torch").torch)
+
+    def write(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        library.save_file(dict(weights), path, {"format": "pt", "qeffect": json.dumps(about)})
+
+    return write
+
+
+#: By name of a format, a function that returns its writer.
+FORMATS: Final = {"safetensors": _safetensors, "torch": _torch}
