@@ -146,6 +146,10 @@ class OneLaunch:
         except Exception as error:
             raise self._ended(error, epoch) from None
 
+    def stop(self, error: Exception) -> StoppedError:
+        """End the training on every rank, between two steps, for one cause."""
+        return self._ended(error, self.runtime.epoch)
+
     def _ended(self, error: Exception, epoch: int) -> StoppedError:
         """End the training on every rank, for one cause."""
         self._stopped()

@@ -18,19 +18,20 @@ from typing import Any
 import attrs
 import torch
 
-from qeffect.cli.command import Outcome, Progress
+from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, require_place
 from qeffect.text import counted
 
 from ..backends.protocol import BackendError
 from ..ranks.consent import Cause, StoppedError
-from ..ranks.membership import Limits, Member
+from ..ranks.membership import Limits, Member, launcher_ranks
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ..report import Report, environment
 from .assembly import JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints
 from .checkpoint.files import AWAY
+from .checkpoint.lock import FolderLock
 from .config import Config
 from .config_file import read
 from .divergence import DivergedError, UpdateWatch
@@ -62,6 +63,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint, if there is one"
     )
+    parser.add_argument(
+        "--adopt",
+        action="store_true",
+        help="with --resume: continue also from another run's checkpoint, or beside one",
+    )
     parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
     parser.add_argument(
         "--commit", metavar="SHA", help="commit to name in the report, outside a git checkout"
@@ -83,10 +89,16 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    if not args.resume:
+        refuse_unused(
+            args, ["--adopt"], "a run that does not resume adopts nothing", wants="--resume"
+        )
     config = read(args.config, run={"device": args.device, "steps": args.steps})
-    return carry_out(
-        args, config, lambda run: _trained(run, progress, resume=args.resume), resume=args.resume
-    )
+
+    def train(run: JoinedRun) -> Outcome:
+        return _trained(run, progress, resume=args.resume, adopt=args.adopt)
+
+    return carry_out(args, config, train, resume=args.resume)
 
 
 @attrs.frozen
@@ -99,12 +111,14 @@ class JoinedRun:
         data: The model and its data.
         member: This process.
         what: The run in one line.
+        lock: The lock of the folder of checkpoints, on rank 0, if there is a folder.
     """
 
     config: Config
     data: JobData
     member: Member
     what: str
+    lock: FolderLock | None = None
 
 
 def carry_out(
@@ -135,6 +149,35 @@ def carry_out(
         environment(args.commit, args.out)  # refuses now what it would refuse after the run
         require_place(args.out)
     require_processes(config, data.job, f"train {args.config}")
+    lock = _lock(config)
+    try:
+        return _carry_out(args, config, data, train, lock, how, deterministic, resume)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock(config: Config) -> FolderLock | None:
+    """Lock the folder of checkpoints, before this process waits for any other."""
+    folder = config.checkpoint.folder
+    if not folder or launcher_ranks()[0] != 0:
+        return None
+    try:
+        return FolderLock(config.path(folder))
+    except BackendError as error:
+        raise UnusableError(f"{config.source}: [checkpoint] folder: {error}") from None
+
+
+def _carry_out(
+    args: argparse.Namespace,
+    config: Config,
+    data: JobData,
+    train: Callable[[JoinedRun], Outcome],
+    lock: FolderLock | None,
+    how: str,
+    deterministic: bool,
+    resume: bool,
+) -> Outcome:
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
     deterministic = deterministic or config.run.deterministic
     member = join_ranks(config.run.device, limits, deterministic=deterministic)
@@ -146,7 +189,7 @@ def carry_out(
         f"{counted(job.microbatches, 'microbatch')}, {backend_of(config)} on {config.run.device}"
     )
     try:
-        outcome = train(JoinedRun(config, data, member, what))
+        outcome = train(JoinedRun(config, data, member, what, lock))
     except (StoppedError, DivergedError) as stopped:
         outcome = stopped_outcome(stopped.cause, what)
     except Refused as refused:
@@ -184,9 +227,18 @@ def require_processes(config: Config, job: LanguageJob, how: str) -> None:
         )
 
 
-def _trained(run: JoinedRun, progress: Progress, *, resume: bool) -> Outcome:
+def _trained(run: JoinedRun, progress: Progress, *, resume: bool, adopt: bool) -> Outcome:
     config, member, what = run.config, run.member, run.what
-    trainer = Trainer(member, config, progress, data=run.data, note=progress.note, resume=resume)
+    trainer = Trainer(
+        member,
+        config,
+        progress,
+        data=run.data,
+        note=progress.note,
+        resume=resume,
+        adopt=adopt,
+        lock=run.lock,
+    )
     if trainer.began:
         what += f", from step {trainer.began} on"
     if member.rank == 0:

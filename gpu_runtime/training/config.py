@@ -20,7 +20,7 @@ from ..runtime import MODES
 from ..step.memory.arena import RULES
 from ..step.memory.scaling import AMAX
 from ..step.plan.slots import PROVISIONINGS
-from .fields import COUNT, SAME, SEED, cut, flag, number, one_of, schedule, text, times, whole
+from .fields import COUNT, SAME, SEED, cut, flag, name, number, one_of, schedule, text, times, whole
 
 __all__ = [
     "TABLES",
@@ -244,6 +244,8 @@ class Checkpointing:
         replicas: What happens if the checkpoint has another number N of replicas, each with its own
             scaling state: `same` refuses it; with `modulo`, replica r loads the state of replica r
             modulo N.
+        run: Identity of the run, which every checkpoint records; empty draws one at the start.
+            `--resume` refuses a checkpoint of another identity, unless `--adopt` is given.
     """
 
     folder: str = text("", unit="path", resume="names the folder to resume from")
@@ -252,6 +254,7 @@ class Checkpointing:
     keep_every: int = whole(0, 0, COUNT, unit="steps")
     asynchronous: bool = flag(False)
     replicas: str = one_of("same", "same", "modulo")
+    run: str = name("", resume="must stay the same, if it is given, except with `--adopt`")
 
 
 @attrs.frozen(kw_only=True)

@@ -18,6 +18,7 @@ __all__ = [
     "SEED",
     "cut",
     "flag",
+    "name",
     "number",
     "one_of",
     "schedule",
@@ -108,6 +109,16 @@ def text(default: str, **known: Any) -> Any:
     """A string, of paths here: any without NUL."""
     fits = lambda v: type(v) is str and "\0" not in v  # noqa: E731 - one of many alike
     return _field(default, "string", "a text", "any without NUL", fits, **known)
+
+
+def name(default: str, **known: Any) -> Any:
+    """A short name, which fits into a line of a log."""
+    fits = lambda v: type(v) is str and len(v) <= 64 and v.isprintable()  # noqa: E731
+    expected, allowed = (
+        "a printable text of at most 64 characters",
+        "at most 64 printable characters",
+    )
+    return _field(default, "string", expected, allowed, fits, **known)
 
 
 def one_of(default: str, *options: str, **known: Any) -> Any:

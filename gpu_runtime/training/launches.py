@@ -126,6 +126,15 @@ class StepRunner:
                 whole.feed.losses, whole.device_norm, self._fall()
             )
 
+    def stop(self, error: Exception) -> StoppedError:
+        """Stop all ranks between two steps, for a reason that this rank has; return the cause."""
+        worker, epoch = self.worker, self.worker.runtime.epoch
+        if self.whole is not None and not self._left:
+            return self.whole.stop(error)
+        stopped = worker.consent.stop(error, epoch, None, 0, at="step")
+        worker.runtime.abort()
+        return stopped
+
     def _fall(self) -> Tensor | None:
         """How far the scales of gradients fell in the step that was just queued."""
         return None if self.scales is None else self.scales.take()

@@ -18,12 +18,17 @@ from qeffect.report import UnusableError, finite
 
 from ..backends.protocol import BackendError
 from ..ranks.assembly import build_worker
+from ..ranks.causes import TerminatedError
 from ..ranks.consent import StoppedError
+from ..ranks.launcher import Launcher
 from ..ranks.membership import Limits, Member, agree_on, all_gather
 from ..step.clipping import Norm
 from ..step.graphs import GraphExecutor
 from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints, EarlierSaveError, NonFiniteError
+from .checkpoint.files import clear
+from .checkpoint.identity import identity_of
+from .checkpoint.lock import FolderLock
 from .config import Config
 from .config_file import differences
 from .data import DataError
@@ -52,6 +57,9 @@ class Trainer:
         data: The configuration's data, from `open_job`; opened here by default.
         note: Always shows a line; `show` by default.
         resume: Continue from the newest checkpoint, if there is one.
+        adopt: Resume also from another run's checkpoint.
+        lock: The lock of the folder of checkpoints, on rank 0; taken here by default. `close`
+            releases it.
 
     Raises:
         UnusableError: The configuration or the data cannot be used, or the folder has checkpoints
@@ -69,12 +77,37 @@ class Trainer:
         data: JobData | None = None,
         note: Callable[[str], None] | None = None,
         resume: bool = False,
+        adopt: bool = False,
+        lock: FolderLock | None = None,
+    ) -> None:
+        self._launcher, self._lock = Launcher(), lock
+        try:
+            self._begin(member, config, show, data, note, resume=resume, adopt=adopt)
+        except BaseException:
+            self._release()
+            raise
+
+    def _begin(
+        self,
+        member: Member,
+        config: Config,
+        show: Callable[[str], None],
+        data: JobData | None,
+        note: Callable[[str], None] | None,
+        *,
+        resume: bool,
+        adopt: bool,
     ) -> None:
         config, data = measure_cut(member, config, data or open_job(config), resume=resume)
         self.member, self.config = member, config
         self.job, self.held_out = data
-        self.checkpoints, self.found = self._checkpoints(resume=resume)
+        self._warnings: list[str] = []
+        self.checkpoints, self.found = self._checkpoints(resume=resume, adopt=adopt)
         self.log = self._log(show, note)
+        if self.log is not None:
+            for one in self._warnings:
+                self.log({"warning": one})
+                self.log.note(f"WARNING: {one}")
         self._tell_cut()
         mode, why = mode_of(member, self.job, config.parallel.mode)
         self.worker = build_worker(
@@ -95,6 +128,8 @@ class Trainer:
             self._go_on(self.checkpoints, self.found)
         scales = GradientScales(self.worker, self.job.name_of) if self.worker.clipping else None
         self.steps = StepRunner(self.worker, why=why, scales=scales)
+        if self._lock is not None and self.checkpoints is not None:
+            self._lock.say(run=self.checkpoints.run[0])
         self._scales = all_gather(member, [] if scales is None else scales.names)
         if config.parallel.mode == "one launch":
             self._tell_launches()
@@ -103,7 +138,11 @@ class Trainer:
         self._stops = 0  # in a row
         self._stopped_at = -1
 
-    def _checkpoints(self, *, resume: bool) -> tuple[Checkpoints | None, Path | None]:
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _checkpoints(self, *, resume: bool, adopt: bool) -> tuple[Checkpoints | None, Path | None]:
         """Return the folder of checkpoints and the newest checkpoint; None for either that is
         missing."""
         given = self.config.checkpoint
@@ -121,7 +160,14 @@ class Trainer:
         newest, problem = None, ""
         try:
             made.prepare()
+            if self.member.rank == 0:
+                self._lock = self._lock or FolderLock(made.folder)
+                self._warnings += [self._lock.problem] if self._lock.problem else clear(made.folder)
             newest = made.latest()
+            if newest is None or resume:
+                named = given.run
+                made.run, odd = identity_of(made.folder, newest, named, adopt=adopt)
+                self._warnings += [odd] if odd else []
         except BackendError as error:
             problem = f"{where}: {error}"
         agree_on(self.member, problem)
@@ -139,8 +185,10 @@ class Trainer:
 
     def _go_on(self, checkpoints: Checkpoints, path: Path) -> None:
         whose: Any = self.config.checkpoint.replicas
+        run = checkpoints.run
         free = checkpoints.load(path, self.worker, self.job.name_of, self._must(), replicas=whose)
         self.began = self.worker.runtime.epoch
+        checkpoints.run = run
         problem = ""
         try:
             assert self.job.loader is not None
@@ -160,7 +208,8 @@ class Trainer:
                     "[data] train: the checkpoint has no hash of the whole file; only its length "
                     "and its ends were compared"
                 )
-            self.log({"resumed": str(path), "step": self.began, "changed": changed})
+            line = {"resumed": str(path), "step": self.began, "changed": changed}
+            self.log({**line, "run": run[0]})
             for one in changed:
                 self.log.note(f"since {path.name}: {one}")
 
@@ -331,6 +380,10 @@ class Trainer:
         Raises:
             StoppedError: All ranks stopped this step or the one before.
         """
+        try:
+            self._launcher.require()
+        except TerminatedError as error:
+            raise self.steps.stop(error) from None
         self.job.prepare(step, self.worker.optimizer)
         self.steps.step()
 
@@ -451,6 +504,7 @@ class Trainer:
         """Close connections and logs."""
         if self.checkpoints is not None:
             self.checkpoints.close()
+        self._release()
         self.steps.close()
         self.worker.close()
         if self.log is not None:

@@ -70,7 +70,7 @@ OPTIONS = {
     "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
     "runtime export": {"checkpoint", "--out", "--to"},
     "runtime train": {
-        *("config", "--device", "--steps", "--compare", "--resume", "--out", "--commit"),
+        *("config", "--device", "--steps", "--compare", "--resume", "--adopt", "--out", "--commit"),
     },
     "runtime report curves": {
         *("config", "--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--merge"),

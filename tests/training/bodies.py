@@ -212,7 +212,7 @@ def damaged(job: Job, folder: str) -> dict[str, Any]:
     run.worker.step()
     said: dict[str, Any] = {}
     for name, damage in DAMAGE.items():
-        bad = Path(folder) / "step-00000009"
+        bad = Path(folder) / "bad" / sound.name
         if run.rank == 0:
             shutil.rmtree(bad, ignore_errors=True)
             shutil.copytree(sound, bad)
@@ -220,7 +220,7 @@ def damaged(job: Job, folder: str) -> dict[str, Any]:
         dist.barrier()
         said[name] = run.attempt(lambda bad=bad: run.load(bad))
         try:
-            newest = run.checkpoints.latest()
+            newest = Checkpoints(bad.parent).latest()
             said[name]["latest"] = newest is not None and newest.name
         except BackendError as error:
             said[name]["latest"] = str(error)
@@ -228,9 +228,9 @@ def damaged(job: Job, folder: str) -> dict[str, Any]:
     if run.rank == 0:
         shutil.rmtree(bad, ignore_errors=True)
     dist.barrier()
-    other = sound if run.rank == 0 else sound.with_name("step-00000000")
+    other = sound if run.rank == 0 else Path(folder) / "other" / sound.name
     if run.rank == 0:
-        shutil.copytree(sound, sound.with_name("step-00000000"))
+        shutil.copytree(sound, Path(folder) / "other" / sound.name)
     dist.barrier()
     said["ranks load different ones"] = run.attempt(lambda: run.load(other))
     free = run.load(sound)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from ..look import nonfinite
 from ..state import Naming, PersistentTensors, checksums
 from .agreement import RankGroup, SharedError, consent, lost, raise_first, stop
 from .facts import changes
-from .files import Writer, checkpoint_folders, checkpoint_name, manifest, problem_of
+from .files import Writer, checkpoint_folders, checkpoint_name, manifest, problem_of, run_of
 from .load import (
     HalfLoadedError,
     Replicas,
@@ -55,6 +56,8 @@ class Checkpoints:
 
     Attributes:
         changed: The differences that the last load found and accepted, in words.
+        run: Identity of the run, then those of the runs that it adopted; every manifest has them.
+            `load` carries on the checkpoint's. Rank 0's are written.
         untidy: What the last finished save could not remove, in words, on rank 0. The checkpoint is
             still whole.
 
@@ -78,6 +81,7 @@ class Checkpoints:
         self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
         self.changed: tuple[str, ...] = ()
         self.untidy: tuple[str, ...] = ()
+        self.run: list[str] = [secrets.token_hex(8)]
         self._group = RankGroup()
         self._under_way: tuple[Writer, Future[Any]] | None = None
 
@@ -198,7 +202,7 @@ class Checkpoints:
             if log is not None:
                 log("write_shard", epoch=epoch)
             publishes = log if worker.member.rank == 0 else None
-            writer = Writer(final, facts, self.keep, left, publishes, self.keep_every)
+            writer = Writer(final, facts, self.keep, left, publishes, self.keep_every, self.run)
             self._write(worker, writer, tensors)
         except Exception as error:
             if earlier and isinstance(error, SharedError) and not isinstance(error, NonFiniteError):
@@ -350,6 +354,7 @@ class Checkpoints:
         if worker.rank_log is not None:
             worker.rank_log("load", epoch=worker.runtime.epoch)
         self.changed = changes(worker, facts)
+        self.run = run_of(path) or self.run
         free: dict[str, Any] = facts["free"]
         return free
 

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ __all__ = [
     "problem_of",
     "read_facts",
     "retain",
+    "run_of",
+    "runs_in",
 ]
 
 FORMAT = 1
@@ -181,6 +183,7 @@ class Writer(FileSystemWriter):
         words: What could not be removed before; rank 0 adds what it cannot remove at the end.
         log: The rank log in which rank 0 writes that the checkpoint gets its name, just before.
         keep_every: As for `retain`.
+        run: Identity of the run that saves, and of the runs that it adopted.
     """
 
     def __init__(
@@ -191,7 +194,9 @@ class Writer(FileSystemWriter):
         words: tuple[str, ...] = (),
         log: RankLog | None = None,
         keep_every: int = 0,
+        run: Sequence[str] = (),
     ) -> None:
+        self.run = list(run)
         self.final, self.facts, self.keep, self.log = final, facts, keep, log
         self.keep_every = keep_every
         self.partial = partial_of(final)
@@ -233,6 +238,8 @@ class Writer(FileSystemWriter):
                 f"{odd[0]} is either in the folder or in the manifest; expected it in both"
             )
         held = {"format": FORMAT, "epoch": self.facts["epoch"], "files": marks}
+        if self.run:
+            held["run"] = self.run
         sealed = {**held, "sha256": hashlib.sha256(canonical(held)).hexdigest()}
         self._write(MANIFEST, canonical(sealed))
         _sync(self.partial / _METADATA)
@@ -354,6 +361,37 @@ def manifest(path: Path) -> dict[str, FileDigest]:
         raise BackendError(
             f"{path} is not a folder; name a checkpoint, such as .../{checkpoint_name(3)}"
         )
+    return {name: FileDigest(*mark) for name, mark in _sealed(path)["files"].items()}
+
+
+def run_of(path: Path) -> list[str]:
+    """
+    Return the identity of the run that saved a checkpoint, and those of the runs that it adopted.
+
+    Returns:
+        Empty if an earlier version, which knew no identities, saved the checkpoint.
+
+    Raises:
+        BackendError: As `manifest`.
+    """
+    return [str(one) for one in _sealed(path).get("run", ())]
+
+
+def runs_in(folder: Path) -> list[str]:
+    """
+    List the identities of the runs whose checkpoints a folder has, once each, newest first.
+
+    A folder without a sound manifest is not a checkpoint and has no identity.
+    """
+    found: list[str] = []
+    for _, path in checkpoint_folders(folder):
+        with suppress(BackendError):
+            found += [one for one in run_of(path)[:1] if one not in found]
+    return found
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    """The content of a sound manifest that stands in a folder of its epoch's name."""
     place = path / MANIFEST
     try:
         held = json.loads(place.read_bytes())
@@ -372,7 +410,14 @@ def manifest(path: Path) -> dict[str, FileDigest]:
         )
     if said != hashlib.sha256(canonical(held)).hexdigest():
         raise BackendError(f"{place} is damaged: its hash differs from its content; {AWAY}")
-    return {name: FileDigest(*mark) for name, mark in held["files"].items()}
+    named = _epoch_of(path.name)
+    if named is not None and named != held["epoch"]:
+        raise BackendError(
+            f"{path} holds the checkpoint of step {held['epoch']}; give the folder its name back, "
+            f"{checkpoint_name(held['epoch'])}"
+        )
+    found_in: dict[str, Any] = held
+    return found_in
 
 
 def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str]) -> str:

@@ -1,0 +1,93 @@
+"""
+The lock of a folder of checkpoints: one run at a time writes there.
+
+The process of rank 0 holds an advisory lock (`flock`) on a file in the folder while it trains. The
+kernel releases the lock when that process ends, however it ends, so a lock never outlives its
+owner. The file's text names the owner, for the message of a run that comes second; the text alone
+locks nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ...backends.protocol import BackendError
+
+__all__ = ["LOCK", "FolderLock"]
+
+LOCK = ".lock"
+"""Name of the lock's file."""
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+class FolderLock:
+    """
+    The lock of one folder of checkpoints, held by this process.
+
+    Args:
+        folder: The folder; it is made.
+
+    Attributes:
+        problem: Why the folder could not be locked though no other run holds it, in words: another
+            run is then not noticed. Empty if the lock is held.
+
+    Raises:
+        BackendError: Another process holds the lock; the message names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.problem = folder, ""
+        self._handle: int | None = None
+        self._said: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            held = self._handle is not None and error.errno in _HELD
+            owner = self._owner() if held else ""
+            self.release()
+            if held:
+                raise BackendError(
+                    f"{folder} is in use by {owner}; end that run, or name another folder"
+                ) from None
+            self.problem = f"{folder} cannot be locked: {error.strerror or error}"
+        self.say()
+
+    def say(self, **facts: Any) -> None:
+        """Write who holds the lock, with further facts, such as the run's identity."""
+        self._said.update(facts)
+        if self._handle is not None:
+            with suppress(OSError):  # a full disk: the lock holds without its text
+                os.ftruncate(self._handle, 0)
+                os.pwrite(self._handle, json.dumps(self._said).encode(), 0)
+
+    def _owner(self) -> str:
+        """The process that holds the lock, in words."""
+        assert self._handle is not None
+        try:
+            said = json.loads(os.pread(self._handle, 4096, 0))
+            assert isinstance(said, Mapping)
+            run = f" of run {said['run']}" if "run" in said else ""
+            return f"process {said['pid']} on {said['host']}{run}, since {said['since']}"
+        except (OSError, ValueError, KeyError, AssertionError):
+            return "another process"
+
+    def release(self) -> None:
+        """Give the lock back; a second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)

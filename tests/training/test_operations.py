@@ -1,0 +1,265 @@
+"""A run that nobody watches: one run in a folder, its own checkpoints, its launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.cli.interrupts import descendants
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.ranks.causes import TerminatedError
+from qeffect.gpu_runtime.ranks.launcher import Launcher
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints
+from qeffect.gpu_runtime.training.checkpoint.files import MANIFEST, canonical, run_of
+from qeffect.gpu_runtime.training.checkpoint.lock import LOCK, FolderLock
+from tests.cli.test_interrupts import alive
+from tests.ranks.ranks import launch
+
+from . import language_bodies as bodies
+from .helpers import CONFIG, text
+
+RUN = CONFIG + '[checkpoint]\nfolder = "kept"\nevery = 1\n'
+WORDS = ["--json", "--quiet"]
+
+
+def run_file(folder: Path, name: str = "run.toml", body: str = RUN) -> str:
+    """A run of three steps and three checkpoints, in one process."""
+    if not (folder / "train.npy").exists():
+        text(folder)
+    (folder / name).write_text(body)
+    return str(folder / name)
+
+
+def said(folder: Path, *cases: list[str]) -> list[tuple[int, str, str]]:
+    """The commands' exit codes and what they said, one after the other in one process."""
+    words = folder / f"said{len(list(folder.glob('said*')))}"
+    words.mkdir()
+    found = launch(1, words, bodies.in_turn, [[*case, *WORDS] for case in cases])
+    assert found.codes == [0]
+    told: list[tuple[int, str, str]] = [tuple(one) for one in found.words[0]]
+    return told
+
+
+def names(folder: Path) -> list[str]:
+    """The checkpoints of a folder."""
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+# One run in a folder
+
+
+def test_a_second_run_in_a_folder_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    """The message names the process that holds the folder; once it is gone, the run begins."""
+    run = run_file(tmp_path)
+    held = FolderLock(tmp_path / "kept")
+    held.say(run="run-one")
+    before = (tmp_path / "kept" / LOCK).read_text()
+    ((code, out, err),) = said(tmp_path, [run, "--resume"])
+    held.release()
+    assert code == 2
+    (line,) = err.splitlines() or [out]
+    assert "[checkpoint] folder" in line
+    assert f"is in use by process {os.getpid()} on " in line
+    assert "of run run-one, since " in line
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [LOCK]
+    assert (tmp_path / "kept" / LOCK).read_text() == before
+    ((code, _, err),) = said(tmp_path, [run, "--resume"])
+    assert code == 0, err
+    assert len(names(tmp_path / "kept")) == 3
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """However the process ends; what it wrote about itself stays and locks nothing."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = FolderLock(tmp_path)
+        os.write(told, b"1")
+        signal.pause()
+        held.release()
+        os._exit(0)
+    os.read(ready, 1)
+    with pytest.raises(BackendError, match=f"in use by process {child} on "):
+        FolderLock(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    FolderLock(tmp_path).release()
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is not refused: some file systems have no locks."""
+
+    def flock(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert "cannot be locked: No locks available" in FolderLock(tmp_path).problem
+
+
+def test_what_a_killed_save_left_is_removed_at_the_start(tmp_path: Path) -> None:
+    """The run that holds the lock owns the folder; a run with no step left removes it too."""
+    run = run_file(tmp_path)
+    assert said(tmp_path, [run])[0][0] == 0
+    left = tmp_path / "kept" / ".partial-step-00000009"
+    left.mkdir()
+    (left / "__0_0.distcp").write_text("half")
+    ((code, _, err),) = said(tmp_path, [run, "--resume"])
+    assert code == 0, err
+    assert not left.exists()
+
+
+# Ranks whose launcher is gone
+
+
+def test_a_rank_whose_launcher_has_ended_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is torchrun's agent; a process that torchrun did not start has none."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert Launcher().pid is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    Launcher().require()
+    read, write = os.pipe()
+    agent = os.fork()
+    if agent == 0:  # starts a rank, and is gone
+        own = os.getpid()
+        if os.fork() == 0:
+            launcher = Launcher()
+            launcher.pid = own  # the agent may have ended before the rank looked
+            while os.getppid() == own:
+                time.sleep(0.001)
+            try:
+                launcher.require()
+            except TerminatedError as error:
+                os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(agent, 0)
+    os.close(write)
+    assert os.read(read, 200).decode() == f"its launcher, process {agent}, has ended"
+    os.close(read)
+
+
+@pytest.mark.ci
+def test_ranks_of_a_killed_torchrun_stop_at_the_next_step(tmp_path: Path) -> None:
+    """Their cause says why; the folder is free then."""
+    body = RUN.replace("[parallel]", "[parallel]\npp = 2").replace("steps = 3", "steps = 100000")
+    run = run_file(tmp_path, body=body)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    with (tmp_path / "out.txt").open("wb") as out:
+        agent = subprocess.Popen(
+            [*command, "2", "-m", "qeffect", "runtime", "train", run, "--quiet"],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    ranks: list[int] = []
+    try:
+        until = time.monotonic() + 60.0
+        while len(names(tmp_path / "kept")) < 2:
+            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
+            time.sleep(0.05)
+        ranks = descendants(agent.pid)
+        agent.kill()
+        agent.wait()
+        while any(map(alive, ranks)):
+            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
+            time.sleep(0.05)
+    finally:
+        for process in [agent.pid, *ranks]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    told = (tmp_path / "out.txt").read_text()
+    assert f"its launcher, process {agent.pid}, has ended" in told
+    FolderLock(tmp_path / "kept").release()
+
+
+# A run's own checkpoints
+
+
+def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest, and hash it again."""
+    import hashlib
+
+    held = json.loads((path / MANIFEST).read_text())
+    del held["sha256"]
+    edit(held)
+    held["sha256"] = hashlib.sha256(canonical(held)).hexdigest()
+    (path / MANIFEST).write_bytes(canonical(held))
+
+
+def test_a_resume_carries_the_runs_identity_on(tmp_path: Path) -> None:
+    """Every manifest has it; one of before has none, and is resumed with a warning."""
+    run = run_file(tmp_path)
+    assert [code for code, *_ in said(tmp_path, [run], [run, "--resume", "--steps", "5"])] == [0, 0]
+    kept = tmp_path / "kept"
+    found = {tuple(run_of(kept / name)) for name in names(kept)}
+    assert names(kept)[-1] == "step-00000005"
+    assert len(found) == 1
+    assert len(found.pop()) == 1
+    for name in names(kept):
+        edited(kept / name, lambda held: held.pop("run"))
+    log = run_file(tmp_path, body=RUN.replace("steps = 3", 'steps = 6\nlog = "log.jsonl"'))
+    ((code, _, err),) = said(tmp_path, [log, "--resume"])
+    assert code == 0, err
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (told,) = [line["warning"] for line in lines if "warning" in line]
+    assert "step-00000005 has no run identity" in told
+    assert run_of(kept / "step-00000006")
+
+
+def test_a_folder_of_two_runs_is_resumed_only_if_asked(tmp_path: Path) -> None:
+    """Their checkpoints stand beside each other; the adopted run is remembered."""
+    run = run_file(tmp_path)
+    assert said(tmp_path, [run])[0][0] == 0
+    kept = tmp_path / "kept"
+    edited(kept / "step-00000002", lambda held: held.update(run=["another"]))
+    more = [run, "--resume", "--steps"]
+    refused, adopted, then = said(tmp_path, [*more, "4"], [*more, "4", "--adopt"], [*more, "5"])
+    assert refused[0] == 2
+    assert "has checkpoints of two runs" in refused[1] + refused[2]
+    assert "others are of run another" in refused[1] + refused[2]
+    assert (adopted[0], then[0]) == (0, 0), adopted
+    assert run_of(kept / "step-00000005") == run_of(kept / "step-00000004")
+    assert run_of(kept / "step-00000005")[1] == "another"
+
+
+def test_a_file_that_names_another_run_is_refused(tmp_path: Path) -> None:
+    """`[checkpoint] run` is the identity; without `--resume`, `--adopt` has no effect."""
+    one = run_file(tmp_path, "one.toml", RUN + 'run = "one"\n')
+    two = run_file(tmp_path, "two.toml", RUN + 'run = "two"\nkeep = 9\n')
+    more = [two, "--resume", "--steps", "4"]
+    begun, refused, alone, adopted = said(
+        tmp_path, [one], more, [two, "--adopt"], [*more, "--adopt"]
+    )
+    assert begun[0] == 0
+    assert run_of(tmp_path / "kept" / "step-00000003") == ["one"]
+    assert refused[0] == 2
+    assert "step-00000003 is of run one, [checkpoint] run names two" in refused[1] + refused[2]
+    assert alone[0] == 2
+    assert "--adopt given, but" in alone[1] + alone[2]
+    assert adopted[0] == 0, adopted
+    assert run_of(tmp_path / "kept" / "step-00000004") == ["two", "one"]
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+    """The manifest holds the step; the name does not decide it."""
+    run = run_file(tmp_path)
+    assert said(tmp_path, [run])[0][0] == 0
+    kept = tmp_path / "kept"
+    shutil.move(kept / "step-00000003", kept / "step-00000100")
+    with pytest.raises(BackendError, match="step-00000100 holds the checkpoint of step 3; give"):
+        Checkpoints(kept).latest()
+    ((code, out, err),) = said(tmp_path, [run, "--resume"])
+    assert code == 2
+    assert "step-00000100 holds the checkpoint of step 3" in out + err
