@@ -345,7 +345,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "1 while the host has not seen the domain's device work finish",
         "reserve commit_refresh abort_refresh commit_forward abort_forward commit_evaluation "
         "abort_evaluation commit_dgrad abort_dgrad commit_wgrad abort_wgrad post_receive read "
-        "drain start_reduction start_weights_read check_update commit_update abort_update",
+        "drain start_reduction start_weights_read start_gradients_read check_update commit_update abort_update",
     ),
     _state(
         "completion",
@@ -428,6 +428,14 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 while a stream of its own reads the stage's weights",
         "start_weights_read finish_weights_read restore",
+    ),
+    _state(
+        "completion",
+        "gradients_read",
+        "stage -> flag",
+        0,
+        "1 while a stream of its own reads the stage's gradients",
+        "start_gradients_read finish_gradients_read restore",
     ),
     _state(
         "completion",

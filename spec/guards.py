@@ -260,6 +260,20 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "completion.not-reading",
         "completion.wrong-consumer",
     ),
+    "start_gradients_read": (
+        "epoch.in-flight",
+        "epoch.half-updated",
+        "epoch.not-final",
+        "completion.wrong-stream",
+        "completion.second-reader",
+        "completion.wrong-consumer",
+        "reduction.missing",
+    ),
+    "finish_gradients_read": (
+        "completion.wrong-stream",
+        "completion.not-reading",
+        "completion.wrong-consumer",
+    ),
     "next_walk": (
         "ownership.live-tape",
         "epoch.in-flight",
@@ -267,6 +281,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "epoch.half-updated",
         "epoch.wrong-epoch",
         "epoch.not-final",
+        "completion.gradients-in-use",
         "reduction.begun",
     ),
     "check_update": (
@@ -279,6 +294,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "epoch.not-final",
         "completion.update-stream",
         "completion.weights-in-use",
+        "completion.gradients-in-use",
         "completion.evaluation-not-awaited",
         "reduction.in-flight",
         "reduction.missing",

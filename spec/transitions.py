@@ -149,6 +149,16 @@ TRANSITIONS: tuple[Transition, ...] = (
         "When the caller's stream, which will run the update, waits for that read.",
     ),
     _transition(
+        "start_gradients_read(stage, link)",
+        "Before a stream of its own reads the stage's final and reduced gradients, as a norm or a "
+        "save does: the stream starts behind the link's caller.",
+    ),
+    _transition(
+        "finish_gradients_read(stage, link)",
+        "When the caller's stream, which will run the update, and the stage's graph stream wait "
+        "for that read.",
+    ),
+    _transition(
         "next_walk(epoch)",
         "After every stage was finalized and before any reduction: the next walk adds to the same "
         "gradients, with the same keys.",

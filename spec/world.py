@@ -113,6 +113,9 @@ WORDS: Final[Mapping[str, Word]] = {
         weights_reader="the read of the stage's weights on a stream of its own since the weights "
         "last changed: 0 none, 1 running, 2 done",
         reader_awaited_by="the link of the stream that waited for the latest such read",
+        gradients_reader="the read of the stage's gradients on a stream of its own since the "
+        "weights last changed: 0 none, 1 running, 2 done",
+        gradients_awaited_by="the link of the stream that waited for the latest such read",
         finalized_by="the link of the stream that finalized the stage last",
     ),
     **_words(

@@ -33,6 +33,8 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
         "fail_reduction",
         "start_weights_read",
         "finish_weights_read",
+        "start_gradients_read",
+        "finish_gradients_read",
         "next_walk",
         "check_update",
         "commit_update",

@@ -22,6 +22,8 @@ from .constants import BACK_BIT, COPY_BIT, NEVER, State
 #: call named that stream. ``updater`` is the caller whose stream ran the latest optimizer update,
 #: and ``unawaited`` is 1 until the graph stream has waited for that update. ``unseen`` is 1 until
 #: the link's caller has waited for the graph stream after that.
+#: ``gradients_read`` is 1 while a stream of its own reads a stage's gradients. The consumer and the
+#: stage's graph stream wait for its end.
 #: ``unwaited`` is 1 from an evaluation until the consumer has waited for the graph stream; a
 #: ``finalize`` of one of the domain's stages judges it anew, for the consumer that it names.
 #: ``weights_read`` is 1 while a stream of its own reads a stage's weights. The stream of the update
@@ -42,6 +44,7 @@ STATE = {
     "updater": Column("one", "caller", None),
     "unawaited": Column("domain", "flag"),
     "weights_read": Column("stage", "flag"),
+    "gradients_read": Column("stage", "flag"),
     "unseen": Column("link", "flag"),
     "unwaited": Column("domain", "flag"),
 }
@@ -389,11 +392,49 @@ def finish_weights_read_writes(st: State, stage, link):
     st.consumer[0] = st.caller_at[link]
 
 
+def start_gradients_read_guards(st: State, stage, link):
+    d = st.domain_of[stage]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.gradients_read[stage] != 0:
+        raise Refused("completion.second-reader")
+    # The stage is final (epoch.not-final), so the consumer is the stream of this epoch.
+    if st.consumer[0] != st.caller_at[link]:
+        raise Refused("completion.wrong-consumer")
+
+
+def start_gradients_read_writes(st: State, stage, link):
+    d = st.domain_of[stage]
+    st.gradients_read[stage] = 1
+    st.undrained[d] = 1
+
+
+def finish_gradients_read_guards(st: State, stage, link):
+    d = st.domain_of[stage]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.gradients_read[stage] == 0:
+        raise Refused("completion.not-reading")
+    if st.consumer[0] != st.caller_at[link]:
+        raise Refused("completion.wrong-consumer")
+
+
+def finish_gradients_read_writes(st: State, stage, link):
+    st.gradients_read[stage] = 0
+
+
+def next_walk_before_persistence_guards(st: State, epoch):
+    if not st.every(st.gradients_read, 0):
+        raise Refused("completion.gradients-in-use")
+
+
 def check_update_before_persistence_guards(st: State, epoch, caller):
     if st.consumer[0] != caller:
         raise Refused("completion.update-stream")
     if not st.every(st.weights_read, 0):
         raise Refused("completion.weights-in-use")
+    if not st.every(st.gradients_read, 0):
+        raise Refused("completion.gradients-in-use")
     if not st.every(st.unwaited, 0):
         raise Refused("completion.evaluation-not-awaited")
 
@@ -428,6 +469,7 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
     st.fill(st.weights_read, 0)
+    st.fill(st.gradients_read, 0)
     st.fill(st.unseen, 0)
     st.fill(st.unwaited, 0)
     st.named[0] = NEVER

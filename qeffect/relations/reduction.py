@@ -59,6 +59,11 @@ def fail_reduction_writes(st: State, bucket):
     st.reducing[bucket] = 0
 
 
+def start_gradients_read_guards(st: State, stage, link):
+    if not st.every(st.reduced, st.weight_epoch[stage]):
+        raise Refused("reduction.missing")
+
+
 def next_walk_before_persistence_guards(st: State, epoch):
     if st.started[0] != 0:
         raise Refused("reduction.begun")

@@ -35,6 +35,11 @@ An asynchronous save or a broadcast of parameters reads weights on a stream of i
 starts after the latest update, and the stream of the next update waits for its end. An evaluation
 reads weights on the graph stream; the stream of the next update waits for it too.
 
+A norm or a save may read gradients on a stream of its own. The read starts once the gradients are
+final and every bucket is reduced, behind the stream that waited for them. That stream and the graph
+stream wait for its end before the next update or walk, so that no update, no dW and no reduction
+writes gradients that are being read.
+
 The contract assumes that the host's order of calls is the order of enqueueing. The runtime must
 really put the waits on the streams.""",
     clauses=(
@@ -59,6 +64,8 @@ really put the waits on the streams.""",
                 "finish_reduction",
                 "start_weights_read",
                 "finish_weights_read",
+                "start_gradients_read",
+                "finish_gradients_read",
             ),
             argument="link",
             unchanged=_STREAMS,
@@ -156,9 +163,16 @@ really put the waits on the streams.""",
             number="6.7",
             title="One stream reads the gradients",
             invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
-            "stage, for each reduction and for each read of weights on another stream. `finalize`, "
-            "`finish_reduction` and `finish_weights_read` name that stream.",
-            transitions=("finalize", "finish_reduction", "finish_weights_read"),
+            "stage, for each reduction and for each read of weights or gradients on another stream. "
+            "`finalize`, `finish_reduction`, `finish_weights_read` and `finish_gradients_read` name "
+            "that stream. A read of gradients starts behind it.",
+            transitions=(
+                "finalize",
+                "finish_reduction",
+                "finish_weights_read",
+                "start_gradients_read",
+                "finish_gradients_read",
+            ),
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
@@ -215,9 +229,10 @@ really put the waits on the streams.""",
         Clause(
             id="completion.second-reader",
             number="6.11",
-            title="A stage's weights have one reader at a time",
-            invariant="A read of a stage's weights starts after the former read ended.",
-            transitions=("start_weights_read",),
+            title="A stage's weights have one reader at a time, and so do its gradients",
+            invariant="A read of a stage's weights starts after the former read of them ended. The "
+            "same holds for its gradients.",
+            transitions=("start_weights_read", "start_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,
             section="design",
@@ -229,13 +244,15 @@ really put the waits on the streams.""",
             id="completion.not-reading",
             number="6.12",
             title="Only a read that was started ends",
-            invariant="The end of a read of a stage's weights follows its start, once.",
-            transitions=("finish_weights_read",),
+            invariant="The end of a read of a stage's weights, or gradients, follows its start, "
+            "once.",
+            transitions=("finish_weights_read", "finish_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,
             section="design",
             cause="The end was reported twice, or a restore came between.",
-            remedy="Call `start_weights_read`, then `finish_weights_read`, once each.",
+            remedy="Call `start_weights_read`, then `finish_weights_read`, once each; for gradients "
+            "`start_gradients_read`, then `finish_gradients_read`.",
         ),
         Clause(
             id="completion.update-to-reader",
@@ -269,6 +286,22 @@ really put the waits on the streams.""",
             "still reads.",
             remedy="After the evaluation make the optimizer's stream wait for the graph stream, "
             "and call `wait` on its link of the evaluation's domain.",
+        ),
+        Clause(
+            id="completion.gradients-in-use",
+            number="6.15",
+            title="Gradients are not overwritten while they are read",
+            invariant="No update and no further walk begins while a stream of its own reads a "
+            "stage's gradients. An update may scale gradients in place, and each dW of the next "
+            "walk or epoch writes them.",
+            transitions=("next_walk", "check_update"),
+            argument="",
+            unchanged="The gradients, and the reads under way.",
+            section="design",
+            cause="A norm or a save still reads the gradients that the optimizer or the next dW is "
+            "about to write.",
+            remedy="Make the update's stream and the stage's graph stream wait for the reader, and "
+            "call `finish_gradients_read`.",
         ),
     ),
 )

@@ -111,8 +111,9 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             number="8.4",
             title="An update finds every stage final",
             invariant="The update begins when every stage of the process is final in the epoch "
-            "that the update ends. So does the epoch's next walk.",
-            transitions=("next_walk", "check_update"),
+            "that the update ends. So does the epoch's next walk. A read of gradients on another "
+            "stream begins when its stage is final.",
+            transitions=("start_gradients_read", "next_walk", "check_update"),
             argument="",
             unchanged=_STAGE,
             section="IV-E",
@@ -184,13 +185,14 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             number="8.9",
             title="One update of the weights at a time, and no evaluation beside it",
             invariant="While an update is in flight, no second update, walk, evaluation, restore, "
-            "refresh, bind or read of the weights on another stream begins. While an evaluation is "
+            "refresh, bind or read of weights or gradients on another stream begins. While an evaluation is "
             "in flight, no update, no walk and no restore begins, and no second evaluation of its "
             "stage.",
             transitions=(
                 "bind",
                 "check_refresh",
                 "start_weights_read",
+                "start_gradients_read",
                 "next_walk",
                 "check_evaluation",
                 "check_update",
@@ -208,8 +210,8 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             number="8.10",
             title="Half-updated weights are not used",
             invariant="After an update failed half way, or after a late fault of an epoch whose "
-            "update began, no action, bind, walk, evaluation, update or read of the weights "
-            "begins before a restore.",
+            "update began, no action, bind, walk, evaluation, update, or read of weights or gradients "
+            "on another stream begins before a restore.",
             transitions=(
                 "reserve",
                 "bind",
@@ -218,6 +220,7 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
                 "check_dgrad",
                 "check_wgrad",
                 "start_weights_read",
+                "start_gradients_read",
                 "next_walk",
                 "check_evaluation",
                 "check_update",

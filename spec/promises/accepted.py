@@ -505,6 +505,76 @@ def update_after_readers(st: State, h: History, a: Args, g: Index) -> Truth:
     return (h.weights_reader[g] != RUNNING) & implies(h.weights_reader[g] == DONE, ours)
 
 
+@STEPS("completion.one-gradients-reader", "start_gradients_read")
+def one_gradients_reader(st: State, h: History, a: Args) -> Truth:
+    """The former read of the stage's gradients has ended."""
+    return h.gradients_reader[a.stage] != RUNNING
+
+
+@STEPS("completion.gradients-reader-running", "finish_gradients_read")
+def gradients_reader_running(st: State, h: History, a: Args) -> Truth:
+    """Only a read under way ends, on a stream that calls into the stage's domain."""
+    here = st.domain_at[a.link] == st.domain_of[a.stage]
+    return here & (h.gradients_reader[a.stage] == RUNNING)
+
+
+@STEPS("completion.whole-gradients-read", "start_gradients_read", c="cell")
+def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
+    """A reader finds the stage's gradients whole: each cell ran its dW, over every matrix."""
+    once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[a.stage])
+    return implies(st.stage_of[c] == a.stage, once)
+
+
+@STEPS("completion.reader-after-gradients", "start_gradients_read")
+def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
+    """The stream behind which a reader of gradients starts has waited for the stage's latest dW."""
+    finalizer = h.finalized_by[a.stage]
+    mine = (finalizer == h.link[0]) & (a.stage == h.stage[0])
+    here = st.domain_at[a.link] == st.domain_of[a.stage]
+    waited = implies(mine, h.seen_gradients[0] == 1)
+    return here & waited & (st.caller_at[finalizer] == st.caller_at[a.link])
+
+
+@STEPS("completion.reduced-gradients-read", "start_gradients_read", needs="reduction", b="bucket")
+def reduced_gradients_read(st: State, h: History, a: Args, b: Index) -> Truth:
+    """A reader finds gradients whose reductions are done, and starts behind the stream that waited
+    for them."""
+    ours = st.caller_at[h.awaited_by[b]] == st.caller_at[a.link]
+    return implies(_writes(st, b, a.stage), (h.reduction[b] == DONE) & ours)
+
+
+@STEPS("completion.gradients-not-rewritten", "check_wgrad")
+def gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
+    """No dW writes its stage's gradients while a stream of its own reads them."""
+    return h.gradients_reader[a.key.stage] != RUNNING
+
+
+@STEPS("completion.shared-gradients-not-rewritten", "check_wgrad", needs="arena")
+def shared_gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
+    """No dW writes a shared destination while a stream of its own reads the other stage's
+    gradients."""
+    return h.gradients_reader[st.sharer_of[a.key.stage]] != RUNNING
+
+
+@STEPS("completion.read-not-reduced", "start_reduction", needs="reduction", g="stage")
+def read_not_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No reduction writes gradients that a stream of its own reads."""
+    return implies(_writes(st, a.bucket, g), h.gradients_reader[g] != RUNNING)
+
+
+@STEPS("completion.after-gradients-readers", "next_walk", "check_update", g="stage")
+def after_gradients_readers(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No gradients are being read when another walk or the update begins."""
+    return h.gradients_reader[g] != RUNNING
+
+
+@STEPS("completion.update-after-gradients-readers", "check_update", g="stage")
+def update_after_gradients_readers(st: State, h: History, a: Args, g: Index) -> Truth:
+    """The stream of the update waited for every reader of gradients."""
+    ours = st.caller_at[h.gradients_awaited_by[g]] == a.caller
+    return implies(h.gradients_reader[g] == DONE, ours)
+
+
 @STEPS("completion.update-after-evaluations", "check_update")
 def update_after_evaluations(st: State, h: History, a: Args) -> Truth:
     """The stream of the update has waited for each stage's latest evaluation."""
@@ -656,6 +726,7 @@ def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
     "check_dgrad",
     "check_wgrad",
     "start_weights_read",
+    "start_gradients_read",
     "next_walk",
     "check_update",
     "checkpoint",

@@ -245,6 +245,42 @@ def reader_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
     return implies(h.weights_reader[g] == DONE, (st.named[0] == now(st, g)) & ours)
 
 
+@HISTORY("completion.gradients-readers", g="stage")
+def gradients_readers(st: State, h: History, g: Index) -> Truth:
+    """The contract knows whose gradients are being read."""
+    none, running, done = (h.gradients_reader[g] == k for k in (NONE, RUNNING, DONE))
+    return (none | running | done) & (running == (st.gradients_read[g] != 0))
+
+
+@HISTORY("completion.gradients-awaited-by-consumer", g="stage")
+def gradients_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
+    """The stream of a reader of gradients, and the one that waited for it, is the consumer."""
+    named = st.named[0] == now(st, g)
+    ours = st.consumer[0] == st.caller_at[h.gradients_awaited_by[g]]
+    return implies(h.gradients_reader[g] == RUNNING, named) & implies(
+        h.gradients_reader[g] == DONE, named & ours
+    )
+
+
+@HISTORY("completion.read-gradients-whole", g="stage")
+def read_gradients_whole(st: State, h: History, g: Index) -> Truth:
+    """Every dW of the stage ran while its gradients are being read."""
+    return implies(st.gradients_read[g] != 0, st.wgrads[g] == st.cells[g])
+
+
+@HISTORY("completion.read-shared-whole", needs="arena", g="stage")
+def read_shared_whole(st: State, h: History, g: Index) -> Truth:
+    """Every dW of the stage that shares a destination ran, too."""
+    t = st.sharer_of[g]
+    return implies(st.gradients_read[g] != 0, st.wgrads[t] == st.cells[t])
+
+
+@HISTORY("completion.read-gradients-reduced", needs="reduction", g="stage", b="bucket")
+def read_gradients_reduced(st: State, h: History, g: Index, b: Index) -> Truth:
+    """Every bucket is reduced while gradients are being read."""
+    return implies(st.gradients_read[g] != 0, st.reduced[b] == now(st, g))
+
+
 @HISTORY("completion.behind-update", l="link")
 def behind_update(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
     """A caller that may run beside the latest update is marked, and the update's stream known."""

@@ -231,6 +231,7 @@ def forget_epoch(st: State, h: History) -> None:
     st.fill(h.forwards_of_epoch, 0)
     st.fill(h.reduction, 0)
     st.fill(h.weights_reader, 0)
+    st.fill(h.gradients_reader, 0)
     h.begun[0] = 0
     st.fill(h.fill_of_epoch, NEVER)
     st.fill(h.touched, 0)

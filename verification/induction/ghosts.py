@@ -118,6 +118,9 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # whose link it was awaited.
     **_each("stage", "weights_reader"),
     **_each("stage", "reader_awaited_by", values="link", initial=None),
+    # The same of its gradients.
+    **_each("stage", "gradients_reader"),
+    **_each("stage", "gradients_awaited_by", values="link", initial=None),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
     # The ends of transfers told on a link, and those that the graph stream has waited for; and the

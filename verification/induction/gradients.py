@@ -135,6 +135,12 @@ def update_without_readers(st: State, h: History, g: Index) -> Truth:
     return implies(updating(st), st.weights_read[g] == 0)
 
 
+@HISTORY("completion.update-without-gradients-readers", g="stage")
+def update_without_gradients_readers(st: State, h: History, g: Index) -> Truth:
+    """No stream of its own reads gradients while an update is in flight."""
+    return implies(updating(st), st.gradients_read[g] == 0)
+
+
 @HISTORY("reduction.update-of-reduced", b="bucket")
 def update_of_reduced(st: State, h: History, b: Index) -> Truth:
     """Every bucket is reduced while an update is in flight."""

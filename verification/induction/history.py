@@ -405,6 +405,18 @@ def finish_weights_read(st: State, h: History, stage: Any, link: Any) -> None:
     h.reader_awaited_by[stage] = link
 
 
+def start_gradients_read(st: State, h: History, stage: Any, link: Any) -> None:
+    """A stream that starts behind the caller's begins to read the gradients."""
+    h.gradients_reader[stage] = RUNNING
+    h.device[st.domain_of[stage]] = 1
+
+
+def finish_gradients_read(st: State, h: History, stage: Any, link: Any) -> None:
+    """The caller's stream and the graph stream wait for the reader."""
+    h.gradients_reader[stage] = DONE
+    h.gradients_awaited_by[stage] = link
+
+
 def next_walk(st: State, h: History, epoch: Any) -> None:
     """The same keys come again; weights, caches, gradients and scaling state stay as they are."""
     h.walks[0] = h.walks[0] + 1
@@ -518,6 +530,8 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         fail_reduction,
         start_weights_read,
         finish_weights_read,
+        start_gradients_read,
+        finish_gradients_read,
         next_walk,
         check_update,
         commit_update,

@@ -16,9 +16,11 @@ __all__ = [
     "fail",
     "fail_reduction",
     "finalize",
+    "finish_gradients_read",
     "finish_reduction",
     "finish_weights_read",
     "next_walk",
+    "start_gradients_read",
     "start_reduction",
     "start_weights_read",
 ]
@@ -193,12 +195,63 @@ def finish_weights_read(st, stage, link):
     st.consumer[0] = st.caller_at[link]
 
 
+def start_gradients_read(st, stage, link):
+    """
+    Before a stream of its own reads the stage's final and reduced gradients, as a norm or a save
+    does: the stream starts behind the link's caller.
+
+    Guards: epoch, completion, reduction.
+    Writes: completion.
+    """
+    # epoch.start_gradients_read_before_completion_guards
+    if st.optimizing[0] != 0:
+        raise Refused("epoch.in-flight")
+    if st.half_updated[0] != 0:
+        raise Refused("epoch.half-updated")
+    if st.final[stage] != st.weight_epoch[stage]:
+        raise Refused("epoch.not-final")
+    # completion.start_gradients_read_guards
+    d = st.domain_of[stage]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.gradients_read[stage] != 0:
+        raise Refused("completion.second-reader")
+    if st.consumer[0] != st.caller_at[link]:
+        raise Refused("completion.wrong-consumer")
+    # reduction.start_gradients_read_guards
+    if not st.every(st.reduced, st.weight_epoch[stage]):
+        raise Refused("reduction.missing")
+    # completion.start_gradients_read_writes
+    st.gradients_read[stage] = 1
+    st.undrained[d] = 1
+
+
+def finish_gradients_read(st, stage, link):
+    """
+    When the caller's stream, which will run the update, and the stage's graph stream wait for that
+    read.
+
+    Guards: completion.
+    Writes: completion.
+    """
+    # completion.finish_gradients_read_guards
+    d = st.domain_of[stage]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.gradients_read[stage] == 0:
+        raise Refused("completion.not-reading")
+    if st.consumer[0] != st.caller_at[link]:
+        raise Refused("completion.wrong-consumer")
+    # completion.finish_gradients_read_writes
+    st.gradients_read[stage] = 0
+
+
 def next_walk(st, epoch):
     """
     After every stage was finalized and before any reduction: the next walk adds to the same
     gradients, with the same keys.
 
-    Guards: ownership, epoch, reduction.
+    Guards: ownership, epoch, completion, reduction.
     Writes: ownership, order, arena, epoch.
     """
     # ownership.next_walk_guards
@@ -215,6 +268,9 @@ def next_walk(st, epoch):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
+    # completion.next_walk_before_persistence_guards
+    if not st.every(st.gradients_read, 0):
+        raise Refused("completion.gradients-in-use")
     # reduction.next_walk_before_persistence_guards
     if st.started[0] != 0:
         raise Refused("reduction.begun")
@@ -260,6 +316,8 @@ def check_update(st, epoch, caller):
         raise Refused("completion.update-stream")
     if not st.every(st.weights_read, 0):
         raise Refused("completion.weights-in-use")
+    if not st.every(st.gradients_read, 0):
+        raise Refused("completion.gradients-in-use")
     if not st.every(st.unwaited, 0):
         raise Refused("completion.evaluation-not-awaited")
     # reduction.check_update_before_persistence_guards

@@ -100,6 +100,7 @@ def restore(st, epoch, incarnation):
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
     st.fill(st.weights_read, 0)
+    st.fill(st.gradients_read, 0)
     st.fill(st.unseen, 0)
     st.fill(st.unwaited, 0)
     st.named[0] = NEVER
