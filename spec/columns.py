@@ -345,7 +345,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "1 while the host has not seen the domain's device work finish",
         "reserve commit_refresh abort_refresh commit_forward abort_forward commit_evaluation "
         "abort_evaluation commit_dgrad abort_dgrad commit_wgrad abort_wgrad post_receive read "
-        "drain start_reduction start_weights_read start_gradients_read check_update commit_update abort_update",
+        "drain start_reduction start_weights_read start_gradients_read check_update commit_update "
+        "abort_update",
     ),
     _state(
         "completion",

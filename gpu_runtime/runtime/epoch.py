@@ -298,6 +298,36 @@ class EpochRuntime(RuntimeParts):
         """
         self.contract.finish_weights_read(stage, self.actions.links[caller])
 
+    def start_gradients_read(self, stage: int, *, caller: Hashable = "main") -> None:
+        """
+        Record that a stream of its own begins to read a stage's gradients, as a norm does.
+
+        The stream must start behind the caller's. No update and no further walk begins before
+        `finish_gradients_read`.
+
+        Args:
+            stage: The stage, which is final and reduced.
+            caller: Name of the calling stream, the same as for `finalize`.
+
+        Raises:
+            Refused: The stage is not final, a bucket is not reduced, the gradients have a reader
+                already, or another stream waited for the gradients.
+        """
+        self.contract.start_gradients_read(stage, self.actions.links[caller])
+
+    def finish_gradients_read(self, stage: int, *, caller: Hashable = "main") -> None:
+        """
+        Record that the calling stream and the graph stream wait for the read of gradients.
+
+        Args:
+            stage: The stage.
+            caller: Name of the calling stream, the same as for `finalize` and `update`.
+
+        Raises:
+            Refused: Nothing reads the gradients, or another stream waited for the gradients.
+        """
+        self.contract.finish_gradients_read(stage, self.actions.links[caller])
+
     def counts_now(self) -> dict[Hashable, DeviceCounts] | None:
         """
         The counts of the device so far, by state domain; None if it does not count.

@@ -1,5 +1,5 @@
 """
-Calls about reads of the weights on other streams: saves and broadcasts that run beside the step.
+Calls about reads of weights and gradients on other streams, which run beside the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["ReaderCalls"]
 
 
 class ReaderCalls(ContractParts):
-    """Record when a stream of its own begins and ends to read a stage's weights."""
+    """Record when a stream of its own begins and ends to read a stage's weights or gradients."""
 
     @exclusive_call
     def start_weights_read(self, stage: int, link: int = 0) -> None:
@@ -40,7 +40,7 @@ class ReaderCalls(ContractParts):
         qeffect.refusals.Refused: completion.second-reader in start_weights_read: found ...
         >>> contract.finish_weights_read(0)
         """
-        self._epochs.weights_read("start_weights_read", stage, link)
+        self._epochs.other_stream("start_weights_read", stage, link)
 
     @exclusive_call
     def finish_weights_read(self, stage: int, link: int = 0) -> None:
@@ -59,4 +59,52 @@ class ReaderCalls(ContractParts):
                 ``completion.wrong-consumer``.
             TypeError, ValueError: No stage or link has that number.
         """
-        self._epochs.weights_read("finish_weights_read", stage, link)
+        self._epochs.other_stream("finish_weights_read", stage, link)
+
+    @exclusive_call
+    def start_gradients_read(self, stage: int, link: int = 0) -> None:
+        """
+        Record that a stream of its own begins to read a stage's gradients.
+
+        Call it for a norm or a save of gradients beside the step. The stage must be final, every
+        bucket reduced, and the reader's stream starts behind the caller that finalized the stage.
+        No update and no further walk begins before `finish_gradients_read`, because both may write
+        the gradients.
+
+        Args:
+            stage: The stage whose gradients are read; they have one reader at a time.
+            link: Link of the caller behind which the reader's stream starts.
+
+        Raises:
+            Refused: ``epoch.not-final``, ``reduction.missing``, ``completion.wrong-consumer``,
+                ``completion.second-reader``, ``completion.wrong-stream``, ``epoch.in-flight`` or
+                ``epoch.half-updated``.
+            TypeError, ValueError: No stage or link has that number.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.start_gradients_read(0)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: epoch.not-final in start_gradients_read: found ...
+        """
+        self._epochs.other_stream("start_gradients_read", stage, link)
+
+    @exclusive_call
+    def finish_gradients_read(self, stage: int, link: int = 0) -> None:
+        """
+        Record that a caller's stream and the graph stream wait for the read of gradients.
+
+        The caller must be the one that finalized the stage and runs the update. Make the stage's
+        graph stream wait for the reader too: its next dW writes the gradients.
+
+        Args:
+            stage: The stage.
+            link: Link of the stream that will run the update.
+
+        Raises:
+            Refused: ``completion.wrong-stream``, ``completion.not-reading`` or
+                ``completion.wrong-consumer``.
+            TypeError, ValueError: No stage or link has that number.
+        """
+        self._epochs.other_stream("finish_gradients_read", stage, link)

@@ -40,6 +40,11 @@ def _updaters_link(st: Any, domain: int) -> int:
     return next(link for link, pair in enumerate(pairs) if pair == (st.updater[0], domain))
 
 
+def _what(a: Arguments) -> str:
+    """Return what a reader reads: weights or gradients."""
+    return "gradients" if "gradients" in a["transition"] else "weights"
+
+
 def _unwaited_links(st: Any) -> list[int]:
     """Return the consumer's links of the domains whose evaluations it has yet to wait for."""
     pairs = enumerate(zip(st.caller_at, st.domain_at, strict=True))
@@ -96,18 +101,24 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"an update while the weights of stages {other_indices(st.weights_read)} are being read",
         "the end of every read, on the update's stream",
     ),
+    "completion.gradients-in-use": lambda st, a: (
+        f"{asked(a)} while the gradients of stages {other_indices(st.gradients_read)} are being "
+        "read",
+        "the end of every read, on the update's stream and the graph streams",
+    ),
     "completion.evaluation-not-awaited": lambda st, a: (
         f"an update before caller {a['caller']} waited for the graph streams of domains "
         f"{other_indices(st.unwaited)}, where an evaluation may still read the weights",
         f"a wait on links {', '.join(map(str, _unwaited_links(st)))} after the evaluation",
     ),
     "completion.second-reader": lambda st, a: (
-        f"another read of the weights of stage {a['stage']}",
-        "one read of a stage's weights at a time",
+        f"another read of the {_what(a)} of stage {a['stage']}",
+        f"one read of a stage's {_what(a)} at a time",
     ),
     "completion.not-reading": lambda st, a: (
-        f"the end of a read of the weights of stage {a['stage']}, which nothing reads",
-        f"a read that was started; under way: stages {other_indices(st.weights_read)}",
+        f"the end of a read of the {_what(a)} of stage {a['stage']}, which nothing reads",
+        "a read that was started; under way: stages "
+        f"{other_indices(getattr(st, _what(a) + '_read'))}",
     ),
     "completion.update-to-reader": lambda st, a: (
         f"a read behind caller {st.caller_at[a['link']]}, which has not waited for the "

@@ -38,7 +38,13 @@ _ASKED: Final[Mapping[str, str]] = {
     "bind": "a bind",
     "reserve": "a slot for an action",
     "start_weights_read": "a read",
+    "start_gradients_read": "a read",
 }
+
+
+def _epoch(st: Any, a: Arguments) -> int:
+    """Return the epoch that a call names, or that of its stage's weights."""
+    return int(a["epoch"] if "epoch" in a else st.weight_epoch[a["stage"]])
 
 
 def _under_way(st: Any) -> str:
@@ -99,7 +105,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a reduction that was started; in flight: buckets {other_indices(st.reducing)}",
     ),
     "reduction.missing": lambda st, a: (
-        f"buckets not yet reduced: {other_indices(st.reduced, a['epoch'])}",
+        f"buckets not yet reduced: {other_indices(st.reduced, _epoch(st, a))}",
         "every configured reduction finished",
     ),
     "reduction.begun": lambda st, a: (
@@ -116,8 +122,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
     "epoch.not-final": lambda st, a: (
-        f"stages that are not final: {other_indices(st.final, a['epoch'])}",
-        f"every stage finalized in epoch {a['epoch']}",
+        f"stages that are not final: {other_indices(st.final, _epoch(st, a))}",
+        f"{'every stage' if 'epoch' in a else 'the stage'} finalized in epoch {_epoch(st, a)}",
     ),
     "epoch.wrong-epoch": lambda st, a: (
         f"epoch {a['epoch']}",

@@ -86,9 +86,9 @@ class Epochs:
         """
         self._runner.run("fail_reduction", self._index("fail_reduction", bucket))
 
-    def weights_read(self, transition: str, stage: int, link: int) -> None:
+    def other_stream(self, transition: str, stage: int, link: int) -> None:
         """
-        Record that a read of a stage's weights on a stream of its own starts or has ended.
+        Record that a read of weights or gradients on a stream of its own starts or has ended.
 
         Raises:
             TypeError, ValueError: No stage or link has that number.

@@ -112,6 +112,8 @@ SINCE_SECOND: Final = frozenset(
     {
         "start_weights_read",
         "finish_weights_read",
+        "start_gradients_read",
+        "finish_gradients_read",
         "next_walk",
         "check_evaluation",
         "commit_evaluation",
@@ -125,7 +127,16 @@ SINCE_SECOND: Final = frozenset(
 )
 #: Columns that the closing line of the first two versions lacks; none is in force in their logs.
 COLUMNS_SINCE_SECOND: Final = frozenset(
-    {"evaluating", "optimizing", "half_updated", "weights_read", "unseen", "unwaited", "walk"}
+    {
+        "evaluating",
+        "optimizing",
+        "half_updated",
+        "weights_read",
+        "gradients_read",
+        "unseen",
+        "unwaited",
+        "walk",
+    }
 )
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8

@@ -59,6 +59,8 @@ RECUR: Final = frozenset(
         "finish_reduction",
         "start_weights_read",
         "finish_weights_read",
+        "start_gradients_read",
+        "finish_gradients_read",
         "next_walk",
         "check_update",
         "commit_update",

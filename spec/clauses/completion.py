@@ -163,9 +163,9 @@ really put the waits on the streams.""",
             number="6.7",
             title="One stream reads the gradients",
             invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
-            "stage, for each reduction and for each read of weights or gradients on another stream. "
-            "`finalize`, `finish_reduction`, `finish_weights_read` and `finish_gradients_read` name "
-            "that stream. A read of gradients starts behind it.",
+            "stage, for each reduction and for each read of weights or gradients on another stream: "
+            "`finalize` and the calls that finish a reduction or a read name that stream. A read "
+            "of gradients starts behind it.",
             transitions=(
                 "finalize",
                 "finish_reduction",
@@ -251,7 +251,7 @@ really put the waits on the streams.""",
             unchanged=_STREAMS,
             section="design",
             cause="The end was reported twice, or a restore came between.",
-            remedy="Call `start_weights_read`, then `finish_weights_read`, once each; for gradients "
+            remedy="Call `start_weights_read`, then `finish_weights_read`, once each; likewise "
             "`start_gradients_read`, then `finish_gradients_read`.",
         ),
         Clause(

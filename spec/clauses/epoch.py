@@ -185,9 +185,9 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             number="8.9",
             title="One update of the weights at a time, and no evaluation beside it",
             invariant="While an update is in flight, no second update, walk, evaluation, restore, "
-            "refresh, bind or read of weights or gradients on another stream begins. While an evaluation is "
-            "in flight, no update, no walk and no restore begins, and no second evaluation of its "
-            "stage.",
+            "refresh, bind or read of weights or gradients on another stream begins. While an "
+            "evaluation is in flight, no update, no walk and no restore begins, and no second "
+            "evaluation of its stage.",
             transitions=(
                 "bind",
                 "check_refresh",
@@ -210,8 +210,8 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             number="8.10",
             title="Half-updated weights are not used",
             invariant="After an update failed half way, or after a late fault of an epoch whose "
-            "update began, no action, bind, walk, evaluation, update, or read of weights or gradients "
-            "on another stream begins before a restore.",
+            "update began, no action, bind, walk, evaluation, update, or read of weights or "
+            "gradients on another stream begins before a restore.",
             transitions=(
                 "reserve",
                 "bind",

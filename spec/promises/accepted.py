@@ -549,11 +549,11 @@ def gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
     return h.gradients_reader[a.key.stage] != RUNNING
 
 
-@STEPS("completion.shared-gradients-not-rewritten", "check_wgrad", needs="arena")
-def shared_gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
+@STEPS("completion.shared-gradients-not-rewritten", "check_wgrad", needs="arena", g="stage")
+def shared_gradients_not_rewritten(st: State, h: History, a: Args, g: Index) -> Truth:
     """No dW writes a shared destination while a stream of its own reads the other stage's
     gradients."""
-    return h.gradients_reader[st.sharer_of[a.key.stage]] != RUNNING
+    return implies(st.sharer_of[g] == a.key.stage, h.gradients_reader[g] != RUNNING)
 
 
 @STEPS("completion.read-not-reduced", "start_reduction", needs="reduction", g="stage")

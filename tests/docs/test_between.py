@@ -44,6 +44,8 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.epochs.EpochCalls.next_walk",
         "calls.readers.ReaderCalls.start_weights_read",
         "calls.readers.ReaderCalls.finish_weights_read",
+        "calls.readers.ReaderCalls.start_gradients_read",
+        "calls.readers.ReaderCalls.finish_gradients_read",
     ),
     "which slots are free": ("ledgers.pool.*", "engine.freelist.*"),
     "evidence": (

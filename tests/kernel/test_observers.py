@@ -152,6 +152,8 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
             yield partial(rig.microbatch, m, s)
         yield partial(c.wait, rig.link(s))
         yield partial(c.finalize, s, rig.link(s))
+    yield lambda: c.start_gradients_read(0, rig.link(0))
+    yield lambda: c.finish_gradients_read(0, rig.link(0))
     yield lambda: c.next_walk()
     # An update that fails half way, after a whole epoch.
     yield back

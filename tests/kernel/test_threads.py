@@ -207,6 +207,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "fail_reduction": (0,),
     "start_weights_read": (0,),
     "finish_weights_read": (0,),
+    "start_gradients_read": (0,),
+    "finish_gradients_read": (0,),
     "fail": (0,),
     "next_walk": (),
     "check_commit": (),

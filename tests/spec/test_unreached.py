@@ -134,6 +134,13 @@ def _read(rig: Rig) -> Callable[[], Any]:
     return rig.contract.check_update
 
 
+def _gradients(rig: Rig) -> Callable[[], Any]:
+    """A whole epoch whose gradients a stream of its own reads, and an update."""
+    _whole(rig)
+    rig.contract.start_gradients_read(0)
+    return rig.contract.check_update
+
+
 def _reduced(rig: Rig) -> Callable[[], Any]:
     """A whole walk whose gradients are reduced, and another walk."""
     rig.contract = Rig(stage(reduces=True)).contract
@@ -153,6 +160,7 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.in-flight": _updating,
     "reduction.begun": _reduced,
     "completion.weights-in-use": _read,
+    "completion.gradients-in-use": _gradients,
     "order.scales-moved": _overtaken,
     "persistence.live-tape": _live,
     "persistence.mid-epoch": _refreshed,

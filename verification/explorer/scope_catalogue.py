@@ -136,10 +136,13 @@ _EVALUATE: Final = ("check_evaluation", "commit_evaluation", "abort_evaluation")
 #: The transitions of a reader of the weights on a stream of its own.
 _WEIGHTS: Final = ("start_weights_read", "finish_weights_read")
 
+#: The transitions of a reader of the gradients on a stream of its own.
+_GRADIENTS: Final = ("start_gradients_read", "finish_gradients_read")
+
 #: All transitions but the late fault, these readers and evaluations: each doubles the states,
 #: since it may come at any moment.
 _NO_FAULT: Final = tuple(
-    name for name in TRANSITIONS if name not in ("fail", *_WEIGHTS, *_EVALUATE)
+    name for name in TRANSITIONS if name not in ("fail", *_WEIGHTS, *_GRADIENTS, *_EVALUATE)
 )
 
 #: Of those, all but those of a reduction that does not fail.
@@ -155,6 +158,7 @@ _CLOSING: Final = (
     "finish_reduction",
     "fail_reduction",
     *_WEIGHTS,
+    *_GRADIENTS,
     "next_walk",
     "check_update",
     "commit_update",
@@ -343,6 +347,28 @@ def standard_scopes() -> Mapping[str, Scope]:
             epochs=2,
             only=(*_UPDATE, *_WEIGHTS, "fail"),
             omit=("arena", "capture", "order", "reduction", "version"),
+        ),
+        Scope(
+            "callers-gradients",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            callers=2,
+            generation_max=1,
+            reduces=True,
+            only=(*_REDUCE, *_GRADIENTS),
+            omit=("arena", "capture", "order", "version"),
+            wrong_arguments=False,
+        ),
+        Scope(
+            "stage-gradients",
+            slots=(1,),
+            cells=(1,),
+            generation_max=2,
+            walks=2,
+            reduces=True,
+            only=(*_REDUCE, *_GRADIENTS, "next_walk", "drain", "restore"),
+            omit=("arena", "capture", "order", "version"),
         ),
         Scope(
             "stage-evaluated",

@@ -135,6 +135,13 @@ def update_without_readers(st: State, h: History, g: Index) -> Truth:
     return implies(updating(st), st.weights_read[g] == 0)
 
 
+@HISTORY("arena.final-shared-whole", g="stage")
+def final_shared_whole(st: State, h: History, g: Index) -> Truth:
+    """A final stage has every gradient of the stage that shares a destination."""
+    t = st.sharer_of[g]
+    return implies(st.final[g] == now(st, g), st.wgrads[t] == st.cells[t])
+
+
 @HISTORY("completion.update-without-gradients-readers", g="stage")
 def update_without_gradients_readers(st: State, h: History, g: Index) -> Truth:
     """No stream of its own reads gradients while an update is in flight."""

@@ -34,6 +34,7 @@ UNREACHED: Final = frozenset(
         "persistence.mid-epoch",
         "reduction.begun",
         "completion.weights-in-use",
+        "completion.gradients-in-use",
         "version.left-out",
         "epoch.uncounted",
         "epoch.device-count",

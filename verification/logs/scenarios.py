@@ -578,6 +578,30 @@ def weights_readers() -> list[str]:
     return d.log.close()
 
 
+def gradients_readers() -> list[str]:
+    """A norm reads reduced gradients on a stream of its own, also beside another reader."""
+    d = RecordedCaller(
+        [StageConfig(s, 1, 1, matrices=MATRICES, reduces=True) for s in (0, 1)],
+        incarnation=0x5EED_1300,
+        callers=("main", "norm"),
+    )
+    for _ in range(2):
+        for stage in (0, 1):
+            d.refresh(stage)
+            d.whole(stage, 0)
+        for stage in (0, 1):
+            d.finalize(stage)
+        for stage in (0, 1):
+            d.contract.start_reduction(stage)
+            d.contract.finish_reduction(stage)
+        for stage in (0, 1):
+            d.contract.start_gradients_read(stage)
+        for stage in (0, 1):
+            d.contract.finish_gradients_read(stage)
+        d.commit()
+    return d.log.close()
+
+
 def evaluations() -> list[str]:
     """Evaluations between microbatches, before the update and after it, and one that fails."""
     d = RecordedCaller(
@@ -688,6 +712,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         updates,
         late_faults,
         weights_readers,
+        gradients_readers,
         evaluations,
         evaluations_side_by_side,
         accumulated_walks,

@@ -76,6 +76,9 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
         reader = st.consumer[0] if st.named[0] == epoch else 0
         pairs = [*zip(st.caller_at, st.domain_at, strict=True)]
         yield "finish_weights_read", {"stage": stage, "link": pairs.index((reader, domain))}
+        reading = {"stage": stage, "link": pairs.index((reader, domain))}
+        yield "start_gradients_read", reading
+        yield "finish_gradients_read", reading
         for named in {max(epoch - 1, 0), epoch}:
             yield "fail", {"stage": stage, "epoch": named}
         for slot in own:

@@ -365,7 +365,15 @@ _ATTEMPTS: dict[str, Callable[[Shadow, Pick], Call | None]] = {
     ),
     "drain": lambda shadow, pick: Call("drain"),
     "finalize": _finalize,
-    **{name: _reader(name) for name in ("start_weights_read", "finish_weights_read")},
+    **{
+        name: _reader(name)
+        for name in (
+            "start_weights_read",
+            "finish_weights_read",
+            "start_gradients_read",
+            "finish_gradients_read",
+        )
+    },
     "next_walk": lambda shadow, pick: Call("next_walk", {"epoch": shadow.epoch + (pick(8) == 7)}),
     "check_update": lambda shadow, pick: Call(
         "check_update",

@@ -680,6 +680,32 @@ def _finish_weights_read(shadow: Shadow, stage: int, link: int) -> Findings:
     yield from _reader(shadow, link)
 
 
+def _start_gradients_read(shadow: Shadow, stage: int, link: int) -> Findings:
+    it = shadow.links[link]
+    if shadow.update is not None:
+        yield "epoch.in-flight"
+    if shadow.half_updated:
+        yield "epoch.half-updated"
+    if not shadow.stages[stage].final:
+        yield "epoch.not-final"
+    if it.domain != shadow.domain_of(stage):
+        yield "completion.wrong-stream"
+    if stage in shadow.gradients_readers:
+        yield "completion.second-reader"
+    if it.caller != shadow.reader:
+        yield "completion.wrong-consumer"
+    if not all(reduction.done for reduction in shadow.reductions.values()):
+        yield "reduction.missing"
+
+
+def _finish_gradients_read(shadow: Shadow, stage: int, link: int) -> Findings:
+    if shadow.links[link].domain != shadow.domain_of(stage):
+        yield "completion.wrong-stream"
+    if stage not in shadow.gradients_readers:
+        yield "completion.not-reading"
+    yield from _reader(shadow, link)
+
+
 def _next_walk(shadow: Shadow, epoch: int) -> Findings:
     stages = shadow.stages.values()
     if shadow.live():
@@ -692,6 +718,8 @@ def _next_walk(shadow: Shadow, epoch: int) -> Findings:
         yield "epoch.wrong-epoch"
     if epoch != shadow.epoch or not all(stage.final for stage in stages):
         yield "epoch.not-final"
+    if shadow.gradients_readers:
+        yield "completion.gradients-in-use"
     if shadow.begun:
         yield "reduction.begun"
 
@@ -716,6 +744,8 @@ def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "completion.update-stream"
     if shadow.readers:
         yield "completion.weights-in-use"
+    if shadow.gradients_readers:
+        yield "completion.gradients-in-use"
     mine = [link for link in shadow.links if link.caller == shadow.reader]
     if any(link.waited < shadow.domains[link.domain].evaluated for link in mine):
         yield "completion.evaluation-not-awaited"
@@ -814,6 +844,8 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "fail_reduction": _fail_reduction,
     "start_weights_read": _start_weights_read,
     "finish_weights_read": _finish_weights_read,
+    "start_gradients_read": _start_gradients_read,
+    "finish_gradients_read": _finish_gradients_read,
     "next_walk": _next_walk,
     "check_update": _check_update,
     "commit_update": _end_update,

@@ -57,6 +57,7 @@ _REMEDIES: dict[str, Callable[[Shadow, Call], Call]] = {
     "completion.transfer-to-graph": lambda shadow, call: _join_end(shadow, call),
     "completion.two-ends": lambda shadow, call: _join_end(shadow, call),
     "completion.weights-in-use": lambda shadow, call: _end_a_read(shadow, call.arguments["caller"]),
+    "completion.gradients-in-use": lambda shadow, call: _end_gradients_read(shadow),
     "completion.evaluation-not-awaited": lambda shadow, call: _wait_evaluation(shadow),
     "arena.unbound": lambda shadow, call: Call(
         "bind", {"key": call.arguments["key"], "destination": None}
@@ -84,6 +85,12 @@ def _end_a_read(shadow: Shadow, caller: Hashable) -> Call:
     stage = min(shadow.readers)
     link = link_of(shadow, stage, caller)
     return Call("finish_weights_read", {"stage": stage, "link": link})
+
+
+def _end_gradients_read(shadow: Shadow) -> Call:
+    """End a read of gradients on the stream that reads gradients."""
+    stage = min(shadow.gradients_readers)
+    return Call("finish_gradients_read", {"stage": stage, "link": _readers_link(shadow, stage)})
 
 
 def _wait_evaluation(shadow: Shadow) -> Call:
@@ -387,6 +394,7 @@ def support(shadow: Shadow, pick: Pick) -> Plan | None:
         Call("drain"),
         Call("checkpoint"),
         *_weights_reads(shadow, pick),
+        *_gradients_reads(shadow),
         *_evaluations(shadow),
         *_reservations(shadow),
         *_binds(shadow),
@@ -421,6 +429,15 @@ def _weights_reads(shadow: Shadow, pick: Pick) -> Iterator[Call]:
         yield Call("start_weights_read", {"stage": stage, "link": link})
         link = _readers_link(shadow, stage)
         yield Call("finish_weights_read", {"stage": stage, "link": link})
+
+
+def _gradients_reads(shadow: Shadow) -> Iterator[Call]:
+    if not shadow.uses("completion"):
+        return  # nobody counts the reads
+    for stage in shadow.stages:
+        given = {"stage": stage, "link": _readers_link(shadow, stage)}
+        yield Call("start_gradients_read", given)
+        yield Call("finish_gradients_read", given)
 
 
 def _reservations(shadow: Shadow) -> Iterator[Call]:

@@ -77,6 +77,8 @@ class Shadow:
         self.half_updated = False
         #: Stages whose weights a stream of its own reads.
         self.readers: set[int] = set()
+        #: Stages whose gradients a stream of its own reads.
+        self.gradients_readers: set[int] = set()
         #: Walks of the epoch that are over.
         self.walks = 0
         self.domains = [Domain() for _ in self.domain_names]
@@ -434,6 +436,13 @@ class Shadow:
     def _finish_weights_read(self, _: Any, stage: int, link: int) -> None:
         self.readers.remove(stage)
         self.reader = self.links[link].caller
+
+    def _start_gradients_read(self, _: Any, stage: int, link: int) -> None:
+        self.gradients_readers.add(stage)
+        self.domain(stage).device = True
+
+    def _finish_gradients_read(self, _: Any, stage: int, link: int) -> None:
+        self.gradients_readers.remove(stage)
 
     def _drain(self, _: Any) -> None:
         for domain in self.domains:

@@ -77,6 +77,8 @@ _LETTERS = {
     "fail_reduction": "ax",
     "start_weights_read": "n(",
     "finish_weights_read": "n)",
+    "start_gradients_read": "g(",
+    "finish_gradients_read": "g)",
     "fail": "E",
     "checkpoint": "K",
     "restore": "R",
@@ -86,7 +88,7 @@ _LEGEND = (
     "! refused; "
     "v reserve, b bind, r read, d done reading, D drop, P purge, i invalidate, s submit, "
     "j join, w wait, h host drains the device, Z finalize, a reduction, n read of weights, "
-    "E late fault, K checkpoint, R restore"
+    "g read of gradients, E late fault, K checkpoint, R restore"
 )
 
 
