@@ -392,7 +392,7 @@ def finish_weights_read_writes(st: State, stage, link):
     st.consumer[0] = st.caller_at[link]
 
 
-def start_gradients_read_guards(st: State, stage, link):
+def start_gradients_read_before_persistence_guards(st: State, stage, link):
     d = st.domain_of[stage]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")

@@ -162,7 +162,7 @@ def start_weights_read_guards(st: State, stage, link):
         raise Refused("epoch.half-updated")
 
 
-def start_gradients_read_before_completion_guards(st: State, stage, link):
+def start_gradients_read_guards(st: State, stage, link):
     if st.optimizing[0] != 0:
         raise Refused("epoch.in-flight")
     if st.half_updated[0] != 0:

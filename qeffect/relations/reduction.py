@@ -59,8 +59,9 @@ def fail_reduction_writes(st: State, bucket):
     st.reducing[bucket] = 0
 
 
-def start_gradients_read_guards(st: State, stage, link):
-    if not st.every(st.reduced, st.weight_epoch[stage]):
+def start_gradients_read_before_persistence_guards(st: State, stage, link):
+    e = st.weight_epoch[stage]
+    if not st.every(st.reduced, e):
         raise Refused("reduction.missing")
 
 

@@ -163,7 +163,7 @@ really put the waits on the streams.""",
             number="6.7",
             title="One stream reads the gradients",
             invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
-            "stage, for each reduction and for each read of weights or gradients on another stream: "
+            "stage, for each reduction and for each read of weights or gradients elsewhere: "
             "`finalize` and the calls that finish a reduction or a read name that stream. A read "
             "of gradients starts behind it.",
             transitions=(

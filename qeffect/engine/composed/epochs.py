@@ -203,14 +203,14 @@ def start_gradients_read(st, stage, link):
     Guards: epoch, completion, reduction.
     Writes: completion.
     """
-    # epoch.start_gradients_read_before_completion_guards
+    # epoch.start_gradients_read_guards
     if st.optimizing[0] != 0:
         raise Refused("epoch.in-flight")
     if st.half_updated[0] != 0:
         raise Refused("epoch.half-updated")
     if st.final[stage] != st.weight_epoch[stage]:
         raise Refused("epoch.not-final")
-    # completion.start_gradients_read_guards
+    # completion.start_gradients_read_before_persistence_guards
     d = st.domain_of[stage]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
@@ -218,8 +218,9 @@ def start_gradients_read(st, stage, link):
         raise Refused("completion.second-reader")
     if st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
-    # reduction.start_gradients_read_guards
-    if not st.every(st.reduced, st.weight_epoch[stage]):
+    # reduction.start_gradients_read_before_persistence_guards
+    e = st.weight_epoch[stage]
+    if not st.every(st.reduced, e):
         raise Refused("reduction.missing")
     # completion.start_gradients_read_writes
     st.gradients_read[stage] = 1
