@@ -28,6 +28,7 @@ __all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
 BOUNDARY = frozenset(
     {
         "finalize",
+        "start_gradients_read",
         "next_walk",
         "check_update",
         "commit_update",
