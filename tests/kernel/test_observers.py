@@ -152,12 +152,12 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
             yield partial(rig.microbatch, m, s)
         yield partial(c.wait, rig.link(s))
         yield partial(c.finalize, s, rig.link(s))
-    yield lambda: c.start_gradients_read(0, rig.link(0))
-    yield lambda: c.finish_gradients_read(0, rig.link(0))
     yield lambda: c.next_walk()
     # An update that fails half way, after a whole epoch.
     yield back
     yield partial(_whole, rig)
+    yield lambda: c.start_gradients_read(0, rig.link(0))
+    yield lambda: c.finish_gradients_read(0, rig.link(0))
     yield check("update", c.check_update)
     yield lambda: c.abort(tickets["update"])
     yield back
