@@ -127,13 +127,6 @@ def _updating(rig: Rig) -> Callable[[], Any]:
     return rig.contract.check_update
 
 
-def _read(rig: Rig) -> Callable[[], Any]:
-    """A whole epoch whose weights a stream of its own reads, and an update."""
-    _whole(rig)
-    rig.contract.start_weights_read(0)
-    return rig.contract.check_update
-
-
 def _gradients(rig: Rig) -> Callable[[], Any]:
     """A whole epoch whose gradients a stream of its own reads, and an update."""
     _whole(rig)
@@ -159,7 +152,6 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.uncounted": _counting(0, None),
     "epoch.in-flight": _updating,
     "reduction.begun": _reduced,
-    "completion.weights-in-use": _read,
     "completion.gradients-in-use": _gradients,
     "order.scales-moved": _overtaken,
     "persistence.live-tape": _live,

@@ -367,6 +367,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             generation_max=2,
             walks=2,
             reduces=True,
+            tickets=True,
             only=(*_REDUCE, *_GRADIENTS, "next_walk", "drain", "restore"),
             omit=("arena", "capture", "order", "version"),
         ),

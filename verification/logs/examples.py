@@ -33,7 +33,6 @@ UNREACHED: Final = frozenset(
         "persistence.live-tape",
         "persistence.mid-epoch",
         "reduction.begun",
-        "completion.weights-in-use",
         "completion.gradients-in-use",
         "version.left-out",
         "epoch.uncounted",
