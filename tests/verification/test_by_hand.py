@@ -25,6 +25,11 @@ OPERANDS = (
     ("check_refresh", "st.refreshed[d] != stage", "version.refresh-interrupted"),
     ("commit_forward", "reports != 0", "version.fill-unasked"),
     ("check_dgrad", "needs & BACK_BIT != 0", "completion.transfer-to-graph"),
+    (
+        "finish_weights_read",
+        "st.named[0] == st.weight_epoch[stage]",
+        "completion.wrong-consumer",
+    ),
 )
 
 
@@ -86,7 +91,7 @@ def test_what_does_not_fit_a_process_is_not_written_for_it() -> None:
     alone = Process("alone", TWO_CALLERS.stages)
     without = Process("without", TWO_CALLERS.stages, {"version"}, callers=TWO_CALLERS.callers)
 
-    assert [2, 0] == [calls.count("check_refresh") for calls in names]
-    assert [0, 1] == [calls.count("finish_read") for calls in names]
-    assert 1 == len(list(by_hand(alone)))
+    assert [2, 1, 0] == [calls.count("check_refresh") for calls in names]
+    assert [0, 0, 1] == [calls.count("finish_read") for calls in names]
+    assert 2 == len(list(by_hand(alone)))
     assert [0] == [sum("refresh" in c.transition for c in one.calls) for one in by_hand(without)]
