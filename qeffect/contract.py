@@ -144,8 +144,10 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
-        self._restarts = Restarts(self._runner, self._pool, self._epochs, self._counted)
         self._steps = RecordedSteps(self._runner, self._pool, self._counted)
+        self._restarts = Restarts(
+            self._runner, self._pool, self._epochs, self._steps, self._counted
+        )
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # Bound once for F, dI and dW: each look-up would cost a guard's time.

@@ -59,7 +59,10 @@ class StepCalls(Queries):
     @exclusive_call
     def check_step(self, step: RecordedStep, *, guards_alone: bool = False) -> Difference | None:
         """
-        Ask whether `commit_step` would be accepted now; nothing changes and nothing is logged.
+        Ask whether `commit_step` would be accepted now; no state changes and nothing is logged.
+
+        If so, the caller may run the step, whose update writes the weights: no checkpoint is
+        accepted before `commit_step`, `withdraw_step` or the check of another action.
 
         The state that the step's transitions read is compared once; `qeffect.steps` explains why
         that replaces every guard of every action. If the state differs, the transitions run one by
@@ -80,6 +83,15 @@ class StepCalls(Queries):
             TypeError, ValueError: The argument is not a recorded step, or not of this contract.
         """
         return self._steps.differs(step, guards_alone=guards_alone)
+
+    @exclusive_call
+    def withdraw_step(self) -> None:
+        """
+        Tell that a step which `check_step` accepted was not run, and will not be.
+
+        Only then a checkpoint is right in its place. Without such a step nothing happens.
+        """
+        self._steps.withdraw()
 
     @exclusive_call
     def commit_step(self, step: RecordedStep) -> int:

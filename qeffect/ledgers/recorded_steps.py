@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
+from ..refusals import refused
 from ..steps import Difference, RecordedStep, StepObserver, StepState
 from ..text import shown
 from .expected_counts import ExpectedCounts
@@ -26,12 +27,14 @@ class RecordedSteps:
         counted: Expected counts of the devices; None if nothing is counted.
     """
 
-    __slots__ = ("_counted", "_pool", "_runner")
+    __slots__ = ("_checked", "_counted", "_pool", "_runner")
 
     def __init__(self, runner: Runner, pool: Pool, counted: ExpectedCounts | None) -> None:
         self._runner = runner
         self._pool = pool
         self._counted = counted
+        #: The incarnation and serial at which a step was checked and may be under way; or None.
+        self._checked: tuple[int, int] | None = None
 
     def step_state(self) -> StepState:
         """Return a copy of the state that a step may change."""
@@ -53,8 +56,31 @@ class RecordedSteps:
             TypeError: The argument is not a recorded step.
             ValueError: The step was recorded by a contract with other relations.
         """
+        self._checked = None
         found = self._asked(step, guards_alone=guards_alone)
-        return found if isinstance(found, Difference) else None
+        if isinstance(found, Difference):
+            return found
+        self._checked = self._moment()
+        return None
+
+    def _moment(self) -> tuple[int, int]:
+        """Until a ticket is issued or a restore happens, this stays the same."""
+        memory = self._runner.memory
+        return memory.incarnation[0], memory.serial[0]
+
+    def withdraw(self) -> None:
+        """Forget that a step was checked: it was not run."""
+        self._checked = None
+
+    def require_none(self, transition: str) -> None:
+        """Require that no step was checked and may be under way; its update writes the weights."""
+        if self._checked is not None and self._checked == self._moment():
+            raise refused(
+                "persistence.action-in-flight",
+                transition,
+                "a step that check_step accepted and that may be writing weights and scales",
+                "commit_step after the step was enqueued, or withdraw_step if it was not",
+            )
 
     def _asked(self, step: RecordedStep, *, guards_alone: bool) -> Difference | StepState | None:
         """Return why a step is refused; None if it recurs; or the state that a trial leaves."""
@@ -101,6 +127,7 @@ class RecordedSteps:
             raise ValueError(f"commit_step: {found}; ask check_step before the step is run")
         if self._counted is not None:
             self._counted.require_commit(None)
+        self._checked = None
         memory, end = self._runner.memory, step.end
         if found is None:
             step.write(memory)

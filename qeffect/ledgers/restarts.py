@@ -14,6 +14,7 @@ from ..text import shown
 from .epochs import Epochs
 from .expected_counts import ExpectedCounts
 from .pool import Pool
+from .recorded_steps import RecordedSteps
 from .runner import FAILURES, Runner
 
 __all__ = ["Restarts"]
@@ -27,23 +28,31 @@ class Restarts:
         runner: Runs the transitions.
         pool: The free slots; all are free after a restore.
         epochs: Gives the current epoch.
+        steps: Knows whether a step that was checked as a whole may be under way.
         counted: Expected counts of the device, zero after a restore; None if nothing is counted.
     """
 
-    __slots__ = ("_begun", "_counted", "_epochs", "_pool", "_runner")
+    __slots__ = ("_begun", "_counted", "_epochs", "_pool", "_runner", "_steps")
 
     def __init__(
-        self, runner: Runner, pool: Pool, epochs: Epochs, counted: ExpectedCounts | None = None
+        self,
+        runner: Runner,
+        pool: Pool,
+        epochs: Epochs,
+        steps: RecordedSteps,
+        counted: ExpectedCounts | None = None,
     ) -> None:
         self._runner = runner
         self._pool = pool
         self._epochs = epochs
+        self._steps = steps
         self._counted = counted
         self._begun: set[int] = set()
 
     def check_checkpoint(self) -> None:
         """Run every guard of a checkpoint over a copy of the memory."""
         self._require_compared()
+        self._steps.require_none("checkpoint")
         runner = self._runner
         try:
             runner.transitions.checkpoint(runner.memory.copy())
@@ -53,6 +62,7 @@ class Restarts:
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
         """Return the checkpoint; refused while anything is live."""
         self._require_compared()
+        self._steps.require_none("checkpoint")
         self._runner.run("checkpoint")
         return Checkpoint(self._epochs.current, own, state, recipe)
 

@@ -55,13 +55,15 @@ never saved.""",
             number="9.3",
             title="No checkpoint with an action in flight",
             invariant="A checkpoint is taken when no F, dI, refresh, evaluation or update is in "
-            "flight.",
+            "flight, and no step that was checked as a whole (`check_step`) may be under way.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="An action was checked and neither committed nor aborted.",
-            remedy="Commit or abort it, then checkpoint after the commit.",
+            cause="An action was checked and neither committed nor aborted; or a recorded step was "
+            "checked, and its launch may be writing the weights.",
+            remedy="Commit or abort the action, or call `commit_step`, then checkpoint. Call "
+            "`withdraw_step` if the step was not run.",
         ),
         Clause(
             id="persistence.device-work",

@@ -142,6 +142,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.steps.StepCalls.step_state",
         "calls.steps.StepCalls.record_step",
         "calls.steps.StepCalls.check_step",
+        "calls.steps.StepCalls.withdraw_step",
         "calls.steps.StepCalls.commit_step",
     ),
     "what a device counted": (

@@ -16,7 +16,7 @@ from qeffect import Contract, Refused, StageConfig, TapeKey, Ticket
 from qeffect.engine.stage import OPTIONAL, STATE, Transitions
 from qeffect.steps import BASES, COUNTERS, RecordedStep
 
-from .helpers import Rig, stage
+from .helpers import Rig, refused, stage
 
 TIED = {"tied": ("w0",), "buffers": {"w0": "table"}}
 CONTRACTS: dict[str, Callable[[], Rig]] = {
@@ -263,6 +263,51 @@ def test_counts_of_the_last_commit_are_asked_for_at_the_check() -> None:
         rig.contract.commit_step(step)
     rig.contract.present_counts(rig.contract.committed_counts())
     assert rig.contract.check_step(step) is None
+
+
+class TestCheckpoint:
+    """From the check of a whole step to its commit its launch may be writing the weights."""
+
+    def test_between_the_check_and_the_commit(self) -> None:
+        """A checkpoint would name the former epoch, over weights of the next or of both."""
+        rig = Rig()
+        step = recorded(rig)
+        rig.contract.drain()
+        rig.contract.checkpoint()
+        assert rig.contract.check_step(step) is None
+        rig.contract.drain()
+        for call in (rig.contract.check_checkpoint, rig.contract.checkpoint):
+            with refused(rig, "persistence.action-in-flight", "check_step", "withdraw_step"):
+                call()
+        rig.contract.commit_step(step)
+        rig.contract.drain()
+        rig.contract.checkpoint()
+
+    def test_a_step_that_was_not_run(self) -> None:
+        """The caller says so, or runs the actions one by one."""
+        rig = Rig()
+        step = recorded(rig)
+        rig.contract.drain()
+        assert rig.contract.check_step(step) is None
+        rig.contract.withdraw_step()
+        rig.contract.checkpoint()
+
+        assert rig.contract.check_step(step) is None
+        run(rig)
+        rig.contract.drain()
+        rig.contract.checkpoint()
+
+    def test_a_step_that_was_refused_or_restored(self) -> None:
+        """A refused step does not run; after a restore nothing runs."""
+        rig = Rig()
+        start = rig.contract.checkpoint()
+        step = recorded(rig)
+        rig.contract.drain()
+        assert rig.contract.check_step(step) is None
+        rig.contract.restore(start)
+        rig.contract.checkpoint()
+        assert rig.contract.check_step(step) is not None
+        rig.contract.checkpoint()
 
 
 def test_a_commit_looks_again() -> None:

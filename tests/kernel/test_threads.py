@@ -215,6 +215,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "present_counts": ({},),
     "record_step": (),
     "check_step": (None,),
+    "withdraw_step": (),
     "commit_step": (None,),
     "check_checkpoint": (),
     "checkpoint": (),

@@ -513,6 +513,9 @@ def test_a_stop_behind_the_launch_leaves_an_epoch_that_goes_no_further() -> None
         stopped.rehearsal.drop()
     without = begun()
     without.ask()
+    with pytest.raises(Refused, match=r"persistence\.action-in-flight"):
+        without.runtime.checkpoint()
+    without.runtime.contract.withdraw_step()
     without.runtime.checkpoint()
 
 
