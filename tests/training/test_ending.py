@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +137,35 @@ def test_a_failed_asynchronous_save_is_told_at_the_next_step(tmp_path: Path) -> 
         "step-00000004",
         "step-00000006",
     ]
+
+
+@pytest.mark.ci
+def test_torchruns_sigterm_saves_and_ends_its_ranks(tmp_path: Path) -> None:
+    """It forwards the signal; its own code is its own, the status file has the ranks' end."""
+    text(tmp_path)
+    (tmp_path / "run.toml").write_text(TWO.replace("steps = 40", "steps = 100000") + SAVED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    with (tmp_path / "out.txt").open("wb") as out:
+        agent = subprocess.Popen(
+            [*command, "2", "-m", "qeffect", "runtime", "train", str(tmp_path / "run.toml")],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        until = time.monotonic() + 60.0
+        while b"loss" not in (tmp_path / "out.txt").read_bytes():
+            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
+            time.sleep(0.05)
+        agent.terminate()
+        agent.wait(timeout=40)
+    finally:
+        agent.kill()
+        agent.wait()
+    said, told = (tmp_path / "out.txt").read_text(), status(tmp_path)
+    assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "SIGTERM", True), said
+    assert (tmp_path / "kept" / told["checkpoint"]).is_dir()
+    assert f"Ended by SIGTERM after {told['step']} steps of 100000; saved" in said
 
 
 def test_a_status_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
