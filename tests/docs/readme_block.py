@@ -56,9 +56,7 @@ def bench() -> str:
     return (
         f"A check with its commit takes {each}. {sum(row.misses for row in goals)} of {len(goals)} "
         f"goals of the kernel are missed (commit `{data['environment']['commit'][:7]}`). "
-        f"[What guards cost]({KERNEL}#what-guards-cost)."
-        + f" {under}"
-        * bool(under)
+        f"[What guards cost]({KERNEL}#what-guards-cost)." + f" {under}" * bool(under)
     )
 
 
