@@ -113,6 +113,8 @@ class Consent:
         release: Drops a graph that holds kernels of the connections; without this, ending the
             connections would wait for the graph.
         ending: Whether this rank has begun to stop.
+        asks: What this rank asks of all ranks after the step, as a number from 0 on.
+        heard: The largest number that any rank asked in the last agreement.
     """
 
     store: Any
@@ -128,6 +130,8 @@ class Consent:
     replicas: Reducers | Replicas | None = None
     release: Callable[[], None] | None = attrs.field(default=None, init=False)
     ending: bool = attrs.field(default=False, init=False)
+    asks: int = attrs.field(default=0, init=False)
+    heard: int = attrs.field(default=0, init=False)
 
     def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
         """
@@ -151,11 +155,12 @@ class Consent:
         """
         if self.world == 1:
             self.channels.commit()
+            self.heard = self.asks
             return [] if parts is None else [parts[stage] for stage in sorted(parts)]
         if self.group is None:
             raise LostError("commit", -1, False, "the connections of this rank are closed")
         digests = self.channels.digests()
-        said = [_UNSAID] * (self.world + 2 * len(self.every))
+        said = [_UNSAID] * (self.world + 2 * len(self.every)) + [self.asks]
         said[self.rank] = epoch
         for place, ends in enumerate(self.every):
             if ends in digests:
@@ -180,6 +185,7 @@ class Consent:
         told = [_of_bits(word) for word in heard[words:]]
         agreed = _one_of_replicas([told[r : r + stages] for r in range(0, len(told), stages)])
         self.channels.commit()
+        self.heard = heard[words - 1]
         return agreed
 
     def all_gather(self, own: Tensor) -> Tensor:

@@ -390,9 +390,15 @@ class Worker:
         When a rank dies, torchrun sends SIGTERM to the other ranks, and kills them half a minute
         later. Without this handler a rank ends at once and publishes no cause.
         """
-        signal.signal(signal.SIGTERM, self._terminated)
+        signal.signal(signal.SIGTERM, self.terminate)
 
-    def _terminated(self, *_: object) -> None:
+    @property
+    def in_step(self) -> bool:
+        """Whether a step runs."""
+        return self._stepping
+
+    def terminate(self, *_: object) -> None:
+        """End the step with a cause, or the process if no step runs; SIGTERM's handler."""
         if self.consent.ending:
             return  # this rank is publishing its cause
         if self._stepping:

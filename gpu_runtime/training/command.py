@@ -30,7 +30,7 @@ from ..ranks.processes import join_ranks, process_count, report_once, stopped_ou
 from ..report import Report, environment
 from .assembly import JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints
-from .checkpoint.files import AWAY
+from .checkpoint.files import AWAY, checkpoint_name
 from .checkpoint.lock import FolderLock
 from .config import Config
 from .config_file import read
@@ -268,10 +268,22 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool, adopt: bool) -
         lines.append(f"  the log ends before the run: {trainer.log.ended}")
     lines += skip_lines(trainer.watch)
     if end is None:
+        lines += _ended_early(trainer)
         return Outcome("accepted", record, lines)
     stopped = stopped_outcome(end.cause, what)
     lines += [stopped.text[-1], _way_on(trainer.checkpoints, end.cause)]
     return Outcome(stopped.verdict, {**record, **stopped.data, "step": end.step}, lines)
+
+
+def _ended_early(trainer: Trainer) -> list[str]:
+    """A line, if the run was asked to end before its last step: by what, and how to continue."""
+    if trainer.ended_by in ("", "steps"):
+        return []
+    steps, taken = trainer.config.run.steps, trainer.worker.runtime.epoch
+    said = f"Ended by {trainer.ended_by} after {counted(taken, 'step')} of {steps}; "
+    if trainer.checkpoints is None:
+        return [f"{said}nothing was saved, because [checkpoint] folder is empty"]
+    return [f"{said}saved {checkpoint_name(taken)}: continue with --resume"]
 
 
 def skip_lines(watch: UpdateWatch) -> list[str]:

@@ -211,6 +211,8 @@ class Run:
         retries: How often in a row a stopped step is started again, if all ranks survived the stop.
         start_s: Timeout for all ranks to meet.
         commit_s: Timeout for all ranks to reach a commit.
+        max_seconds: Time of the run from the meeting of its ranks on, after which it finishes its
+            step, saves and ends; 0 for no limit.
     """
 
     steps: int = whole(20, 1, COUNT, unit="steps")
@@ -227,6 +229,7 @@ class Run:
     retries: int = whole(0, 0, unit="attempts")
     start_s: float = number(120.0, positive=True, unit="s")
     commit_s: float = number(120.0, positive=True, unit="s")
+    max_seconds: float = number(0.0, unit="s")
 
 
 @attrs.frozen(kw_only=True)

@@ -29,6 +29,10 @@ from .saturation import GradientScales
 __all__ = ["StepResult", "StepRunner", "mode_of"]
 
 
+#: Steps between two exchanges of hosts that launch: each costs a collective on the CPU.
+_ASK_EVERY = 8
+
+
 @attrs.frozen
 class StepResult:
     """
@@ -160,6 +164,26 @@ class StepRunner:
             return StepResult(losses, norm, _saturation(() if fall is None else fall.tolist()))
         self.launches += behind.launched
         return behind.result(self.worker.limits.commit)
+
+    def ending(self, step: int) -> int:
+        """
+        Return the largest number that any rank asks after a step (`Consent.asks`), on all ranks.
+
+        Guarded steps exchange it in their consent. The hosts of launches exchange it after every
+        eighth step; else 0 is returned.
+
+        Args:
+            step: Steps taken so far.
+
+        Raises:
+            StoppedError: A rank has stopped in the current launch.
+        """
+        consent = self.worker.consent
+        if self.whole is None:
+            return consent.heard
+        if step % _ASK_EVERY:
+            return 0
+        return int(max(asks for (asks,) in self.all_gather([float(consent.asks)])))
 
     def forget(self, until: int) -> None:
         """Drop the results of the steps before `until`."""

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,13 +27,15 @@ from ..step.clipping import Norm
 from ..step.graphs import GraphExecutor
 from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints, EarlierSaveError, NonFiniteError
-from .checkpoint.files import clear
+from .checkpoint.files import checkpoint_folders, clear
 from .checkpoint.identity import identity_of
 from .checkpoint.lock import FolderLock
+from .checkpoint.status import write_status
 from .config import Config
 from .config_file import differences
 from .data import DataError
 from .divergence import DivergedError, UpdateWatch, diverged
+from .ending import REASONS, EndRequest
 from .evaluate import evaluate
 from .figures import perplexity
 from .launches import StepRunner, mode_of
@@ -81,6 +84,7 @@ class Trainer:
         lock: FolderLock | None = None,
     ) -> None:
         self._launcher, self._lock = Launcher(), lock
+        self._met, self.ended_by = time.monotonic(), ""
         try:
             self._begin(member, config, show, data, note, resume=resume, adopt=adopt)
         except BaseException:
@@ -223,13 +227,22 @@ class Trainer:
         """
         Save after `step` steps; a failure is logged, and raised only after the last step.
         """
+        told = self.checkpoints is not None and self.checkpoints.told
         try:
             self.save()
         except BackendError as error:
-            if last and not isinstance(error, EarlierSaveError):
+            earlier = isinstance(error, EarlierSaveError)
+            if last and not earlier:
                 raise
-            if self.log is not None:
+            if self.log is not None and not (earlier and told):
                 self.log({"step": step - 1, "not_saved": str(error)})
+
+    def _tell_failure(self, step: int) -> None:
+        """Log that an asynchronous save has failed, at the first step after the failure."""
+        if self.checkpoints is None or self.log is None:
+            return
+        if problem := self.checkpoints.failure():
+            self.log({"step": step, "not_saved": problem})
 
     def save(self) -> None:
         """
@@ -298,47 +311,89 @@ class Trainer:
         """
         Train to the last step, with the evaluations and checkpoints that are due.
 
+        SIGTERM, SIGUSR1 and `[run] max_seconds` end the run after a step that all ranks agree on,
+        with a checkpoint; `ended_by` then names the request. The status file says what ended it.
+
         Raises:
             StoppedError: A rank could not continue; every rank raises it.
             DivergedError: The run has diverged; every rank raises it after the same step.
-            BackendError: A rank was lost in an evaluation.
+            BackendError: A rank was lost in an evaluation, or the last checkpoint was not saved.
         """
         self._started = self._since = time.perf_counter()
+        self._status("running")
+        seconds = self.config.run.max_seconds
         try:
-            self._run()
-            if self.checkpoints is not None:
-                self.checkpoints.wait()
-        except DivergedError:
+            with EndRequest(self.worker, seconds, self._met) as self._request:
+                self._run()
+                if self.checkpoints is not None:
+                    self.checkpoints.wait()
+        except DivergedError as error:
+            self._status("ended", by=error.cause.kind, cause=error.cause.text)
             with suppress(StoppedError):  # the step that still runs does not count
                 self.steps.leave()
             self.seconds = time.perf_counter() - self._started
             raise
+        except StoppedError as stopped:
+            cause = stopped.cause
+            resume = cause.kind in ("gone", "late", "ended", "lost")
+            self._status("ended", by=cause.kind, cause=cause.text, resume=resume)
+            raise
+        except Exception as error:
+            self._status("ended", by="error", cause=str(error))
+            raise
         self.member.synchronize()
+        self._status("ended", by=self.ended_by, resume=self.ended_by != "steps")
         self.seconds = time.perf_counter() - self._started
+
+    def _status(
+        self, state: str, *, by: str = "", cause: str | None = None, resume: bool = False
+    ) -> None:
+        """Write the status file; only rank 0 does, and only beside checkpoints."""
+        if self.checkpoints is None or self.member.rank:
+            return
+        folder = self.checkpoints.folder
+        facts = {
+            "state": state,
+            "run": self.checkpoints.run[0],
+            "ended_by": by or None,
+            "cause": cause,
+            "resume": resume,
+            "step": self.worker.runtime.epoch,
+            "steps": self.config.run.steps,
+            "checkpoint": next((path.name for _, path in checkpoint_folders(folder)), None),
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if (problem := write_status(folder, facts)) and self.log is not None:
+            self.log.note(f"WARNING: {problem}")
 
     def _run(self) -> None:
         run, runtime = self.config.run, self.worker.runtime
-        step = runtime.epoch
+        step, self.ended_by = runtime.epoch, "steps"
         if self.found is not None:
             self._look(step, "load")
         while step < run.steps:
             try:
                 if runtime.epoch == step:  # else a stop came after its update
                     self._step(step)
-                self._known(step + 1)
+                asked = self.steps.ending(step + 1) if step + 1 < run.steps else 0
+                self._known(step + 1, last=bool(asked))
             except StoppedError as stopped:
                 self._again(stopped)
                 step = min(step, runtime.epoch)
                 continue
-            if self._evaluates(step + 1):
+            self._tell_failure(step)
+            if not asked and self._evaluates(step + 1):
                 paused = time.perf_counter()
                 self._evaluate(step + 1)
                 passed = time.perf_counter() - paused  # an evaluation does not count as step time
                 self._started, self._since = self._started + passed, self._since + passed
-            if self._saves(step + 1):
-                self._save(step + 1, last=step + 1 == run.steps)
+            if self._saves(step + 1) or (asked and self.checkpoints is not None):
+                self._save(step + 1, last=bool(asked) or step + 1 == run.steps)
             elif self._looks(step + 1):
                 self._look(step + 1, "look")
+            if asked:
+                self.ended_by = REASONS[asked]
+                return
             step += 1
 
     def _evaluates(self, step: int) -> bool:
@@ -384,22 +439,25 @@ class Trainer:
             self._launcher.require()
         except TerminatedError as error:
             raise self.steps.stop(error) from None
+        self.worker.consent.asks = self._request.look()
         self.job.prepare(step, self.worker.optimizer)
         self.steps.step()
 
-    def _known(self, taken: int) -> None:
+    def _known(self, taken: int, *, last: bool = False) -> None:
         """
         Log the steps whose results are known. If anything but a step follows, first wait for all
         results.
 
         Args:
             taken: Steps taken so far.
+            last: Whether the run ends here before its last step.
 
         Raises:
             StoppedError: All ranks stopped the last step, or a rank stopped after it.
             DivergedError: As `_tell`.
         """
         every, steps = self.config.run.log_every, self.config.run.steps
+        steps = taken if last else steps
         if taken == steps or self._evaluates(taken) or self._saves(taken) or self._looks(taken):
             self.steps.leave()
         while self._told < steps:
@@ -525,4 +583,5 @@ class Trainer:
             "launches": self.steps.launches,
             "guarded_replays": self.steps.replays,
             "skipped": self.watch.skipped,
+            "ended_by": self.ended_by,
         }

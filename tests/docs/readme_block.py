@@ -39,7 +39,9 @@ def proofs() -> str:
         f"{data['unsat']:,} of {data['obligations']:,} obligations are proved and "
         f"{data['unknown']} are unknown, in {data['seconds']:.1f} s. A *mutant* is the code "
         "without one guard clause, operand or state update; it is killed if something then goes "
-        f"wrong. {mutants['killed']} of {mutants['mutants']} mutants are killed. "
+        f"wrong. {mutants['killed']} of {mutants['mutants']} mutants are killed. Report of commit "
+        f"`{data['environment']['commit'][:7]}`; guards that were added since are proved by "
+        "`make check`, and not counted here. "
         f"[What is proved]({KERNEL}#what-is-proved)."
     )
 
@@ -53,9 +55,8 @@ def bench() -> str:
     under = conditions(data, proved)
     return (
         f"A check with its commit takes {each}. {sum(row.misses for row in goals)} of {len(goals)} "
-        f"goals of the kernel are missed. [What guards cost]({KERNEL}#what-guards-cost)."
-        + f" {under}"
-        * bool(under)
+        f"goals of the kernel are missed (commit `{data['environment']['commit'][:7]}`). "
+        f"[What guards cost]({KERNEL}#what-guards-cost)." + f" {under}" * bool(under)
     )
 
 

@@ -172,7 +172,7 @@ class DeviceCountsCases:
             (n, graphs[writes])
             for n in replays.places("dW")
             if writes in (graphs := replays.variants[replays.ran[n][1]])
-            and graphs[writes] is not replays.ran[n][2]
+            and graphs[writes] != replays.ran[n][2]  # bound methods: equal, not identical
         )
         (at,) = self.shifted(replays, place)
         replays.instead[at] = self.written(injected, replays.ran[place], writes, other)

@@ -52,12 +52,13 @@ class Checkpoints:
         keep_every: Checkpoints of a multiple of this epoch stay too, for ever; 0 keeps none of
             them.
         asynchronous: Return from `save` once everything is copied to the host, and write the files
-            during the next steps. `wait` or the next save reports a failure.
+            during the next steps. `failure`, `wait` or the next save reports a failure.
 
     Attributes:
         changed: The differences that the last load found and accepted, in words.
         run: Identity of the run, then those of the runs that it adopted; every manifest has them.
             `load` carries on the checkpoint's. Rank 0's are written.
+        told: Whether `failure` has returned the failure of the save under way.
         untidy: What the last finished save could not remove, in words, on rank 0. The checkpoint is
             still whole.
 
@@ -84,6 +85,7 @@ class Checkpoints:
         self.run: list[str] = [secrets.token_hex(8)]
         self._group = RankGroup()
         self._under_way: tuple[Writer, Future[Any]] | None = None
+        self.told = False
 
     def prepare(self) -> None:
         """
@@ -225,7 +227,7 @@ class Checkpoints:
                 async_stager=writer,
             )
             assert isinstance(future, Future)
-            self._under_way = writer, future
+            self._under_way, self.told = (writer, future), False
             future.add_done_callback(self._ended)
             return
         try:
@@ -257,6 +259,20 @@ class Checkpoints:
         (writer, future), self._under_way = self._under_way, None
         error = future.exception()
         self.untidy = writer.words
+        return "" if error is None else self._failed(writer.final, error)
+
+    def failure(self) -> str:
+        """
+        Return in words why the asynchronous save under way failed; waits for nothing.
+
+        Returns:
+            Empty while it runs or if it succeeded, and if this failure was returned before.
+        """
+        if self._under_way is None or self.told or not self._under_way[1].done():
+            return ""
+        writer, future = self._under_way
+        error = future.exception()
+        self.told = error is not None
         return "" if error is None else self._failed(writer.final, error)
 
     def wait(self) -> None:

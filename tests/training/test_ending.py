@@ -1,0 +1,176 @@
+"""A run that is asked to end finishes its step, saves, and says what ended it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.training.checkpoint.status import STATUS, write_status
+from tests.ranks.ranks import launch
+
+from . import ending_bodies as bodies
+from .helpers import CONFIG, text
+
+SAVED = '[checkpoint]\nfolder = "kept"\n'
+TWO = CONFIG.replace("[parallel]", "[parallel]\npp = 2").replace("steps = 3", "steps = 40")
+
+
+def ended(folder: Path, body: str, ranks: int, *args: Any, cases: int = 1) -> list[dict[str, Any]]:
+    """A run of the command, then resumed runs of it; each one's code and report."""
+    text(folder)
+    (folder / "run.toml").write_text(body)
+    (folder / "said").mkdir()
+    run = [str(folder / "run.toml"), "--json", "--quiet"]
+    found = launch(
+        ranks, folder / "said", bodies.signalled, [run, [*run, "--resume"]][:cases], *args
+    )
+    assert found.codes == [0] * ranks
+    codes = [[code for code, *_ in found.words[rank]] for rank in range(ranks)]
+    assert all(one == codes[0] for one in codes), codes
+    return [{"exit": code, **json.loads(out or "{}")} for code, out, _ in found.words[0]]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    """The status file."""
+    found: dict[str, Any] = json.loads((folder / "kept" / STATUS).read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_one_signalled_rank_ends_all_after_one_step(tmp_path: Path, name: str) -> None:
+    """The consent of the step carries the request; no other collective does."""
+    (said,) = ended(tmp_path, TWO + SAVED, 2, {1: [(4, name)]})
+    assert (said["exit"], said["steps"], said["ended_by"]) == (0, 5, name)
+    assert len(said["losses"]) == 5
+    told = status(tmp_path)
+    assert (told["state"], told["ended_by"], told["resume"]) == ("ended", name, True)
+    assert (told["checkpoint"], told["step"], told["steps"]) == ("step-00000005", 5, 40)
+    assert told["run"]
+
+
+def test_a_run_that_was_ended_resumes_to_the_undisturbed_end(tmp_path: Path) -> None:
+    """The resumed run has the losses of a run that nothing ended."""
+    body = TWO.replace("steps = 40", "steps = 6")
+    first, then = ended(tmp_path, body + SAVED, 2, {0: [(2, "SIGTERM")]},
+                        cases=2)  # fmt: skip
+    assert (first["exit"], first["steps"], then["exit"]) == (0, 3, 0)
+    assert (then["began"], then["steps"], then["ended_by"]) == (3, 6, "steps")
+    told = status(tmp_path)
+    assert (told["ended_by"], told["resume"], told["checkpoint"]) == (
+        "steps",
+        False,
+        "step-00000006",
+    )
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (undisturbed,) = ended(whole, body, 2, {})
+    assert first["losses"] + then["losses"] == undisturbed["losses"]
+
+
+def test_launches_end_at_an_eighth_step(tmp_path: Path) -> None:
+    """Their hosts exchange the request every eighth step, and wait for no launch between."""
+    body = TWO.replace("pp = 2", 'pp = 2\nmode = "one launch"') + "log_every = 40\n"
+    (said,) = ended(tmp_path, body + SAVED, 2, {1: [(4, "SIGTERM")]}, True)
+    assert (said["exit"], said["steps"], said["ended_by"]) == (0, 8, "SIGTERM")
+    assert said["launches"] == 7
+    assert len(said["losses"]) == 8
+    assert status(tmp_path)["checkpoint"] == "step-00000008"
+
+
+def test_a_run_without_checkpoints_ends_too(tmp_path: Path) -> None:
+    """Time is up before the first step ends; that step counts."""
+    (said,) = ended(tmp_path, CONFIG + "max_seconds = 0.000001\n", 1, {})
+    assert (said["exit"], said["steps"], said["ended_by"]) == (0, 1, "max_seconds")
+
+
+def test_the_last_line_says_what_ended_the_run(tmp_path: Path) -> None:
+    """And how to continue, or that nothing was saved."""
+    text(tmp_path)
+    runs = []
+    for name, saves in (("saved", SAVED), ("lost", "")):
+        (tmp_path / name).write_text(CONFIG + "max_seconds = 0.000001\n" + saves)
+        runs.append([str(tmp_path / name), "--quiet"])
+    (tmp_path / "said").mkdir()
+    found = launch(1, tmp_path / "said", bodies.signalled, runs, {})
+    last = [out.splitlines()[-1] for _, out, _ in found.words[0]]
+    early = "Ended by max_seconds after 1 step of 3; "
+    assert last == [
+        f"{early}saved step-00000001: continue with --resume",
+        f"{early}nothing was saved, because [checkpoint] folder is empty",
+    ]
+
+
+def test_a_second_sigterm_ends_the_process_at_once(tmp_path: Path) -> None:
+    """Between two steps, by the signal itself; nothing is saved, and the status says running."""
+    text(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG + SAVED)
+    (tmp_path / "said").mkdir()
+    twice = {0: [(1, "SIGTERM"), (1, "SIGTERM")]}
+    run = [str(tmp_path / "run.toml"), "--quiet"]
+    found = launch(1, tmp_path / "said", bodies.signalled, [run], twice)
+    assert found.codes == [-15]
+    assert status(tmp_path)["state"] == "running"
+    assert not list((tmp_path / "kept").glob("step-*"))
+
+
+def test_a_failed_asynchronous_save_is_told_at_the_next_step(tmp_path: Path) -> None:
+    """Once, with the path and the checkpoint that stays; not one period later."""
+    text(tmp_path)
+    body = CONFIG.replace("steps = 3", 'steps = 6\nlog = "log.jsonl"')
+    (tmp_path / "run.toml").write_text(body + SAVED + "every = 2\nkeep = 9\nasynchronous = true\n")
+    (tmp_path / "said").mkdir()
+    found = launch(1, tmp_path / "said", bodies.failing, [[str(tmp_path / "run.toml"), "--quiet"]])
+    assert [code for code, *_ in found.words[0]] == [0], found.words
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    ((step, told),) = [(line["step"], line["not_saved"]) for line in lines if "not_saved" in line]
+    assert step == 2
+    assert "step-00000002 was not saved: rank 0: " in told
+    assert "No space left on device" in told
+    assert sorted(p.name for p in (tmp_path / "kept").glob("step-*")) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+@pytest.mark.ci
+def test_torchruns_sigterm_saves_and_ends_its_ranks(tmp_path: Path) -> None:
+    """It forwards the signal; its own code is its own, the status file has the ranks' end."""
+    text(tmp_path)
+    (tmp_path / "run.toml").write_text(TWO.replace("steps = 40", "steps = 100000") + SAVED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    with (tmp_path / "out.txt").open("wb") as out:
+        agent = subprocess.Popen(
+            [*command, "2", "-m", "qeffect", "runtime", "train", str(tmp_path / "run.toml")],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        until = time.monotonic() + 60.0
+        while b"loss" not in (tmp_path / "out.txt").read_bytes():
+            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
+            time.sleep(0.05)
+        agent.terminate()
+        agent.wait(timeout=40)
+    finally:
+        agent.kill()
+        agent.wait()
+    said, told = (tmp_path / "out.txt").read_text(), status(tmp_path)
+    assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "SIGTERM", True), said
+    assert (tmp_path / "kept" / told["checkpoint"]).is_dir()
+    assert f"Ended by SIGTERM after {told['step']} steps of 100000; saved" in said
+
+
+def test_a_status_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
+    """What stands in the way of the new file leaves the old one."""
+    assert write_status(tmp_path, {"state": "running"}) == ""
+    (tmp_path / f".{STATUS}").mkdir()
+    assert "status.json cannot be written: Is a directory" in write_status(tmp_path, {"state": "x"})
+    assert json.loads((tmp_path / STATUS).read_text()) == {"state": "running"}
