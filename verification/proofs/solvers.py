@@ -18,7 +18,7 @@ from typing import Any, Final
 import z3
 from attrs import define, field
 
-from ..symbolic.solver import TIMEOUT, answer, new_solver
+from ..symbolic.solver import EFFORT, TIMEOUT, answer, new_solver
 from ..symbolic.terms import Term
 from .obligations import Composition, Goal, Obligation
 from .vocabulary import Claim
@@ -116,7 +116,7 @@ class Z3:
             self._solvers[key] = self._new_solver(lemmas, effort)
         return self._solvers[key]
 
-    def _new_solver(self, lemmas: frozenset[str], effort: int | None) -> Any:
+    def _new_solver(self, lemmas: frozenset[str], effort: int) -> Any:
         solver = new_solver("quantified", seed=self.seed, timeout=self.timeout, effort=effort)
         solver.add(self._trusted)
         words = self.composition.vocabulary
@@ -130,7 +130,7 @@ class Z3:
         goal: Goal,
         lemmas: frozenset[str],
         more: Sequence[Term] = (),
-        effort: int | None = None,
+        effort: int = EFFORT,
     ) -> tuple[str, float]:
         """Ask a fresh solver, whose state no earlier goal has changed."""
         began = time.perf_counter()
@@ -149,7 +149,7 @@ class Z3:
         lemmas = frozenset(self.composition.lemmas)
         return self._attempt([goal], lemmas, self.composition.untouched, effort)[0]
 
-    def _told(self, goal: Goal, effort: int | None = None) -> tuple[str, float]:
+    def _told(self, goal: Goal, effort: int = EFFORT) -> tuple[str, float]:
         """Ask again with the lemmas instantiated for the goal's own members."""
         lemmas = self.lemmas(goal.relations)
         told = [self._at_hand(self.composition.lemmas[name]) for name in sorted(lemmas)]

@@ -14,10 +14,13 @@ import z3
 
 from .terms import Term
 
-__all__ = ["TIMEOUT", "Kind", "answer", "new_solver"]
+__all__ = ["EFFORT", "TIMEOUT", "Kind", "answer", "new_solver"]
 
-#: Milliseconds for one question with quantifiers.
-TIMEOUT: Final = 10_000
+#: Milliseconds for one question with quantifiers. It ends a solver that EFFORT does not end.
+TIMEOUT: Final = 120_000
+#: Most effort for one question with quantifiers, in Z3's own units, which do not depend on the load
+#: of the machine: about ten seconds.
+EFFORT: Final = 12_000_000
 
 #: What is asked. ``quantified``: lemmas for any number of members; their instances are found by
 #: matching terms, without a model search. ``finite``: members are named, and every question is
@@ -25,9 +28,7 @@ TIMEOUT: Final = 10_000
 Kind = Literal["quantified", "finite", "bits"]
 
 
-def new_solver(
-    kind: Kind, *, seed: int = 0, timeout: int = TIMEOUT, effort: int | None = None
-) -> Any:
+def new_solver(kind: Kind, *, seed: int = 0, timeout: int = TIMEOUT, effort: int = EFFORT) -> Any:
     """
     Return a solver.
 
@@ -35,8 +36,7 @@ def new_solver(
         kind: What will be asked.
         seed: Seed of the solver's own choices; for quantified questions.
         timeout: Milliseconds for one question; for quantified ones. The others always end.
-        effort: Most effort for one question, in Z3's own units, which do not depend on the load of
-            the machine; for quantified ones.
+        effort: Most effort for one question, in Z3's own units; for quantified ones.
     """
     if kind == "finite":
         return z3.SimpleSolver()
@@ -46,8 +46,7 @@ def new_solver(
     solver.set("auto_config", False)
     solver.set("mbqi", False)
     solver.set("timeout", timeout)
-    if effort is not None:
-        solver.set("rlimit", effort)
+    solver.set("rlimit", effort)
     solver.set("random_seed", seed)
     return solver
 
