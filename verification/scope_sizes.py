@@ -61,7 +61,7 @@ SCOPE_STATES: Final[Mapping[str, int]] = {
     "callers-update": 1_684,
     "callers-weights": 4_578,
     "callers-gradients": 1_545,
-    "stage-gradients": 73,
+    "stage-gradients": 94,
     "stage-evaluated": 932,
     "stage-evaluated-reports": 21,
     "domains-evaluated": 320,

@@ -471,5 +471,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.weights_read, 0)
     st.fill(st.gradients_read, 0)
     st.fill(st.unseen, 0)
-    st.fill(st.unwaited, 0)
     st.named[0] = NEVER

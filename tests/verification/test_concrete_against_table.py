@@ -277,8 +277,14 @@ def test_the_finite_encoding_predicts_each_run(name: str) -> None:
     @given(st.data())
     def agree(data: st.DataObject) -> None:
         transition, columns, arguments = _example(data, name)
-        for unset in ("cell_at", "consumer"):  # no sentinel there
-            columns[unset] = [max(entry, 0) for entry in columns[unset]]
+        # An unset entry names no member of a sort without a sentinel.
+        whole = {sort for sort in encoding.members if encoding.null(sort) is None}
+        for unset, column in COLUMNS.items():
+            if column.values in whole:
+                columns[unset] = [max(entry, 0) for entry in columns[unset]]
+        for flat, sort in flat_arguments(transition).items():
+            if sort in whole:
+                arguments[flat] = max(arguments[flat], 0)
         clause, returned, memory = _run(name, transition, columns, arguments)
         known = [
             (encoding.column(c, column), _array(encoding, column, columns[c]))

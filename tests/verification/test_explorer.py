@@ -42,7 +42,7 @@ COUNTS = {
     "callers-update": (1_684, 17_234, 35_442, 22),
     "callers-weights": (4_578, 40_766, 90_092, 23),
     "callers-gradients": (1_545, 17_356, 78_968, 21),
-    "stage-gradients": (73, 334, 1_257, 17),
+    "stage-gradients": (94, 420, 3_294, 24),
     "stage-evaluated": (932, 5_828, 46_916, 20),
     "stage-evaluated-reports": (21, 44, 592, 6),
     "domains-evaluated": (320, 2_528, 7_200, 10),

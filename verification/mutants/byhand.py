@@ -70,6 +70,7 @@ def by_hand(process: Process) -> Iterator[Schedule]:
         yield _made(process, _reduced_together)
     if len(process.callers) > 1 and process.reductions and "completion" not in process.omit:
         yield _made(process, _weights_read_by_another)
+        yield _made(process, _weights_read_after_restore)
 
 
 def _made(process: Process, plan: Callable[[Shadow], Plan]) -> Schedule:
@@ -317,7 +318,30 @@ def _reduced_together(shadow: Shadow) -> Plan:
 
 
 def _weights_read_by_another(shadow: Shadow) -> Plan:
-    """In the next epoch another stream than the last optimizer's waits for a reader of weights."""
+    """
+    In the next epoch another stream than the last optimizer's waits for a reader of weights, and
+    starts one of its own once it has waited for the update.
+    """
+    ours, theirs = yield from _updated(shadow)
+    yield Call("start_weights_read", {"stage": 0, "link": ours})
+    yield Call("finish_weights_read", {"stage": 0, "link": theirs})
+    yield Call("join", {"link": ours})
+    yield Call("wait", {"link": theirs})
+    yield Call("start_weights_read", {"stage": 0, "link": theirs})
+
+
+def _weights_read_after_restore(shadow: Shadow) -> Plan:
+    """After a restore a stream reads weights that never waited for the last update."""
+    _, theirs = yield from _updated(shadow)
+    yield Call("drain")
+    checkpoint = yield Call("checkpoint")
+    given = {"checkpoint": checkpoint, "incarnation": shadow.incarnation + 1, "fresh": False}
+    yield Call("restore", given)
+    yield Call("start_weights_read", {"stage": 0, "link": theirs})
+
+
+def _updated(shadow: Shadow) -> Generator[Call, Any, tuple[int, int]]:
+    """One step on the first stream; return its link and another's of the first stage's domain."""
     order = [*shadow.reductions]
     for stage in shadow.configs:
         for key in _keys(shadow, stage):
@@ -336,8 +360,7 @@ def _weights_read_by_another(shadow: Shadow) -> Plan:
     ticket = yield Call("check_update", {"epoch": shadow.epoch, "caller": caller})
     yield committed(shadow, ticket)
     ours, theirs = _links(shadow, 0)[:2]
-    yield Call("start_weights_read", {"stage": 0, "link": ours})
-    yield Call("finish_weights_read", {"stage": 0, "link": theirs})
+    return ours, theirs
 
 
 def _forward(shadow: Shadow, key: TapeKey, link: int) -> Generator[Call, Any, TapeRef]:

@@ -102,7 +102,6 @@ def restore(st, epoch, incarnation):
     st.fill(st.weights_read, 0)
     st.fill(st.gradients_read, 0)
     st.fill(st.unseen, 0)
-    st.fill(st.unwaited, 0)
     st.named[0] = NEVER
     # reduction.restore_writes
     st.fill(st.reduced, NEVER)
