@@ -517,12 +517,10 @@ def reported_evidence() -> list[str]:
 
 
 def reported_draws() -> list[str]:
-    """Two stages of one domain report where F drew; dI of the first draws the same again."""
+    """Two stages of one domain report where F drew, and dI draws the same numbers again."""
     d = RecordedCaller(
         [
-            StageConfig(
-                s, 1, 1, matrices=MATRICES, reports_draws=True, recomputes_draws=s == 0
-            )
+            StageConfig(s, 1, 1, matrices=MATRICES, reports_draws=True, recomputes_draws=True)
             for s in (0, 1)
         ],
         incarnation=0x5EED_1300,
