@@ -70,14 +70,18 @@ class Caller:
         ticket = self.contract.check_forward(key, **options)
         filled = self._filled(stage) if options.get("refresh") else None
         self.scales[key.cell] = self.contract.token(stage)
-        draws = None
-        if self._configs[stage].reports_draws:
-            draws = self.draws[key.cell] = self._drawn
-            self._drawn += 1
-        updates = self._updates(stage)
-        ref = self.contract.commit(ticket, filled=filled, updates=updates, draws=draws)
+        told = {"updates": self._updates(stage), "draws": self.draw(key)}
+        ref = self.contract.commit(ticket, filled=filled, **told)
         assert ref is not None
         self.refs[key.cell] = ref
+
+    def draw(self, key: TapeKey) -> int | None:
+        """Return where the F of a key draws, if its backend reports that: after every other F."""
+        if not self._configs[key.stage].reports_draws:
+            return None
+        self.draws[key.cell] = self._drawn
+        self._drawn += 1
+        return self.draws[key.cell]
 
     def dgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Bind the destinations, wait for the inputs of dI, run dI and queue every matrix."""
