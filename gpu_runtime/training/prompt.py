@@ -53,8 +53,8 @@ class WholeModel:
         Scales are those of the first replica.
 
         Raises:
-            BackendError: The folder is not a whole checkpoint of `qeffect runtime train`, or another
-                backend trained it.
+            BackendError: The folder is not a whole checkpoint of `qeffect runtime train`, or it is
+                another backend's.
         """
         weights, facts = read_part(path, MODEL)
         given = facts["must"].get("given", {}).get("model")

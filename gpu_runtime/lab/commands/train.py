@@ -135,7 +135,9 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     native_losses = [sum(shares) for shares in oracle.losses]
     del oracle
     release_memory(member)
-    trainer = Trainer(member, config, progress, data=run.data, note=progress.note, lock=run.lock)
+    trainer = Trainer(
+        member, config, progress.stay, data=run.data, note=progress.note, lock=run.lock
+    )
     trainer.run()
     runtime = trainer.worker.runtime
     ours = tensor_digests(runtime.stages, trainer.worker.optimizer)
