@@ -56,8 +56,8 @@ class Model:
         heads: Attention heads of a layer.
         sequence: Tokens of a window.
         seed: Seed of the initial parameters.
-        start: File of the weights that a run begins with, as `qeffect runtime export` writes it; empty
-            draws them from the seed. Names, shapes and types must be those of the model.
+        start: File of the weights that a run begins with, as `qeffect runtime export` writes it;
+            empty draws them from the seed. Names, shapes and types must be those of the model.
         history: Entries of each amax history.
         tied: Whether the token embedding and the head are one weight. A tied weight does not decay.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
@@ -305,6 +305,22 @@ class Config:
             both = str(error).startswith("sequence * batch")
             where = "[model] sequence and [parallel] batch:" if both else "[model]"
             raise UnusableError(f"{self.source}: {where} {error}") from None
+
+    def require_drawn(self, what: str) -> None:
+        """
+        Require weights from the seed, which every run of a comparison begins with.
+
+        Args:
+            what: The option or command that compares.
+
+        Raises:
+            UnusableError: The weights come from a file.
+        """
+        if self.model.start:
+            raise UnusableError(
+                f"{self.source}: [model] start: {what} draws the weights of every run from the "
+                "seed; leave start out"
+            )
 
     def record(self) -> dict[str, Any]:
         """Return the tables as plain data."""

@@ -58,6 +58,7 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
     refuse_unused(args, ["--resume"], "--compare begins anew")
+    config.require_drawn("--compare")
     config = attrs.evolve(config, checkpoint=Checkpointing())
     if args.compare == "all" and config.parallel.mode == "one launch":
         raise UnusableError(
