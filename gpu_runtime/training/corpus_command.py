@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,11 @@ def _from_text(
     files = [TextFile(path, args.field or "text", share) for path in args.text]
     weights = None if args.weights is None else _weights(args.weights, files)
     maker = encoding_maker(args.tokenizer, vocabulary)
-    made = make_text(
-        args.out, files, weights, maker if given is None else lambda _: given, progress.note
-    )
+
+    def encode(texts: Iterable[str]) -> Encoding:
+        return maker(texts) if given is None else given
+
+    made = make_text(args.out, files, weights, encode, progress.note)
     lines = [_described(one, made["train_tokens"]) for one in made["texts"]]
     return Outcome("accepted", made, [*lines, *_written(args.out, made)])
 

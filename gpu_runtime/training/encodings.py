@@ -130,6 +130,7 @@ class Packaged:
         made: The package's tokenizer.
         end: The text of the token after each text.
         where: What a message names it by.
+        text: Its file, if there is one, which is kept as it is; the package would write another.
 
     Raises:
         UnusableError: The end is not one of its tokens, or the vocabulary is too large.
@@ -137,7 +138,8 @@ class Packaged:
 
     name = "given"
 
-    def __init__(self, made: Any, end: str, where: str) -> None:
+    def __init__(self, made: Any, end: str, where: str, text: str | None = None) -> None:
+        self._text: str = made.to_str() if text is None else text
         made.no_truncation()
         made.no_padding()
         self._made, self._end, self._where = made, end, where
@@ -184,18 +186,17 @@ class Packaged:
 
     def describe(self) -> dict[str, Any]:
         """Name, vocabulary, end, and a hash of the whole encoding."""
-        text = self._made.to_str()
         return {
             "tokenizer": self.name,
             "vocabulary": self.vocabulary,
             "tokens": self.tokens,
             "end": self._end,
-            "sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
+            "sha256": hashlib.sha256(self._text.encode("utf-8")).hexdigest(),
         }
 
     def save(self, folder: Path) -> None:
         """Write the encoding in the package's own format."""
-        self._made.save(str(folder / TOKENIZER))
+        (folder / TOKENIZER).write_text(self._text, encoding="utf-8")
 
 
 class Pairs(Packaged):
@@ -263,7 +264,7 @@ class Given(Packaged):
                 f"{where}: expected one of the tokens {', '.join(_ENDS)}, which end a text, found "
                 "none; name the token with --end"
             )
-        super().__init__(made, end, where)
+        super().__init__(made, end, where, text)
 
 
 def encoding_of(name: str, end: str | None) -> Given | None:

@@ -151,14 +151,15 @@ def test_a_trained_encoding_gives_the_text_back(
     assert f"[model] vocabulary = {record['vocabulary']}" in capsys.readouterr().out
 
 
-def words(folder: Path, vocabulary: dict[str, int], **more: Any) -> Path:
+def words(folder: Path, vocabulary: dict[str, int]) -> Path:
     """A `tokenizer.json` of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made = Tokenizer(models.WordLevel({}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.enable_truncation(2)
-    held = {**json.loads(made.to_str()), **more}
+    held = json.loads(made.to_str())
+    held["model"]["vocab"] = vocabulary
     path = folder / "words.json"
     path.write_text(json.dumps(held))
     return path
@@ -179,6 +180,7 @@ def test_a_given_tokenizer_encodes_whole_texts(
     encoding, record = open_encoding(out, "--corpus")
     assert (encoding.prompt("b a"), encoding.end) == ([1, 0], 70_000)
     assert (record["tokenizer"], record["end"]) == ("given", "</s>")
+    assert (out / "tokenizer.json").read_bytes() == given.read_bytes()
 
 
 def test_another_corpus_leaves_nothing_of_the_first(tmp_path: Path) -> None:
