@@ -196,7 +196,7 @@ class Packaged:
 
     def save(self, folder: Path) -> None:
         """Write the encoding in the package's own format."""
-        (folder / TOKENIZER).write_text(self._text, encoding="utf-8")
+        (folder / TOKENIZER).write_bytes(self._text.encode("utf-8"))
 
 
 class Pairs(Packaged):
@@ -244,7 +244,7 @@ class Given(Packaged):
     def __init__(self, path: Path, end: str | None = None, option: str = "--tokenizer") -> None:
         where = f"{option} {path}"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             raise UnusableError(f"{where}: expected a file tokenizer.json, in UTF-8") from None
         except OSError as error:
