@@ -19,7 +19,8 @@ from qeffect.gpu_runtime.training.prompt import WholeModel, choose
 
 from .helpers import SMALL
 
-SENTENCE = "we like cats. "
+SENTENCE = "the quick brown fox. "
+"""21 characters: windows of 16 tokens begin at each of them."""
 RUN = (
     SMALL.format(vocabulary=272, layers=2)
     + """[parallel]
@@ -30,13 +31,13 @@ microbatches = 2
 train = "corpus/train.npy"
 held_out = "corpus/train.npy"
 [optimizer]
-rate = 0.02
+rate = 0.01
 least_rate = 0.001
-warmup = 4
+warmup = 10
 [run]
-steps = 40
+steps = 100
 log = "log.jsonl"
-evaluate_windows = 3
+evaluate_windows = 8
 [checkpoint]
 folder = "kept/here"
 """
@@ -81,15 +82,15 @@ def test_a_repeated_sentence_is_continued(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also beyond a window of 16 tokens; the text is the prompt and what follows."""
-    said = generate(capsys, checkpoint, "--prompt", "we like", "--tokens", "49")
+    said = generate(capsys, checkpoint, "--prompt", "the quick", "--tokens", "75")
     assert said["text"] == SENTENCE * 4
-    assert (len(said["tokens"]), said["ended"], said["step"]) == (49, False, 40)
+    assert (len(said["tokens"]), said["ended"], said["step"]) == (75, False, 100)
     assert (
-        main(["runtime", "generate", str(checkpoint), "--prompt", "cats. w", "--tokens", "6"]) == 0
+        main(["runtime", "generate", str(checkpoint), "--prompt", "fox. t", "--tokens", "8"]) == 0
     )
     out, err = capsys.readouterr()
-    assert out == "cats. we like\n"
-    assert "After 40 steps, on the CPU with the reference backend" in err
+    assert out == "fox. the quick\n"
+    assert "After 100 steps, on the CPU with the reference backend" in err
 
 
 def test_draws_follow_their_seed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,8 +100,8 @@ def test_draws_follow_their_seed(checkpoint: Path, capsys: pytest.CaptureFixture
     assert first == again
     assert first["tokens"] != other["tokens"]
     assert max(first["tokens"] + other["tokens"]) < 257
-    cold = ["--prompt", "we like", "--tokens", "20", "--temperature", "0.01"]
-    assert generate(capsys, checkpoint, *cold)["text"] == (SENTENCE * 2)[:27]
+    cold = ["--prompt", "the quick", "--tokens", "30", "--temperature", "0.01"]
+    assert generate(capsys, checkpoint, *cold)["text"] == (SENTENCE * 2)[:39]
 
 
 def test_the_model_is_the_one_that_was_trained(checkpoint: Path) -> None:
@@ -111,7 +112,7 @@ def test_the_model_is_the_one_that_was_trained(checkpoint: Path) -> None:
     whole = WholeModel.of(checkpoint)
     losses = [
         float(torch.nn.functional.cross_entropy(whole.logits(part), torch.tensor(int(target))))
-        for start in (0, 16, 32)
+        for start in range(0, 128, 16)
         for n in range(16)
         for part, target in [(text[start : start + n + 1].tolist(), text[start + n + 1])]
     ]
@@ -141,7 +142,7 @@ def test_a_moved_checkpoint_needs_its_corpus(
         (moved / path.name).write_bytes(path.read_bytes())
     assert "name its folder with --corpus" in refused(capsys, moved)
     own = str(checkpoint.parents[2] / "corpus")
-    given = ["--prompt", "we like", "--tokens", "7", "--corpus"]
+    given = ["--prompt", "the quick", "--tokens", "12", "--corpus"]
     assert generate(capsys, moved, *given, own)["text"] == SENTENCE
 
     other = tmp_path / "corpus"
@@ -149,7 +150,7 @@ def test_a_moved_checkpoint_needs_its_corpus(
     words = ["--text", str(tmp_path / "other.txt"), "--tokenizer", "bytes"]
     assert main(["runtime", "corpus", "--out", str(other), "--quiet", *words]) == 0
     line = refused(capsys, moved, "--corpus", str(other))
-    assert "expected the corpus of the run, with 4201 tokens, found one with 13" in line
+    assert "expected the corpus of the run, with 6301 tokens, found one with 13" in line
     assert "corpus.json: No such file" in refused(capsys, moved, "--corpus", str(tmp_path))
     (other / "corpus.json").write_text("[]")
     assert "expected the record of a corpus" in refused(capsys, moved, "--corpus", str(other))
