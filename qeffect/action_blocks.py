@@ -197,8 +197,9 @@ class Forward(_Guarded):
         return self.contract.check_forward(self.key, **self.options)
 
     def commit(self) -> None:
-        told = {"updates": self.updates, "draws": self.draws}
-        self.contract.commit(self.ticket, filled=self.filled, **told)
+        self.contract.commit(
+            self.ticket, filled=self.filled, updates=self.updates, draws=self.draws
+        )
 
     @property
     def slot(self) -> int:
@@ -244,8 +245,9 @@ class Dgrad(_Guarded):
         return self.contract.check_dgrad(self.key, self.ref, **self.options)
 
     def commit(self) -> None:
-        told = {"updates": self.updates, "scales": self.scales, "draws": self.draws}
-        self.contract.commit(self.ticket, self.queued, **told)
+        self.contract.commit(
+            self.ticket, self.queued, updates=self.updates, scales=self.scales, draws=self.draws
+        )
 
 
 class Wgrad(_Guarded):

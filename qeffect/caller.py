@@ -70,8 +70,8 @@ class Caller:
         ticket = self.contract.check_forward(key, **options)
         filled = self._filled(stage) if options.get("refresh") else None
         self.scales[key.cell] = self.contract.token(stage)
-        told = {"updates": self._updates(stage), "draws": self.draw(key)}
-        ref = self.contract.commit(ticket, filled=filled, **told)
+        updates, draws = self._updates(stage), self.draw(key)
+        ref = self.contract.commit(ticket, filled=filled, updates=updates, draws=draws)
         assert ref is not None
         self.refs[key.cell] = ref
 
@@ -94,8 +94,8 @@ class Caller:
         config = self._configs[stage]
         scales = self.scales[key.cell] if config.tape_scales == "carried" else None
         draws = self.draws[key.cell] if config.recomputes_draws else None
-        told = {"updates": self._updates(stage), "scales": scales, "draws": draws}
-        self.contract.commit(ticket, config.matrices, **told)
+        updates = self._updates(stage)
+        self.contract.commit(ticket, config.matrices, updates=updates, scales=scales, draws=draws)
 
     def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Run dW and cover every matrix."""

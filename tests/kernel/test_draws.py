@@ -23,7 +23,9 @@ def contract(**options: Any) -> Contract:
     return Contract([StageConfig(s, 2, 2, matrices=("w",), **told) for s in (0, 1)])
 
 
-def forward(of: Contract, stage: int, microbatch: int, draws: Any, refresh: bool = False) -> TapeRef:
+def forward(
+    of: Contract, stage: int, microbatch: int, draws: Any, refresh: bool = False
+) -> TapeRef:
     """Run F, which began to draw at a position."""
     ticket = of.check_forward(TapeKey(of.epoch, stage, microbatch), refresh=refresh)
     ref = of.commit(ticket, draws=draws)
@@ -231,11 +233,14 @@ class TestLog:
         assert '"updates":-1,"scales":-1,"draws":7,"digest"' in lines[6]
         assert "accepted" == replay_lines(lines).verdict
 
-    @pytest.mark.parametrize(("was", "now", "clause"), [
-        (',"draws":7', "", "order.draws-again"),
-        ('"scales":-1,"draws":7', '"scales":-1,"draws":6', "order.wrong-draws"),
-        ('"scales":-1,"draws":7', '"scales":-1', "order.wrong-draws"),
-    ])
+    @pytest.mark.parametrize(
+        ("was", "now", "clause"),
+        [
+            (',"draws":7', "", "order.draws-again"),
+            ('"scales":-1,"draws":7', '"scales":-1,"draws":6', "order.wrong-draws"),
+            ('"scales":-1,"draws":7', '"scales":-1', "order.wrong-draws"),
+        ],
+    )
     def test_a_log_without_the_report_is_refused(self, was: str, now: str, clause: str) -> None:
         """A stage that reports must report in each line."""
         bodies = [line.partition(',"digest"')[0] for line in recorded()]
@@ -248,7 +253,7 @@ class TestLog:
         """A line without a report lacks the field."""
         bodies = [line.partition(',"digest"')[0] for line in recorded()]
         bodies[2] = bodies[2].replace('"draws":7', '"draws":-1')
-        with pytest.raises(LogError, match="field draws: found -1; expected an integer of at least"):
+        with pytest.raises(LogError, match="field draws: found -1; expected an integer of"):
             replay_lines(reseal(bodies))
 
     def test_a_stage_that_does_not_report_leaves_no_trace(self) -> None:

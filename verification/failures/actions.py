@@ -122,8 +122,8 @@ class Actions(Transcript):
         self.caller.scales[key.cell] = self.contract.token(stage)
         detail = "" if draws is None else f"drew from position {draws}"
         drew = self.caller.draw(key) if draws is None else draws
-        told = {"filled": fills, "updates": 1, "draws": drew}
-        self.caller.refs[key.cell] = self._redeem(name, ticket, detail=detail, **told)
+        ref = self._redeem(name, ticket, detail=detail, filled=fills, updates=1, draws=drew)
+        self.caller.refs[key.cell] = ref
         self.contract.wait(link)
         self.contract.wait(self.caller.link(stage, "main"))
 
@@ -191,8 +191,7 @@ class Actions(Transcript):
             draws = self.caller.draws.get(key.cell)
         else:
             draws = self.caller.draws[self.key(draws_of, stage, invocation).cell] + 1
-        told = {"updates": updates, "scales": scales, "draws": draws}
-        self._redeem(name, ticket, given, detail, **told)
+        self._redeem(name, ticket, given, detail, updates=updates, scales=scales, draws=draws)
         self.contract.wait(link)
         self.contract.wait(self.caller.link(stage, "main"))
 

@@ -109,12 +109,15 @@ def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict
         yield name, ticket
     fills = st.filling[stage] != 0 and st.filling[stage] == st.held[slot]
     fill = {"filled": matrices, "fill_epoch": st.weight_epoch[stage] if fills else NEVER}
-    yield "commit_forward", {
-        **ticket,
-        **fill,
-        "updates": 1,
-        "draws": st.drawn[st.domain_of[stage]] + 1,
-    }
+    yield (
+        "commit_forward",
+        {
+            **ticket,
+            **fill,
+            "updates": 1,
+            "draws": st.drawn[st.domain_of[stage]] + 1,
+        },
+    )
     scales = {"updates": 1, "scales": st.scaled_at[slot], "draws": st.drawn_at[slot]}
     yield "commit_dgrad", {**ticket, "queued": matrices, **scales}
     yield "commit_wgrad", {**ticket, "covered": matrices}
