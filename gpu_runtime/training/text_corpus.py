@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from fractions import Fraction
@@ -196,7 +197,7 @@ def _spool(
 ) -> tuple[_Spooled, _Spooled]:
     """Encode a file's texts into two files of raw tokens: those to train on, and the others."""
     places = [place.with_name(f"{place.name}-{side}") for side in ("train", "held_out")]
-    ends: tuple[list[int], list[int]] = [], []
+    ends = array("q"), array("q")
     batches: tuple[list[str], list[str]] = [], []
     with ExitStack() as opened:
         streams = [opened.enter_context(path.open("wb")) for path in places]
@@ -290,6 +291,9 @@ def make_text(
     for file in files:
         show(f"Reading {file.path}")
         counts.append(_survey(file))
+    if weights is not None:
+        sizes = [found.bytes for found in counts]
+        _require_few(files, sizes, blend(sizes, weights))
 
     def training() -> Iterator[str]:
         for file in files:
@@ -306,7 +310,6 @@ def make_text(
             held_out.append(own_held_out)
         own = [one.count for one in train]
         wanted = own if weights is None else blend(own, weights)
-        _require_few(files, own, wanted)
         record: dict[str, Any] = {
             "texts": [
                 {
