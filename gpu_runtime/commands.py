@@ -141,7 +141,7 @@ class RuntimeCommands:
             ),
             (
                 "corpus",
-                "make token files from the source text of Python's standard library",
+                "make token files from text files, or from Python's standard library",
                 "training.corpus_command",
             ),
             (
@@ -153,6 +153,11 @@ class RuntimeCommands:
                 "export",
                 "write the weights of a checkpoint as one file of safetensors or torch",
                 "training.export_command",
+            ),
+            (
+                "generate",
+                "continue a prompt with the model of a checkpoint, on the CPU",
+                "training.generate_command",
             ),
         ):
             comparison = "lab.commands.train" if name == "train" else ""

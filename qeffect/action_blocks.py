@@ -72,6 +72,7 @@ class Guards(Protocol):
         filled: Fills | None = None,
         updates: int | None = None,
         scales: int | None = None,
+        draws: int | None = None,
     ) -> TapeRef | None:
         """Redeem a ticket after its action succeeded."""
 
@@ -181,21 +182,24 @@ class Forward(_Guarded):
     A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it.
 
     If the backend reports them, set ``filled`` as in a refresh and ``updates`` to the number of
-    scaling updates.
+    scaling updates, and ``draws`` to where the random generator stood when F began.
     """
 
-    __slots__ = ("filled", "key", "options", "updates")
+    __slots__ = ("draws", "filled", "key", "options", "updates")
 
     def __init__(self, contract: Guards, key: TapeKey, options: dict[str, Any]) -> None:
         self.contract, self.key, self.options = contract, key, options
         self.filled: Fills | None = None
         self.updates: int | None = None
+        self.draws: int | None = None
 
     def check(self) -> Ticket:
         return self.contract.check_forward(self.key, **self.options)
 
     def commit(self) -> None:
-        self.contract.commit(self.ticket, filled=self.filled, updates=self.updates)
+        self.contract.commit(
+            self.ticket, filled=self.filled, updates=self.updates, draws=self.draws
+        )
 
     @property
     def slot(self) -> int:
@@ -222,10 +226,11 @@ class Dgrad(_Guarded):
     A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
 
     If the backend reports them, set ``updates`` to the number of scaling updates, and ``scales`` to
-    the token at which the F ran whose scales dI used.
+    the token at which the F ran whose scales dI used. If dI recomputes F, set ``draws`` to where
+    the recomputation began to draw.
     """
 
-    __slots__ = ("key", "options", "queued", "ref", "scales", "updates")
+    __slots__ = ("draws", "key", "options", "queued", "ref", "scales", "updates")
 
     def __init__(
         self, contract: Guards, key: TapeKey, ref: TapeRef, options: dict[str, Any]
@@ -234,12 +239,15 @@ class Dgrad(_Guarded):
         self.queued: Iterable[str] = ()
         self.updates: int | None = None
         self.scales: int | None = None
+        self.draws: int | None = None
 
     def check(self) -> Ticket:
         return self.contract.check_dgrad(self.key, self.ref, **self.options)
 
     def commit(self) -> None:
-        self.contract.commit(self.ticket, self.queued, updates=self.updates, scales=self.scales)
+        self.contract.commit(
+            self.ticket, self.queued, updates=self.updates, scales=self.scales, draws=self.draws
+        )
 
 
 class Wgrad(_Guarded):

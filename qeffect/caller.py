@@ -27,6 +27,7 @@ class Caller:
         contract: The contract that the calls go to.
         refs: The reference of each cell's latest forward.
         scales: The token at which each cell's latest forward ran.
+        draws: Where each cell's latest forward began to draw random numbers.
 
     >>> from qeffect import StageConfig
     >>> caller = Caller(Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))]))
@@ -41,6 +42,8 @@ class Caller:
         self.contract = contract
         self.refs: dict[Cell, TapeRef] = {}
         self.scales: dict[Cell, int] = {}
+        self.draws: dict[Cell, int] = {}
+        self._drawn = 0
         self._configs = {config.stage: config for config in self.contract.stages}
 
     def link(self, stage: int, caller: Hashable = "main") -> int:
@@ -67,9 +70,18 @@ class Caller:
         ticket = self.contract.check_forward(key, **options)
         filled = self._filled(stage) if options.get("refresh") else None
         self.scales[key.cell] = self.contract.token(stage)
-        ref = self.contract.commit(ticket, filled=filled, updates=self._updates(stage))
+        updates, draws = self._updates(stage), self.draw(key)
+        ref = self.contract.commit(ticket, filled=filled, updates=updates, draws=draws)
         assert ref is not None
         self.refs[key.cell] = ref
+
+    def draw(self, key: TapeKey) -> int | None:
+        """Return where the F of a key draws, if its backend reports that: after every other F."""
+        if not self._configs[key.stage].reports_draws:
+            return None
+        self.draws[key.cell] = self._drawn
+        self._drawn += 1
+        return self.draws[key.cell]
 
     def dgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Bind the destinations, wait for the inputs of dI, run dI and queue every matrix."""
@@ -81,8 +93,9 @@ class Caller:
         ticket = self.contract.check_dgrad(key, self.refs[key.cell], **options)
         config = self._configs[stage]
         scales = self.scales[key.cell] if config.tape_scales == "carried" else None
+        draws = self.draws[key.cell] if config.recomputes_draws else None
         updates = self._updates(stage)
-        self.contract.commit(ticket, config.matrices, updates=updates, scales=scales)
+        self.contract.commit(ticket, config.matrices, updates=updates, scales=scales, draws=draws)
 
     def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Run dW and cover every matrix."""

@@ -82,7 +82,7 @@ def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
 
 
 def commit_arguments(
-    ticket: Ticket, names: Any, of: int, evidence: Any, updates: Any, scales: Any
+    ticket: Ticket, names: Any, of: int, evidence: Any, updates: Any, scales: Any, draws: Any
 ) -> tuple[Any, ...]:
     """
     Return the arguments of the transition that commits a ticket's action.
@@ -94,14 +94,17 @@ def commit_arguments(
         evidence: Matrices that were queued or covered; for dI and dW.
         updates: Number of scaling updates; for F, dI and an evaluation.
         scales: Token of the F whose scales were used; for dI.
+        draws: Position of the random generator; for F and dI.
     """
     redeems = ticket.slot, ticket.serial
     if ticket.action == "F":
-        return (*redeems, names, of, updates)
+        return (*redeems, names, of, updates, draws)
     if ticket.action == "refresh":
         return (*redeems, names, of)
     if ticket.action == "evaluation":
         return (*redeems, of, updates)
     if ticket.action == "update":
         return redeems
-    return (*redeems, evidence, updates, scales) if ticket.action == "dI" else (*redeems, evidence)
+    if ticket.action == "dI":
+        return (*redeems, evidence, updates, scales, draws)
+    return (*redeems, evidence)

@@ -23,7 +23,12 @@ _MOST: Final = 1 << 20
 
 #: Declarations that plain data name only if they are made, so that older logs and checkpoints stay
 #: as they are; by name, the value of a stage without the declaration.
-ADDED: Final[Mapping[str, Any]] = {"copies_input": False, "feeds": None}
+ADDED: Final[Mapping[str, Any]] = {
+    "copies_input": False,
+    "feeds": None,
+    "reports_draws": False,
+    "recomputes_draws": False,
+}
 
 
 def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
@@ -170,6 +175,11 @@ class StageConfig:
             one state domain. Without messages, the gradient that dI of the target leaves must be
             copied, or read through `sends_gradient`, before the target's slot is used again: no
             guard sees that dI of this stage still needs it.
+        reports_draws: The stage draws random numbers, as dropout does, and the backend reports at
+            the commit of F the position of the random generator at which F began to draw.
+            Otherwise the contract trusts that no replay draws the same numbers again.
+        recomputes_draws: dI recomputes the forward, and the backend reports at the commit of dI
+            the position at which the recomputation began to draw; requires ``reports_draws``.
 
     Raises:
         TypeError: A count is not an integer, a flag not a ``bool``, or a name not a string.
@@ -206,6 +216,8 @@ class StageConfig:
     tied: tuple[str, ...] = field(default=(), converter=_names)
     copies_input: bool = field(default=False, validator=_flag)
     feeds: int | None = field(default=None, validator=optional(_at_least(0)))
+    reports_draws: bool = field(default=False, validator=_flag)
+    recomputes_draws: bool = field(default=False, validator=_flag)
 
     def __attrs_post_init__(self) -> None:
         if (count := self.microbatches * self.blocks * self.invocations) > _MOST:
@@ -217,6 +229,11 @@ class StageConfig:
             raise ValueError(
                 f"stage {self.stage} has copies_input=True and receives_input=True; a stage "
                 "gets its input in one way only"
+            )
+        if self.recomputes_draws and not self.reports_draws:
+            raise ValueError(
+                f"stage {self.stage} has recomputes_draws=True, which needs reports_draws=True: "
+                "dI is compared with what F reported"
             )
         if self.reports_fills and not self.matrices:
             raise ValueError(

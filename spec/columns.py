@@ -258,6 +258,22 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "token at which the domain's latest F ran; the scales of that F are live now",
         "commit_forward",
     ),
+    _state(
+        "order",
+        "drawn_at",
+        "slot -> int",
+        NEVER,
+        "position of the random generator at which the latest tenant's F began to draw",
+        "commit_forward",
+    ),
+    _state(
+        "order",
+        "drawn",
+        "domain -> int",
+        NEVER,
+        "position at which the domain's latest F began to draw; -1 for none since a restore",
+        "commit_forward restore",
+    ),
     # arena
     _state(
         "arena",
@@ -665,6 +681,16 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "carried_scales",
         "stage -> flag",
         "1 if a tape carries the scales of its F, and dI reports which scales it used",
+    ),
+    _configured(
+        "reports_draws",
+        "stage -> flag",
+        "1 if the backend reports where F began to draw random numbers",
+    ),
+    _configured(
+        "recomputes_draws",
+        "stage -> flag",
+        "1 if dI recomputes F, and the backend reports where the recomputation began to draw",
     ),
     _configured(
         "stage_at",

@@ -92,6 +92,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "version.wrong-fill",
         "version.fill-unasked",
         "order.scaling-updates",
+        "order.draws-again",
     ),
     "abort_forward": ("ownership.unknown-ticket",),
     "check_evaluation": (
@@ -142,6 +143,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "ownership.work-not-queued",
         "order.scaling-updates",
         "order.wrong-scales",
+        "order.wrong-draws",
     ),
     "abort_dgrad": ("ownership.unknown-ticket",),
     "check_wgrad": (

@@ -51,9 +51,10 @@ TRANSITIONS: tuple[Transition, ...] = (
         "check_forward(key, slot, token, link, refresh)", "Before F: reserves slot and domain."
     ),
     _transition(
-        "commit_forward(slot, ticket, filled, fill_epoch, updates)",
+        "commit_forward(slot, ticket, filled, fill_epoch, updates, draws)",
         "After F: the tape is live and the token advances; an F that refreshes makes the cache "
-        "current. `updates` counts how often F updated the scales.",
+        "current. `updates` counts how often F updated the scales, and `draws` says where F began "
+        "to draw random numbers.",
     ),
     _transition(
         "abort_forward(slot, ticket)",
@@ -75,9 +76,10 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition("check_dgrad(key, ref, token, link)", "Before dI: reserves tape and domain."),
     _transition(
-        "commit_dgrad(slot, ticket, queued, updates, scales)",
+        "commit_dgrad(slot, ticket, queued, updates, scales, draws)",
         "After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, "
-        "`scales` the token of the F whose scales dI used.",
+        "`scales` the token of the F whose scales dI used, and `draws` says where dI began to draw "
+        "when it recomputed F.",
     ),
     _transition(
         "abort_dgrad(slot, ticket)",

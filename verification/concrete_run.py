@@ -37,6 +37,7 @@ class Focus:
         slot, link, stage: The arbitrary ones.
         ref: The arbitrary reference.
         ticket: The arbitrary ticket.
+        number: The arbitrary position of the random generator.
     """
 
     slot: int = 0
@@ -44,6 +45,7 @@ class Focus:
     stage: int = 0
     ref: TapeRef = field(factory=lambda: TapeRef(0, 0, 1))
     ticket: int = 1
+    number: int = 0
 
     def about(self, arguments: Mapping[str, Any], returned: int | None) -> Focus:
         """Return a focus on the members that an action names."""
@@ -54,6 +56,8 @@ class Focus:
             changes["slot"] = arguments["ref"].slot
         if "key" in arguments:
             changes["stage"] = arguments["key"].stage
+        if "draws" in arguments:
+            changes["number"] = arguments["draws"]
         if returned is not None:
             changes["ticket"] = returned
         if changes.get("slot", 0) < 0:
@@ -123,6 +127,7 @@ class ConcreteRun:
         h.slot[0], h.link[0], h.stage[0] = a.slot, a.link, a.stage
         h.ref_slot[0], h.ref_generation[0] = a.ref.slot, a.ref.generation
         h.ref_incarnation[0], h.ticket[0] = a.ref.incarnation, a.ticket
+        h.number[0] = a.number
 
     # Transitions
 

@@ -75,6 +75,7 @@ SCOPE_STATES: Final[Mapping[str, int]] = {
     "stages-declared": 12_232,
     "stage-reports": 1_709,
     "callers-reports": 4_560,
+    "stages-draws": 2_260,
     "stages-live": 5_764,
     "domains-two": 5_700,
     "pool-4-4-2-right": pool_states(4, 4, 2),

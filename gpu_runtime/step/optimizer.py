@@ -162,6 +162,12 @@ class Optimizer:
         # counters to see that its cache is stale.
         torch.autograd.graph.increment_version(self._parameters)
 
+    def take_parameters(self) -> None:
+        """Make each master its parameter's value again, once parameters were written anew."""
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                master.copy_(parameter)
+
     def state_tensors(self) -> Mapping[str, Tensor]:
         """AdamW's state and the masters, by parameter and kind."""
         state = {

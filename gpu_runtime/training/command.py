@@ -232,7 +232,7 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool, adopt: bool) -
     trainer = Trainer(
         member,
         config,
-        progress,
+        progress.stay,
         data=run.data,
         note=progress.note,
         resume=resume,

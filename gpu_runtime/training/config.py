@@ -36,6 +36,7 @@ __all__ = [
 _PART_SEED = 2**47 - 1
 """Largest seed from which the seeds of a model's parts are derived (`ends.drawn`)."""
 _TIMES = "may change; if left out, those of the checkpoint are used"
+_WEIGHTS = "may change; weights come from the checkpoint"
 _DECAY = "may change; 0 keeps those of the run that began"
 _REPLICAS = (
     'may change only if `replicas` of `[checkpoint]` is `"modulo"`, or `amax` is `"replicas"`'
@@ -55,6 +56,8 @@ class Model:
         heads: Attention heads of a layer.
         sequence: Tokens of a window.
         seed: Seed of the initial parameters.
+        start: File of the weights that a run begins with, as `qeffect runtime export` writes it;
+            empty draws them from the seed. Names, shapes and types must be those of the model.
         history: Entries of each amax history.
         tied: Whether the token embedding and the head are one weight. A tied weight does not decay.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
@@ -68,7 +71,8 @@ class Model:
     ffn: int = whole(256, unit="elements", resume=SAME)
     heads: int = whole(4, unit="heads", resume=SAME)
     sequence: int = whole(64, unit="tokens", resume=SAME)
-    seed: int = whole(0, 0, _PART_SEED, resume="may change; weights come from the checkpoint")
+    seed: int = whole(0, 0, _PART_SEED, resume=_WEIGHTS)
+    start: str = text("", unit="path", resume=_WEIGHTS)
     history: int = whole(16, unit="entries", resume=SAME)
     tied: bool = flag(False, resume=SAME)
     head: str = one_of("te", "te", "torchao", resume=SAME)
@@ -301,6 +305,22 @@ class Config:
             both = str(error).startswith("sequence * batch")
             where = "[model] sequence and [parallel] batch:" if both else "[model]"
             raise UnusableError(f"{self.source}: {where} {error}") from None
+
+    def require_drawn(self, what: str) -> None:
+        """
+        Require weights from the seed, which every run of a comparison begins with.
+
+        Args:
+            what: The option or command that compares.
+
+        Raises:
+            UnusableError: The weights come from a file.
+        """
+        if self.model.start:
+            raise UnusableError(
+                f"{self.source}: [model] start: {what} draws the weights of every run from the "
+                "seed; leave start out"
+            )
 
     def record(self) -> dict[str, Any]:
         """Return the tables as plain data."""

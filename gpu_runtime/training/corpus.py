@@ -11,25 +11,24 @@ byte, which needs no package.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import numpy as np
 
 from qeffect.report import UnusableError
 
+from .corpus_files import replaced, write_record
 from .data import save
+from .encodings import MOST, Bytes, Encoding, Pairs
 
-__all__ = ["Bytes", "ListedFile", "differences", "listing", "make", "stdlib"]
+__all__ = ["ListedFile", "differences", "encoding_maker", "listing", "make", "stdlib"]
 
 LISTS = Path(__file__).parent / "corpora"
-END = "<|end|>"
-"""The token after each file."""
 _SKIPPED = ("site-packages", "dist-packages", "__pycache__", "lib-dynload", "ensurepip")
 _HELD_OUT = 1 / 50
 _SUFFIXES = (".py", ".txt")
@@ -114,93 +113,31 @@ def differences(found: Iterable[ListedFile], expected: Iterable[ListedFile]) -> 
     return said
 
 
-class Tokenizer(Protocol):
-    """An encoding of text as tokens."""
-
-    name: str
-    vocabulary: int
-
-    def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
-        """The tokens of each text."""
-
-    def describe(self) -> dict[str, Any]:
-        """The facts that identify the encoding, for `corpus.json`."""
-
-
-class Bytes:
-    """One token per byte and one for the end of a file; the other ids up to 272 are unused."""
-
-    name = "bytes"
-    vocabulary = 272
-    end = 256
-
-    def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
-        """The bytes of each text, then the end."""
-        for text in texts:
-            yield [*text.encode("utf-8"), self.end]
-
-    def describe(self) -> dict[str, Any]:
-        """Name and vocabulary, which identify this encoding."""
-        return {"tokenizer": self.name, "vocabulary": self.vocabulary}
-
-
-class Pairs:
+def encoding_maker(tokenizer: str, vocabulary: int) -> Callable[[Iterable[str]], Encoding]:
     """
-    Byte-pair encoding, trained here by the package `tokenizers`.
+    Return a function that makes an encoding, given the texts to train on.
 
     Args:
-        texts: The texts to train on.
-        vocabulary: Number of tokens; a multiple of 16.
+        tokenizer: `bpe` or `bytes`.
+        vocabulary: Tokens of the byte-pair encoding.
 
     Raises:
-        UnusableError: The package is not installed.
+        UnusableError: The vocabulary is invalid.
     """
-
-    name = "bpe"
-
-    def __init__(self, texts: Sequence[str], vocabulary: int) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise UnusableError(
-                "--tokenizer bpe: the package tokenizers is not installed; pip install "
-                "'qeffect[train]', or use --tokenizer bytes"
-            ) from None
-        self._made = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self._made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._made.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            special_tokens=[END],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+    if not 272 <= vocabulary <= MOST or vocabulary % 16:
+        raise UnusableError(
+            f"--vocabulary: expected a multiple of 16 from 272 to {MOST:,}, found {vocabulary}"
         )
-        self._made.train_from_iterator(texts, trainer)
-        self.vocabulary = vocabulary
-        self.end: int = self._made.get_vocab()[END]
-
-    def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
-        """The tokens of each text, then the end."""
-        for found in self._made.encode_batch(list(texts)):
-            yield [*found.ids, self.end]
-
-    def describe(self) -> dict[str, Any]:
-        """Name, vocabulary and a hash of tokens and merges, which are trained in each run."""
-        text = self._made.to_str()
-        return {
-            "tokenizer": self.name,
-            "vocabulary": self.vocabulary,
-            "tokens": self._made.get_vocab_size(),
-            "sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
-        }
-
-    def save(self, path: Path) -> None:
-        """Write the encoding in the package's own format."""
-        self._made.save(str(path))
+    return lambda texts: Bytes() if tokenizer == Bytes.name else Pairs(texts, vocabulary)
 
 
 def make(
-    out: Path, *, tokenizer: str = "bpe", vocabulary: int = 32768, any_version: bool = False
+    out: Path,
+    *,
+    tokenizer: str = "bpe",
+    vocabulary: int = 32768,
+    any_version: bool = False,
+    given: Encoding | None = None,
 ) -> dict[str, Any]:
     """
     Write `train.npy`, `held_out.npy` and `corpus.json` from the running interpreter's library.
@@ -210,6 +147,7 @@ def make(
         tokenizer: `bpe` or `bytes`.
         vocabulary: Tokens of the byte-pair encoding.
         any_version: Accept a library that has no list or differs from its list.
+        given: An encoding that takes the place of both.
 
     Returns:
         The content of `corpus.json`.
@@ -219,10 +157,7 @@ def make(
             package `tokenizers` is missing, the vocabulary is invalid, or the folder cannot be
             written.
     """
-    if vocabulary < 272 or vocabulary % 16:
-        raise UnusableError(
-            f"--vocabulary: expected a multiple of 16 of at least 272, found {vocabulary}"
-        )
+    maker = encoding_maker(tokenizer, vocabulary)
     version, folder = platform.python_version(), stdlib()
     files, expected = list(listing(folder)), known(version)
     odd = ["there is no list"] if expected is None else differences(files, expected)
@@ -232,7 +167,7 @@ def make(
     for one in files:
         text = (folder / one.name).read_text(encoding="utf-8")
         parts["held_out" if one.held_out else "train"].append(text)
-    made: Tokenizer = Bytes() if tokenizer == "bytes" else Pairs(parts["train"], vocabulary)
+    made = maker(parts["train"]) if given is None else given
     record: dict[str, Any] = {
         "python": version,
         "listed": not odd,
@@ -240,17 +175,13 @@ def make(
         "bytes": sum(one.size for one in files),
         **made.describe(),
     }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with replaced(out) as part:
         for name, texts in parts.items():
-            tokens = [np.asarray(ids, np.uint32) for ids in made.encode(texts)]
+            tokens = list(made.encode(texts))
             record[f"{name}_tokens"] = sum(map(len, tokens))
-            save(out / f"{name}.npy", np.concatenate(tokens))
-        if isinstance(made, Pairs):
-            made.save(out / "tokenizer.json")
-        (out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UnusableError(f"--out {out}: {error.strerror or error}") from None
+            save(part / f"{name}.npy", np.concatenate(tokens))
+        made.save(part)
+        write_record(part, record)
     return record
 
 

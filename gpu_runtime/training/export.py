@@ -25,7 +25,7 @@ from ..backends.protocol import BackendError
 from .checkpoint.files import manifest, problem_of, read_facts
 from .state import MODEL
 
-__all__ = ["FORMATS", "read_weights", "write_weights"]
+__all__ = ["FORMATS", "read_part", "read_weights", "write_weights"]
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -42,11 +42,31 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         BackendError: A file is missing or damaged, or the folder is not a checkpoint.
     """
+    return read_part(path, MODEL)
+
+
+def read_part(
+    path: Path, part: str, *, compared: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """
+    Read the tensors of a checkpoint whose names begin with one word, without that word.
+
+    Args:
+        path: The checkpoint's folder.
+        part: The word, such as ``model`` or ``fp8.dp0``.
+        compared: Whether the hashes were compared before, for another part.
+
+    Returns:
+        The tensors by the rest of their names, on the CPU, and the checkpoint's facts.
+
+    Raises:
+        BackendError: A file is missing or damaged, or the folder is not a checkpoint.
+    """
     marks = manifest(path)
-    if problem := problem_of(path, marks, sorted(marks)):
+    if problem := problem_of(path, marks, () if compared else sorted(marks)):
         raise BackendError(problem)
     facts = read_facts(path, marks)
-    prefix = f"{MODEL}."
+    prefix = f"{part}."
     held = {
         name: torch.empty(size, dtype=getattr(torch, dtype.removeprefix("torch.")))
         for name, (dtype, size) in facts["tensors"].items()

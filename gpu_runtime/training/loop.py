@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ import attrs
 
 from qeffect.destination_registry import DestinationRegistry
 from qeffect.report import UnusableError, finite
+from qeffect.text import counted
 
 from ..backends.protocol import BackendError
 from ..ranks.assembly import build_worker
@@ -42,9 +44,12 @@ from .launches import StepRunner, mode_of
 from .look import NonFinite, nonfinite
 from .metrics import Log, memory_bytes
 from .saturation import SATURATED, GradientScales
+from .start import load_start
 
 __all__ = ["Trainer"]
 
+#: Blocks of steps whose mean time gives the time to the end of a run.
+_PACES: Final = 50
 #: Gradient destinations of every training of this process.
 _DESTINATIONS: Final = DestinationRegistry()
 
@@ -130,6 +135,8 @@ class Trainer:
         self.began = 0
         if self.checkpoints is not None and self.found is not None:
             self._go_on(self.checkpoints, self.found)
+        elif config.model.start:
+            self._take_start(config.path(config.model.start))
         scales = GradientScales(self.worker, self.job.name_of) if self.worker.clipping else None
         self.steps = StepRunner(self.worker, why=why, scales=scales)
         if self._lock is not None and self.checkpoints is not None:
@@ -139,6 +146,7 @@ class Trainer:
             self._tell_launches()
         self._told = self.began  # steps whose losses were brought together
         self._since = 0.0  # when the first of the others began
+        self._paces: deque[float] = deque(maxlen=_PACES)
         self._stops = 0  # in a row
         self._stopped_at = -1
 
@@ -181,10 +189,18 @@ class Trainer:
             )
         return made, newest
 
+    def _take_start(self, path: Path) -> None:
+        """Begin with the weights of a file."""
+        where = f"{self.config.source}: [model] start"
+        count = load_start(self.worker, self.job.name_of, path, where)
+        if self.log is not None:
+            self.log({"started_from": str(path), "weights": count})
+            self.log.note(f"Weights of {path}: {counted(count, 'tensor')}")
+
     def _must(self) -> dict[str, Any]:
         """The facts that must be equal in the saving run and the loading run."""
         model = attrs.asdict(self.config.model)
-        del model["seed"]
+        del model["seed"], model["start"]
         return {"model": model, "master": self.job.master}
 
     def _go_on(self, checkpoints: Checkpoints, path: Path) -> None:
@@ -369,7 +385,7 @@ class Trainer:
     def _run(self) -> None:
         run, runtime = self.config.run, self.worker.runtime
         step, self.ended_by = runtime.epoch, "steps"
-        if self.found is not None:
+        if self.found is not None or self.config.model.start:
             self._look(step, "load")
         while step < run.steps:
             try:
@@ -514,6 +530,8 @@ class Trainer:
         falls = [number for one in results for number in one.saturation]
         ranks = self.steps.all_gather([float(memory_bytes(self.member.device)), *shares, *falls])
         each = (now - self._since) / len(steps)
+        self._paces.append(each)
+        pace = math.fsum(self._paces) / len(self._paces)
         self.steps.forget(self._told)  # keeps the latest: a rank may collect them again
         for n, step in enumerate(steps):
             if step < self.began + len(self.losses):
@@ -531,10 +549,12 @@ class Trainer:
                     "tokens": self.job.position(step + 1) * self.job.config.sequence,
                     "tokens_per_s": self.tokens_a_step / each,
                     "step_ms": each * 1e3,
+                    "seconds_left": pace * (self.config.run.steps - step - 1),
                     "memory_bytes": int(max(rank[0] for rank in ranks)),
                 }
                 if norm is not None:
-                    line.update(norm=norm.total, skipped=norm.skipped)
+                    skipped = self.watch.skipped + norm.skipped
+                    line.update(norm=norm.total, skipped=norm.skipped, skipped_updates=skipped)
                     place = 1 + len(shares) + 2 * n
                     line.update(self._unusual(norm, [rank[place : place + 2] for rank in ranks]))
                 self.log(line)

@@ -42,6 +42,35 @@ def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "ALL ZERO", f"every gradient of {'stage' if len(stages) == 1 else 'stages'} {named}"
 
 
+def _shown(line: Mapping[str, Any]) -> str:
+    """What the terminal shows of a step."""
+    parts = [
+        f"step {line['step']}",
+        f"loss {line['loss']:.4f}",
+        f"rate {line['rate']:.3g}",
+        f"{line['tokens_per_s']:,.0f} tokens/s",
+        f"{line['step_ms']:.1f} ms",
+    ]
+    if "norm" in line:
+        parts.insert(3, f"norm {line['norm']:.3g}")
+        parts.append(f"{line['skipped_updates']:,} skipped")
+    if "seconds_left" in line:
+        parts.append(f"{_clock(line['seconds_left'])} left")
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    """
+    Return a duration in hours, minutes and seconds.
+
+    >>> _clock(7.4), _clock(3723.0), _clock(200_000.0)
+    ('0:07', '1:02:03', '55:33:20')
+    """
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
 class Log:
     """
     The log of a run; only rank 0 has one.
@@ -112,10 +141,7 @@ class Log:
                 if kind not in self._noted:
                     self._noted.add(kind)
                     self.note(f"step {step}  {kind}: {text}")
-            self._show(
-                f"step {step}  loss {line['loss']:.4f}  rate {line['rate']:.3g}  "
-                f"{line['tokens_per_s']:,.0f} tokens/s  {line['step_ms']:.1f} ms"
-            )
+            self._show(_shown(line))
 
     def _end(self, error: OSError) -> None:
         """Continue without the file, and note why."""

@@ -42,6 +42,7 @@ class Redemption(Queries):
         filled: Fills | None = None,
         updates: int | None = None,
         scales: int | None = None,
+        draws: int | None = None,
     ) -> TapeRef | None:
         """
         Redeem a ticket after its physical action succeeded.
@@ -62,6 +63,10 @@ class Redemption(Queries):
                 (`StageConfig.reports_updates`).
             scales: For dI, the token at which the F ran whose scales dI used
                 (`StageConfig.tape_scales`).
+            draws: For F, the position of the random generator at which F began to draw
+                (`StageConfig.reports_draws`); for dI, the position at which its recomputation
+                began (`StageConfig.recomputes_draws`). An integer of at least 0 that rises as the
+                generator advances; a caller that seeds anew adds the end of the earlier seed.
 
         Returns:
             For F, the reference of the new tape; otherwise None.
@@ -70,7 +75,8 @@ class Redemption(Queries):
             Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket``,
                 ``epoch.unknown-ticket``, ``ownership.work-not-queued``,
                 ``ownership.matrix-coverage``, ``version.fill-missing``, ``version.wrong-fill``,
-                ``version.fill-unasked``, ``order.scaling-updates`` or ``order.wrong-scales``.
+                ``version.fill-unasked``, ``order.scaling-updates``, ``order.wrong-scales``,
+                ``order.draws-again`` or ``order.wrong-draws``.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
@@ -96,7 +102,8 @@ class Redemption(Queries):
                         names, of = sorted_fills(filled, self._epochs.current)
                     run = self._commit_forward
                     moved = NEVER if updates is None else readable_count(updates)
-                    run(st, slot, serial, names, of, moved)
+                    began = NEVER if draws is None else readable_count(draws)
+                    run(st, slot, serial, names, of, moved, began)
                     made: Any = Unfrozen()  # as `reference` does, without its call
                     made.slot = slot
                     made.generation = st.generation[slot]
@@ -120,7 +127,8 @@ class Redemption(Queries):
                     run = self._commit_dgrad
                     moved = NEVER if updates is None else readable_count(updates)
                     used = NEVER if scales is None else readable_count(scales)
-                    run(st, slot, serial, evidence, moved, used)
+                    began = NEVER if draws is None else readable_count(draws)
+                    run(st, slot, serial, evidence, moved, used, began)
                 elif action == "refresh":
                     if filled is not None and st.reports_fills[slot] != 0:
                         names, of = sorted_fills(filled, self._epochs.current)
@@ -139,9 +147,8 @@ class Redemption(Queries):
                 else:
                     raise IndexError(action)
             except Refused as refused:
-                given = commit_arguments(
-                    ticket, names, of, evidence, printable_count(updates), printable_count(scales)
-                )
+                counts = [printable_count(count) for count in (updates, scales, draws)]
+                given = commit_arguments(ticket, names, of, evidence, *counts)
                 explain(refused, COMMITS[action], st, given)
                 if not refused.clause.endswith("unknown-ticket"):
                     try:
@@ -155,7 +162,7 @@ class Redemption(Queries):
                 if self._counted is not None and action not in _UNCOUNTED:
                     self._counted.ran(action, slot)
                 if self._observer is not None:
-                    counts = readable_count(updates), readable_count(scales)
+                    counts = [readable_count(count) for count in (updates, scales, draws)]
                     given = commit_arguments(ticket, names, of, evidence, *counts)
                     self._observer(COMMITS[action], given, None)
             return ref

@@ -24,7 +24,7 @@ from ..report import commit
 from ..text import decoded, escaped
 from .bench import Bench
 from .check import Check
-from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief
+from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief, end_line
 from .faults import Faults
 from .interrupts import Interrupts
 from .parsing import Parser, missing_commands
@@ -157,6 +157,8 @@ def _ending(given: list[str]) -> Outcome | str | None:
         place = f"{Path(where.filename).name}:{where.lineno}"
         said = f"internal error at {place}: {_said(error)}; python -X dev shows more"
         return brief(said, given)
+    finally:
+        end_line()
 
 
 def _attached(given: Sequence[str]) -> list[str]:
@@ -204,6 +206,7 @@ def _print(text: str) -> OSError | None:
 
 def _complain(line: str) -> None:
     """Print one line to standard error, if the process has one."""
+    end_line()
     if sys.stderr is not None:
         with suppress(OSError):
             print(f"qeffect: {line}", file=sys.stderr, flush=True)

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TextIO
+from contextlib import suppress
+from typing import Any, Final, Protocol, TextIO
 
 from attrs import field, frozen
 
@@ -27,6 +30,7 @@ __all__ = [
     "Progress",
     "UnusableError",
     "brief",
+    "end_line",
     "needs",
     "refuse_unused",
 ]
@@ -35,6 +39,10 @@ __all__ = [
 PLACE = ("clause", "rank", "step", "action")
 #: The longest value and the longest path that an error line repeats whole.
 _VALUE, _PATH = 60, 240
+#: Seconds between two drawings of a line that stays.
+_REDRAWN_S: Final = 0.1
+#: The stream whose last line stays and is not ended, if there is one.
+_HELD: Final[list[TextIO]] = []
 
 
 class Exit(enum.IntEnum):
@@ -114,7 +122,9 @@ class Group(Protocol):
 
 @frozen
 class Progress:
-    """One line a second on standard error while long work runs."""
+    """
+    Lines on standard error while long work runs: one a second, or on a terminal one that stays.
+    """
 
     stream: TextIO = field(factory=lambda: sys.stderr)
     enabled: bool = True
@@ -127,11 +137,44 @@ class Progress:
             self._last[0] = now
             self.note(line)
 
+    def stay(self, line: str) -> None:
+        """
+        Show a line in the place of the last one on a terminal; elsewhere as `__call__`.
+
+        The place is redrawn at most ten times a second. A longer line than the terminal is cut.
+        """
+        if not (self.enabled and self.stays):
+            return self(line)
+        now = time.monotonic()
+        if now - self._last[0] >= _REDRAWN_S:
+            self._last[0] = now
+            width = shutil.get_terminal_size().columns - 1
+            self.stream.write(f"\r{line[:width]}\x1b[K")
+            self.stream.flush()
+            _HELD[:] = [self.stream]
+
+    @property
+    def stays(self) -> bool:
+        """Whether the stream is a terminal that can draw a line again."""
+        return self.stream.isatty() and os.environ.get("TERM") != "dumb"
+
     def note(self, line: str) -> None:
         """Show a line that is worth showing however soon it comes, such as a first finding."""
         if self.enabled:
-            self.stream.write(f"{line}\n")  # in one piece: an interrupt's line may come from beside
+            # In one piece: an interrupt's line may come from beside.
+            clear = "\r\x1b[K" if _HELD else ""
+            _HELD.clear()
+            self.stream.write(f"{clear}{line}\n")
             self.stream.flush()
+
+
+def end_line() -> None:
+    """Leave the line that `Progress.stay` has drawn, before another one is printed."""
+    for stream in _HELD:
+        with suppress(OSError, ValueError):
+            stream.write("\n")
+            stream.flush()
+    _HELD.clear()
 
 
 def refuse_unused(

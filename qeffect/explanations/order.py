@@ -60,6 +60,21 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         _reported(a["scales"], "the scales that dI used", "the scales of the F at token {}"),
         f"the scales of its own F, at token {st.scaled_at[a['slot']]}",
     ),
+    "order.draws-again": lambda st, a: (
+        _reported(a["draws"], "where F began to draw", "random numbers drawn from position {}"),
+        f"a position after {st.drawn[domain_of(st, a)]}, where the latest F of domain "
+        f"{domain_of(st, a)} began"
+        if st.drawn[domain_of(st, a)] >= 0
+        else "a position of at least 0",
+    ),
+    "order.wrong-draws": lambda st, a: (
+        _reported(
+            a["draws"],
+            "where the recomputation began to draw",
+            "random numbers drawn again from position {}",
+        ),
+        f"the numbers of its own F, from position {st.drawn_at[a['slot']]}",
+    ),
     "order.incomplete": lambda st, a: (
         f"{counted(st.forwards[a['stage']], 'forward')} and "
         f"{counted(st.dgrads[a['stage']], 'input gradient')}",

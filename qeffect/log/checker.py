@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ..text import decoded, json_mistake, shown, within
-from .fields import CLOSING, EVENT, HEADER, Field
+from .fields import CLOSING, EVENT, HEADER, OPTIONAL, Field
 from .format import FIELDS, compact
 
 __all__ = ["LogError", "check_closing", "check_event", "check_header", "parse"]
@@ -77,7 +77,10 @@ def check_event(event: Mapping[str, Any], where: str) -> None:
         raise LogError(
             f"{where}, field transition: found {shown(transition)}; expected a transition"
         )
-    _check(event, FIELDS[transition], EVENT, f"{where}, {transition}")
+    fields = FIELDS[transition]
+    if OPTIONAL not in event:
+        fields = tuple(name for name in fields if name != OPTIONAL)
+    _check(event, fields, EVENT, f"{where}, {transition}")
 
 
 def check_header(header: Mapping[str, Any], where: str) -> None:

@@ -29,7 +29,7 @@ from ..relations.constants import (
 from ..stage_config import ADDED, Bucket, StageConfig
 from ..text import is_name
 
-__all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "VERSION", "Check", "Field"]
+__all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "OPTIONAL", "VERSION", "Check", "Field"]
 
 MAGIC: Final = "event-log"
 VERSION: Final = 3
@@ -42,6 +42,9 @@ MARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "drop_step": (),
     "repeat_step": ("step",),
 }
+
+#: The last field of some lines, which a line has only if it was reported: older logs lack it.
+OPTIONAL: Final = "draws"
 
 #: Whether a parsed value has a field's shape.
 Check = Callable[[Any], bool]
@@ -154,7 +157,7 @@ _STAGE_FLAGS: Final = (
     "reports_fills",
     "reports_updates",
 )
-_ADDED_FLAGS: Final = ("copies_input",)
+_ADDED_FLAGS: Final = ("copies_input", "reports_draws", "recomputes_draws")
 _STAGE_COUNTS: Final = ("stage", "microbatches", "slots", "blocks", "invocations")
 
 
@@ -226,6 +229,7 @@ EVENT: Final[Mapping[str, Field]] = {
     "fill_epoch": _REPORT,
     "updates": _REPORT,
     "scales": _REPORT,
+    "draws": _NATURAL,
     "covered": _MATRICES,
     "incarnation": _INCARNATION,
     "token": _NATURAL,

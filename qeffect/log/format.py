@@ -99,9 +99,19 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
 #: Columns of the first version that no longer exist, that described stages instead of buckets, or
 #: that did not count the optimizer's update as device work or the loss of a cache as a failure.
 COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
-#: Configured columns that a log may lack, since it was recorded before they existed: the header
-#: says as much.
-COLUMNS_ADDED: Final = frozenset({"target_of", "input_of", "gradient_of"})
+#: Columns that a log may lack, since it was recorded before they existed: the header configures
+#: them, or configures nothing that writes them.
+COLUMNS_ADDED: Final = frozenset(
+    {
+        "target_of",
+        "input_of",
+        "gradient_of",
+        "reports_draws",
+        "recomputes_draws",
+        "drawn",
+        "drawn_at",
+    }
+)
 #: Transitions that name a stage in the first version, and no link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: The second version. Its `commit_epoch` is the check and the commit of an update in one line, and

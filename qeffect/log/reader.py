@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from ..contract import Contract
@@ -14,10 +15,8 @@ from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
 from ..keys import Cell, TapeKey, TapeRef
 from ..refusals import Refused
-from ..relations.constants import (
-    NO_SLOT,
-)
-from .fields import EVENT, MARKS
+from ..relations.constants import NEVER, NO_SLOT
+from .fields import EVENT, MARKS, OPTIONAL
 from .format import FIELDS
 
 __all__ = ["Converters", "Plan", "spelling"]
@@ -50,6 +49,8 @@ def spelling(transition: str) -> Callable[[str], Any]:
     fields = "".join(
         f',"transition":"{transition}"'
         if name == "transition"
+        else f'(?:,"{name}":{EVENT[name].spelled})?'
+        if name == OPTIONAL
         else f',"{name}":{EVENT[name].spelled}'
         for name in FIELDS[transition]
     )
@@ -65,6 +66,12 @@ Plan = tuple[
     tuple[tuple[int, Callable[[Any], Any]], ...],
     int,
 ]
+
+
+def _unreported(function: Any) -> Callable[..., Any]:
+    """Return a transition whose last argument is `NEVER` where a line lacks it."""
+    parts = function.__code__, function.__globals__, function.__name__
+    return FunctionType(*parts, (NEVER,), function.__closure__)
 
 
 class Converters:
@@ -114,6 +121,9 @@ class Converters:
             "incarnation": self.incarnations.__getitem__,
         }
         functions: dict[str, Callable[..., Any]] = dict(self.contract.transitions.functions)
+        for name, parameters in TRANSITIONS.items():
+            if OPTIONAL in parameters:
+                functions[name] = _unreported(functions[name])
         functions["restore"] = self.restore
         if former:
             functions["check_update"] = self.commit_epoch
@@ -211,7 +221,10 @@ class Converters:
             "incarnation": lambda spelled: int(spelled, 16),
         }
         names = {**TRANSITIONS, **MARKS}[event["transition"]]
-        return tuple(slow.get(name, int)(event[name]) for name in names)
+        return tuple(
+            NEVER if name == OPTIONAL and name not in event else slow.get(name, int)(event[name])
+            for name in names
+        )
 
     def unknown(self, event: Mapping[str, Any]) -> tuple[str | None, str, str]:
         """

@@ -20,6 +20,7 @@ from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..steps import RecordedStep, Recording
 from ..text import shown
+from .fields import OPTIONAL
 from .format import DIGEST_BYTES, FIELDS, KEPT_STEPS, compact, describe, fingerprints
 
 __all__ = ["Recorder", "seal"]
@@ -109,6 +110,8 @@ class Recorder:
         self.events += 1
         body = f'{{"seq":{self.events},"transition":"{transition}"'
         for name, value in zip(FIELDS[transition][2:], arguments, strict=False):
+            if name == OPTIONAL and value < 0:
+                continue
             if name == "destination":
                 body += f',"destination":{self._destination(arguments[0], value)}'
             else:

@@ -67,6 +67,8 @@ CONFIG = {
     "reports_updates": Column("stage", "flag", None),  # 1: it reports updates of scales
     "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's live scales
     "carried_scales": Column("stage", "flag", None),  # 1: dI reports whose F's scales it used
+    "reports_draws": Column("stage", "flag", None),  # 1: F reports where it began to draw
+    "recomputes_draws": Column("stage", "flag", None),  # 1: dI reports it of the recomputed F
     "stage_at": Column("bucket", "stage", None),  # the stage whose gradients the bucket holds
     "tied_at": Column("bucket", "stage", None),  # the other stage that writes it, or itself
     "reduce_at": Column("bucket", "int", None),  # declared place of the reduction

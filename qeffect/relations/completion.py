@@ -176,7 +176,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("completion.transfer-to-graph")
 
 
-def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     replay = st.replays[d] + 1
@@ -196,7 +196,7 @@ def check_dgrad_guards(st: State, key, ref, token, link):
         raise Refused("completion.transfer-to-graph")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     replay = st.replays[d] + 1

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import State
+from .constants import NEVER, State
 
 #: ``busy`` is the serial of the F, dI, refresh or evaluation in flight on a domain, or 0;
 #: ``position`` counts the updates of this walk, and ``dgrads`` its dI; ``forwards`` counts the F of
 #: the epoch. ``scaled_at`` is the token at which a tape's F ran, ``rolled_at`` the token at which
-#: the domain's latest F ran.
+#: the domain's latest F ran. ``drawn_at`` is the position of the random generator at which a tape's
+#: F began to draw, ``drawn`` that of the domain's latest F.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),
@@ -22,6 +23,8 @@ STATE = {
     "dgrads": Column("stage"),
     "scaled_at": Column("slot"),
     "rolled_at": Column("domain"),
+    "drawn_at": Column("slot", initial=NEVER),
+    "drawn": Column("domain", initial=NEVER),
 }
 
 
@@ -101,13 +104,16 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
     st.busy[d] = ticket
 
 
-def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
+def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     s = st.slot_stage[slot]
+    d = st.domain_of[s]
     if st.reports_updates[s] != 0 and updates != 1:
         raise Refused("order.scaling-updates")
+    if st.reports_draws[s] != 0 and draws <= st.drawn[d]:
+        raise Refused("order.draws-again")
 
 
-def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     st.busy[d] = 0
@@ -116,6 +122,9 @@ def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
     st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
+    if st.reports_draws[s] != 0:
+        st.drawn_at[slot] = draws
+        st.drawn[d] = draws
 
 
 def abort_forward_writes(st: State, slot, ticket):
@@ -148,15 +157,17 @@ def check_dgrad_writes(st: State, key, ref, token, link):
     st.busy[d] = ticket
 
 
-def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales):
+def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws):
     s = st.slot_stage[slot]
     if st.reports_updates[s] != 0 and updates != 1:
         raise Refused("order.scaling-updates")
     if st.carried_scales[s] != 0 and scales != st.scaled_at[slot]:
         raise Refused("order.wrong-scales")
+    if st.recomputes_draws[s] != 0 and draws != st.drawn_at[slot]:
+        raise Refused("order.wrong-draws")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     st.busy[d] = 0
@@ -203,3 +214,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.poisoned, 0)
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)
+    st.fill(st.drawn, NEVER)

@@ -163,14 +163,14 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
     st.forwarded[c] = e
 
 
-def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
+def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     mask = st.consumers[slot]
     held = st.held[slot]
     if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
 
 
-def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     s = st.slot_stage[slot]
     st.consumers[slot] = st.owes[s]
     st.held[slot] = 0
@@ -222,7 +222,7 @@ def check_dgrad_writes(st: State, key, ref, token, link):
     st.held[slot] = ticket
 
 
-def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales):
+def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws):
     s = st.slot_stage[slot]
     mask = st.consumers[slot]
     held = st.held[slot]
@@ -232,7 +232,7 @@ def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales):
         raise Refused("ownership.work-not-queued")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws):
     mask = st.consumers[slot]
     st.consumers[slot] = mask & ~DGRAD_BIT
     st.held[slot] = 0

@@ -101,7 +101,7 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
         st.filling[s] = ticket
 
 
-def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
+def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     s = st.slot_stage[slot]
     reports = st.reports_fills[s]
     if reports != 0 and st.filling[s] == ticket and filled != st.matrices[s]:
@@ -112,7 +112,7 @@ def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
         raise Refused("version.fill-unasked")
 
 
-def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     if st.filling[s] == ticket:

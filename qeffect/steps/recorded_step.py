@@ -129,6 +129,15 @@ class RecordedStep:
             raise ValueError(f"a step with {odd[0]} cannot be recorded: it would not recur")
         if named.count("commit_update") != 1:
             raise ValueError("a recorded step must commit its epoch exactly once")
+        before = start.memory
+        if any(
+            transition == "commit_forward" and before.reports_draws[before.slot_stage[given[0]]]
+            for transition, given in events
+        ):
+            raise ValueError(
+                "a step whose F report where they draw random numbers cannot be recorded: each "
+                "step draws others"
+            )
         seen = TracedMemory(start.memory, transitions.columns)
         for transition, given in events:
             transitions.functions[transition](seen, *given)

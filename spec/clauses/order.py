@@ -156,5 +156,37 @@ numerical state of the last commit is restored. Abort never rewinds the token.""
             "scales of another microbatch.",
             remedy="Copy the scales onto the tape in F; then restore the last commit.",
         ),
+        Clause(
+            id="order.draws-again",
+            number="3.9",
+            title="No F draws the random numbers of an earlier F",
+            invariant="If the backend reports where F begins to draw random numbers "
+            "(`StageConfig.reports_draws`), an F commits only if it began after the position at "
+            "which the domain's latest F began. A restore forgets that position, since a repeated "
+            "epoch draws the same numbers again.",
+            transitions=("commit_forward",),
+            argument="draws",
+            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            section="III-B",
+            cause="A captured graph replays the generator's seed and offset of its capture, so "
+            "that every replay drops the same elements, or the generator was seeded again.",
+            remedy="Register the generator with the graph (`CUDAGraph.register_generator_state`), "
+            "so that each replay advances it. Then restore the last commit.",
+        ),
+        Clause(
+            id="order.wrong-draws",
+            number="3.10",
+            title="Recomputation draws the numbers of its own F",
+            invariant="If dI recomputes F and reports where the recomputation began to draw "
+            "(`StageConfig.recomputes_draws`), dI commits only if it began where its own F began.",
+            transitions=("commit_dgrad",),
+            argument="draws",
+            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            section="III-B",
+            cause="The recomputation ran with the generator as dI found it, or with the state that "
+            "another microbatch's F had kept.",
+            remedy="Keep the generator's state with the tape in F, and set it for the "
+            "recomputation; then restore the last commit.",
+        ),
     ),
 )

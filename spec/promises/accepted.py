@@ -287,6 +287,22 @@ def own_scales(st: State, h: History, a: Args) -> Truth:
     return implies(carried, a.scales == h.scaled_by[a.slot])
 
 
+@STEPS("order.new-draws", "commit_forward")
+def new_draws(st: State, h: History, a: Args) -> Truth:
+    """An F that reports where it drew drew from somewhere, after where the domain's latest such F
+    began."""
+    s = st.slot_stage[a.slot]
+    after = (0 <= a.draws) & (h.drew_last[st.domain_of[s]] < a.draws)
+    return implies(st.reports_draws[s] != 0, after)
+
+
+@STEPS("order.own-draws", "commit_dgrad")
+def own_draws(st: State, h: History, a: Args) -> Truth:
+    """If dI recomputes its forward, it drew from where its own tape's forward began."""
+    recomputed = st.recomputes_draws[st.slot_stage[a.slot]] != 0
+    return implies(recomputed, a.draws == h.drew_at[a.slot])
+
+
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
     """F and dI find scaling state that no failure left half updated, with no other update in

@@ -77,6 +77,13 @@ def token(st: State, h: History, d: Index) -> Truth:
     return st.token[d] == h.updates[d]
 
 
+@WORLD("order.drawn-once", d="domain")
+def drawn_once(st: State, h: History, d: Index) -> Truth:
+    """Between two restores, no two F of a domain that report where they draw begin at one
+    position."""
+    return h.repeats[d] <= 1
+
+
 @WORLD("capture.unclobbered")
 def unclobbered(st: State, h: History) -> Truth:
     """No earlier graph has overwritten memory that a live tape keeps."""

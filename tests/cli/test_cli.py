@@ -67,8 +67,14 @@ OPTIONS = {
         *("--one-launch", "--clip-norm", "--skip-nonfinite", "--trace", "--amax"),
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
-    "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
+    "runtime corpus": {
+        *("--out", "--tokenizer", "--vocabulary", "--end", "--any-version"),
+        *("--text", "--weights", "--field", "--held-out"),
+    },
     "runtime export": {"checkpoint", "--out", "--to"},
+    "runtime generate": {
+        *("checkpoint", "--prompt", "--tokens", "--temperature", "--seed", "--corpus"),
+    },
     "runtime train": {
         *("config", "--device", "--steps", "--compare", "--resume", "--adopt", "--out", "--commit"),
     },

@@ -62,7 +62,9 @@ SLOW = {
 #: Shell blocks that start trainings or pipelines, which the profile dev leaves out.
 LONG = {
     "README.md sh 1": "starts a pipeline of two processes",
-    "gpu_runtime/README.md sh 0": "starts trainings of one and two processes",
+    "gpu_runtime/README.md sh 0": "starts a pipeline of two processes",
+    "gpu_runtime/README.md sh 2": "starts two trainings, one after the other",
+    "gpu_runtime/README.md sh 3": "starts two agents with a process each",
 }
 
 

@@ -201,7 +201,7 @@ def refused_evidence(rig: Rig, clause: str, ticket: Ticket, evidence: tuple[str,
     contract = rig.contract
     name = {"dI": "commit_dgrad", "dW": "commit_wgrad"}[ticket.action]
     before = contract.snapshot()
-    unreported = {"dI": (NEVER, NEVER), "dW": ()}[ticket.action]
+    unreported = {"dI": (NEVER, NEVER, NEVER), "dW": ()}[ticket.action]
     with pytest.raises(Refused) as bare:
         contract.transitions.functions[name](
             contract.memory, ticket.slot, ticket.serial, tuple(sorted(evidence)), *unreported

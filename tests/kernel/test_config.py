@@ -182,6 +182,8 @@ class TestStageConfig:
             "reduces",
             "reports_fills",
             "reports_updates",
+            "reports_draws",
+            "recomputes_draws",
         ],
     )
     @pytest.mark.parametrize("wrong", ["false", "", 0, 1, None])
@@ -239,6 +241,7 @@ class TestProcess:
             ("order", {"declared": {0: []}}, "a declared order"),
             ("order", {"stages": [stage(reports_updates=True)]}, "reports_updates=True"),
             ("order", {"stages": [stage(tape_scales="live")]}, "tape_scales"),
+            ("order", {"stages": [stage(reports_draws=True)]}, "reports_draws=True"),
             ("version", {"stages": [stage(reports_fills=True)]}, "reports_fills=True"),
         ],
     )

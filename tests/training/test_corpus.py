@@ -20,6 +20,7 @@ from qeffect.gpu_runtime.training.corpus import (
     make,
     stdlib,
 )
+from qeffect.gpu_runtime.training.encodings import END
 from qeffect.report import UnusableError
 
 
@@ -131,7 +132,7 @@ def test_by_pairs(library: Path, tmp_path: Path) -> None:
     assert found.tobytes() == np.load(tmp_path / "b" / "held_out.npy").tobytes()
     assert len(found) == first["held_out_tokens"] < sum(map(len, texts.values()))
     assert "".join(texts.values()) == tokenizer.decode(found.tolist())
-    assert len(texts) == found.tolist().count(tokenizer.token_to_id(corpus.END))
+    assert len(texts) == found.tolist().count(tokenizer.token_to_id(END))
 
 
 def test_without_the_tokenizer(

@@ -71,7 +71,7 @@ def files(folder: Path, parallel: str, model: str = "", run: str = RUN) -> dict[
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     """The lines of a log that have a loss, without what a clock and an allocator say."""
     every = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
-    timed = ("step_ms", "tokens_per_s", "memory_bytes")
+    timed = ("step_ms", "tokens_per_s", "memory_bytes", "seconds_left")
     return [{k: v for k, v in line.items() if k not in timed} for line in every if "loss" in line]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -177,6 +179,60 @@ def test_a_log_keeps_every_note(tmp_path: Path) -> None:
         1,
         2,
     ]
+
+
+STEP: dict[str, Any] = {
+    "step": 7,
+    "loss": 2.5,
+    "rate": 0.003,
+    "tokens": 99,
+    "tokens_per_s": 12345.6,
+    "step_ms": 20.04,
+    "seconds_left": 3723.4,
+    "memory_bytes": 5,
+}
+
+
+def test_the_terminal_shows_a_step_in_one_line() -> None:
+    """Norm and skipped updates too, if the run has a norm."""
+    shown: list[str] = []
+    log = Log(None, None, shown.append)
+    log(STEP)
+    log({**STEP, "norm": 1.23456, "skipped": False, "skipped_updates": 2})
+    assert shown == [
+        "step 7  loss 2.5000  rate 0.003  12,346 tokens/s  20.0 ms  1:02:03 left",
+        "step 7  loss 2.5000  rate 0.003  norm 1.23  12,346 tokens/s  20.0 ms  2 skipped  "
+        "1:02:03 left",
+    ]
+    assert all(len(line) < 100 for line in shown)
+
+
+def test_tensorboard_has_what_the_terminal_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number of the line, at its step."""
+    written: dict[str, tuple[float, int]] = {}
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "board")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written[name] = value, step
+
+        def close(self) -> None:
+            written["closed"] = 1, 7
+
+    module = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    log = Log(None, tmp_path / "board", lambda _: None)
+    line = {**STEP, "norm": 1.5, "skipped": False, "skipped_updates": 2}
+    log(line)
+    log.close()
+    assert written == {
+        **{name: (line[name], 7) for name in line if name not in ("step", "skipped")},
+        "closed": (1, 7),
+    }
 
 
 def test_a_perplexity_that_no_float_holds() -> None:

@@ -56,6 +56,7 @@ COUNTS = {
     "stages-declared": (12_232, 98_520, 1_031_024, 21),
     "stage-reports": (1_709, 14_042, 193_877, 12),
     "callers-reports": (4_560, 40_752, 139_448, 22),
+    "stages-draws": (2_260, 16_950, 191_788, 13),
     "stages-live": (5_764, 58_041, 466_479, 15),
     "domains-two": (5_700, 81_000, 547_152, 19),
 }
@@ -135,11 +136,11 @@ def test_report_is_plain_data() -> None:
     assert row["violation"] is None
     assert row["witnesses"]["check_dgrad: ownership.duplicate-dgrad"] == [
         "forward(key e0.s0.c0, slot 0, token 0, link 0, refresh 0, filled 0, fill_epoch 0, "
-        "updates 0)",
+        "updates 0, draws 0)",
         "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
-        "queued 1, updates 0, scales 0)",
+        "queued 1, updates 0, scales 0, draws 0)",
         "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
-        "queued 1, updates 0, scales 0)",
+        "queued 1, updates 0, scales 0, draws 0)",
     ]
 
 

@@ -244,6 +244,7 @@ class Maker:
             evaluates: Whether the action is an evaluation, which fills and updates nothing.
         """
         fresh = Rel("weight_epoch", stage)
+        domain = self.config["domain_of"][stage]
         known: dict[str, tuple[Value, tuple[Value, ...]]] = {
             "queued": (_WHOLE, (_NOTHING,)),
             "covered": (_WHOLE, (_NOTHING,)),
@@ -253,11 +254,13 @@ class Maker:
             ),
             "updates": (1, (0, 2)),
             "scales": (NEVER, ()),
+            "draws": (Rel("drawn", domain, 1), (Rel("drawn", domain), NEVER)),
         }
         if evaluates:
             known |= {"fill_epoch": (NEVER, (fresh,)), "updates": (0, (1,))}
         if slot is not None:
             known["scales"] = (Rel("scaled_at", slot), (Rel("scaled_at", slot, 1), NEVER))
+            known["draws"] = (Rel("drawn_at", slot), (Rel("drawn_at", slot, 1), NEVER))
         given = {name: known[name] for name in EVIDENCE if name in parameters}
         wrong: list[Wrong] = [({n: v}, ()) for n, (_, others) in given.items() for v in others]
         return {name: value for name, (value, _) in given.items()}, wrong

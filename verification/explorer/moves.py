@@ -30,6 +30,7 @@ EVIDENCE: Final = (
     "fill_epoch",
     "updates",
     "scales",
+    "draws",
 )
 
 

@@ -44,6 +44,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     marks = 2 * n["slot"] + n["stage"] + ("drop" in scope.transitions)
     updates = 2 * sum(scope.cells)
     tapes = sum(scope.slots) * scope.generation_max
+    draws = sum(scope.cells) * scope.epochs * scope.walks if scope.draws else -1
     most = max(scope.cells) if "order" not in scope.omit else tapes
     ticket = (0, n["slot"] + n["stage"] + 1 if scope.tickets else 0)
     bounds = {
@@ -64,6 +65,8 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "position": (0, updates),
         "scaled_at": (0, updates * scope.epochs * scope.walks),
         "rolled_at": (0, updates * scope.epochs * scope.walks),
+        "drawn_at": (-1, draws),
+        "drawn": (-1, draws),
         "forwards": (0, most * scope.walks),
         "dgrads": (0, most),
         "bound": epoch,

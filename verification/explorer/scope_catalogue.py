@@ -501,6 +501,15 @@ def standard_scopes() -> Mapping[str, Scope]:
             wrong_arguments=False,
         ),
         Scope(
+            "stages-draws",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=1,
+            draws=True,
+            omit=("arena", "capture", "completion", "reduction"),
+            only=_NO_FAULT,
+        ),
+        Scope(
             "stages-live",
             slots=(1, 1),
             cells=(1, 1),

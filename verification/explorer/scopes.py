@@ -60,6 +60,7 @@ class Scope:
         ordered: The order of reductions is declared: that of the buckets.
         reports: Backends report fills and scaling updates; checks run with their commits.
         tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
+        draws: F of every stage reports where it began to draw, and dI where its recomputation did.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
         feeds: Each stage feeds the next, which has as many cells.
         tied: The first two stages, which accumulate, share one more buffer.
@@ -92,6 +93,7 @@ class Scope:
     ordered: bool = False
     reports: bool = False
     tape_scales: str = ""
+    draws: bool = False
     accumulate: bool = True
     feeds: bool = False
     tied: bool = False
@@ -127,7 +129,7 @@ class Scope:
             raise ValueError(
                 f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
             )
-        if (self.reports or self.tape_scales) and self.tickets:
+        if (self.reports or self.tape_scales or self.draws) and self.tickets:
             raise ValueError(f"scope {self.name}: evidence needs its check in the same step")
         if self.tape_scales not in ("", "carried", "live"):
             raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
@@ -158,6 +160,8 @@ class Scope:
             "reports_updates": self.reports,
             "live_scales": self.tape_scales == "live",
             "carried_scales": self.tape_scales == "carried",
+            "reports_draws": self.draws,
+            "recomputes_draws": self.draws,
         }
         return frozenset(name for name, given in flags.items() if not given)
 
@@ -252,7 +256,10 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "wgrad_rank": ranks[2],
         **{
             name: [int(name not in scope.off)] * n["stage"]
-            for name in ("reports_fills", "reports_updates", "live_scales", "carried_scales")
+            for name in (
+                *("reports_fills", "reports_updates", "live_scales", "carried_scales"),
+                *("reports_draws", "recomputes_draws"),
+            )
         },
         "stage_at": [first for first, _ in scope.stages_of],
         "tied_at": [last for _, last in scope.stages_of],

@@ -81,6 +81,7 @@ class Actions(Transcript):
         token: int | None = None,
         refresh: bool = False,
         filled: Iterable[str] | None = None,
+        draws: int | None = None,
         caller: Hashable = "main",
         joined: bool | None = True,
     ) -> None:
@@ -96,6 +97,7 @@ class Actions(Transcript):
             refresh: It also refreshes the weight cache.
             filled: Matrices whose caches the device reports as filled; by default those that it
                 was asked to fill.
+            draws: Where it began to draw random numbers; by default after every earlier F.
             caller: The stream that filled its inputs.
             joined: Whether the graph stream waits for that stream; None if the re-enactment states
                 the wait itself.
@@ -118,7 +120,10 @@ class Actions(Transcript):
         )
         fills = self._fills(stage, filled, asked=refresh)
         self.caller.scales[key.cell] = self.contract.token(stage)
-        self.caller.refs[key.cell] = self._redeem(name, ticket, filled=fills, updates=1)
+        detail = "" if draws is None else f"drew from position {draws}"
+        drew = self.caller.draw(key) if draws is None else draws
+        ref = self._redeem(name, ticket, detail=detail, filled=fills, updates=1, draws=drew)
+        self.caller.refs[key.cell] = ref
         self.contract.wait(link)
         self.contract.wait(self.caller.link(stage, "main"))
 
@@ -133,6 +138,7 @@ class Actions(Transcript):
         token: int | None = None,
         updates: int = 1,
         scales_of: int | None = None,
+        draws_of: int | None = None,
         tape_of: int | None = None,
         caller: Hashable = "main",
         joined: bool | None = True,
@@ -149,6 +155,7 @@ class Actions(Transcript):
             token: The scaling updates that the device counts; by default what the contract does.
             updates: The scaling updates that the device made in it.
             scales_of: The microbatch with whose scales it ran; by default its own.
+            draws_of: The microbatch with whose random numbers it recomputed; by default its own.
             tape_of: The microbatch whose tape it takes up; by default its own.
             caller: The stream that filled what it reads.
             joined: Whether the graph stream waits for that stream; None if the re-enactment states
@@ -177,9 +184,14 @@ class Actions(Transcript):
             "" if queued is None else f"queued {', '.join(given) or 'nothing'}",
             "" if updates == 1 else f"made {updates} scaling updates",
             "" if scales_of is None else f"with the scales of microbatch {scales_of}",
+            "" if draws_of is None else f"drew from after microbatch {draws_of}",
         )
         detail = " ".join(filter(None, details))
-        self._redeem(name, ticket, given, detail, updates=updates, scales=scales)
+        if draws_of is None:
+            draws = self.caller.draws.get(key.cell)
+        else:
+            draws = self.caller.draws[self.key(draws_of, stage, invocation).cell] + 1
+        self._redeem(name, ticket, given, detail, updates=updates, scales=scales, draws=draws)
         self.contract.wait(link)
         self.contract.wait(self.caller.link(stage, "main"))
 

@@ -14,6 +14,10 @@ ROWS = Rows("order")
 UPDATES = "the count of scaling updates that the device keeps"
 #: What tells a tape's own scales from those of another one.
 SCALES = "the forward whose scales dI ran with"
+#: What tells random numbers that were drawn already from new ones.
+DRAWS = "the position of the random generator at which F began to draw"
+#: What tells the numbers of a tape's own forward from others.
+DRAWN = "the position of the random generator at which the recomputation began to draw"
 
 
 @ROWS.enacted(
@@ -253,3 +257,75 @@ def validated_by_the_graph_of_training(h: History) -> None:
     h.whole_step()
     h.evaluation(cached=False, updates=1 if h.faulty else 0)
     h.whole_step()
+
+
+@ROWS.enacted(
+    "pytorch-84614",
+    "pytorch/pytorch#84614",
+    "pytorch/pytorch#84967",
+    state="fixed 2022-09",
+    what="replays of a captured forward drop the same elements",
+    cause="A graph kept the seed of its capture. A new seed reset only the offset, so that the "
+    "replays after it drew the numbers of the replays before it.",
+    consequence="the same dropout mask in each iteration",
+    fix="the generator's seed, too, is read at each replay",
+    clause="order.draws-again",
+    at="commit_forward 0F0 e1",
+    reports=DRAWS,
+    guessed="that the caller seeds anew between two steps",
+)
+def a_graph_with_the_seed_of_its_capture(h: History) -> None:
+    h.process(microbatches=1, reports_draws=True)
+    for step in range(2):
+        h.refresh()
+        h.forward(0, draws=0 if h.faulty else step)
+        h.backward(0)
+        h.end()
+
+
+@ROWS.enacted(
+    "olmo-core-828",
+    "allenai/OLMo-core#828",
+    state="fixed 2026-08",
+    what="recomputation draws fresh dropout masks",
+    cause="Activation checkpointing was told not to keep the generator's state, so that the "
+    "forward in backward dropped other elements than the forward whose loss was taken.",
+    consequence="a cross entropy of 2.495 instead of 2.195 after 150 steps",
+    fix="keep the state where dropout is active",
+    clause="order.wrong-draws",
+    at="commit_dgrad 0I0",
+    reports=DRAWN,
+)
+@ROWS.enacted(
+    "guided-diffusion-167",
+    "openai/guided-diffusion#167",
+    state="open 2025-12",
+    what="a checkpoint helper runs the forward again with other dropout masks",
+    cause="The helper repeats the forward in backward without restoring the generator's state.",
+    consequence="the loss diverges",
+    fix="restore the state before the forward is repeated",
+    clause="order.wrong-draws",
+    at="commit_dgrad 0I0",
+    reports=DRAWN,
+)
+@ROWS.enacted(
+    "pytorch-190758",
+    "pytorch/pytorch#190758",
+    "pytorch/pytorch#190717",
+    state="open 2026-07",
+    what="a compiled backward recomputes dropout with fresh random numbers",
+    cause="Under a memory budget the partitioner recomputes random operations in the backward "
+    "graph, where they draw anew.",
+    consequence="silent wrong gradients",
+    fix="none yet",
+    clause="order.wrong-draws",
+    at="commit_dgrad 0I0",
+    reports=DRAWN,
+)
+def recomputed_with_fresh_random_numbers(h: History) -> None:
+    h.process(microbatches=1, reports_draws=True, recomputes_draws=True)
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0, draws_of=0 if h.faulty else None)
+    h.wgrad(0)
+    h.end()

@@ -46,6 +46,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("slot", "fill_read"),
     # The scaling updates that its F had seen, and the forwards that had rolled scales with it.
     **_each("slot", "scaled_by", "rolls_seen"),
+    # Where its F began to draw random numbers.
+    **_each("slot", "drew_at", initial=NEVER),
     # How often each action of a cell succeeded in this walk, where it was bound, and what its dW
     # covered.
     **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
@@ -90,6 +92,10 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("domain", "updates", "updates_of_walk", "running"),
     # Forwards that ever rolled the domain's scales.
     **_each("domain", "rolls"),
+    # Where the latest reporting F began to draw, and how many began at the arbitrary position.
+    **_each("domain", "drew_last", initial=NEVER),
+    **_each("domain", "repeats"),
+    **_each("one", "number", initial=None),
     # What was enqueued on a domain's graph stream since the last restore.
     **_each("domain", "enqueued"),
     **_each("domain", "broken", "touched", "device", values="flag"),

@@ -146,9 +146,22 @@ def check_forward(
 
 
 def commit_forward(
-    st: State, h: History, slot: Any, ticket: Any, filled: Any, fill_epoch: Any, updates: Any
+    st: State,
+    h: History,
+    slot: Any,
+    ticket: Any,
+    filled: Any,
+    fill_epoch: Any,
+    updates: Any,
+    draws: Any,
 ) -> None:
     s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    told = st.reports_draws[s] != 0
+    again = told & (draws == h.number[0])
+    h.drew_at[slot] = choose(told, draws, h.drew_at[slot])
+    h.drew_last[d] = choose(told, draws, h.drew_last[d])
+    h.repeats[d] = h.repeats[d] + choose(again, 1, 0)
     cell = h.tenant[slot]
     end(st, h, slot)
     enqueue(h, st.domain_of[s])
@@ -230,7 +243,14 @@ def check_dgrad(
 
 
 def commit_dgrad(
-    st: State, h: History, slot: Any, ticket: Any, queued: Any, updates: Any, scales: Any
+    st: State,
+    h: History,
+    slot: Any,
+    ticket: Any,
+    queued: Any,
+    updates: Any,
+    scales: Any,
+    draws: Any,
 ) -> None:
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
@@ -473,6 +493,8 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.half_written, NEVER)
     st.fill(h.content, NEVER)
     st.fill(h.updates, 0)
+    st.fill(h.drew_last, NEVER)
+    st.fill(h.repeats, 0)
     st.fill(h.enqueued, 0)
     st.fill(h.broken, 0)
     st.fill(h.owing, 0)

@@ -195,3 +195,19 @@ def rolled(st: State, h: History, s: Index) -> Truth:
     d = domain_of_slot(st, s)
     latest = (st.scaled_at[s] == st.rolled_at[d]) == (h.rolls_seen[s] == h.rolls[d])
     return implies(retained(st, s), latest & (h.rolls_seen[s] <= h.rolls[d]))
+
+
+# Order: random numbers
+
+
+@HISTORY("order.drawn-at", s="slot")
+def drawn_at(st: State, h: History, s: Index) -> Truth:
+    """The memory knows where the latest reporting F of a slot began to draw."""
+    return st.drawn_at[s] == h.drew_at[s]
+
+
+@HISTORY("order.drawn", d="domain")
+def drawn(st: State, h: History, d: Index) -> Truth:
+    """The memory knows where a domain's latest reporting F began, and none began later."""
+    latest = (st.drawn[d] == h.drew_last[d]) & (NEVER <= st.drawn[d])
+    return latest & implies(h.repeats[d] != 0, h.number[0] <= st.drawn[d])

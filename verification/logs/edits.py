@@ -96,7 +96,7 @@ def line_schema(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def semantic_fields(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a line's fields that the schema marks as semantic."""
     for name, part in line_schema(fields)["properties"].items():
-        if part.get("x-semantic"):
+        if part.get("x-semantic") and name in fields:
             yield name
 
 

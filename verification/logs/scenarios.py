@@ -516,6 +516,26 @@ def reported_evidence() -> list[str]:
     return d.log.close()
 
 
+def reported_draws() -> list[str]:
+    """Two stages of one domain report where F drew, and dI draws the same numbers again."""
+    d = RecordedCaller(
+        [
+            StageConfig(s, 1, 1, matrices=MATRICES, reports_draws=True, recomputes_draws=True)
+            for s in (0, 1)
+        ],
+        incarnation=0x5EED_1300,
+    )
+    for _ in range(2):
+        for s in (0, 1):
+            d.forward(s, 0, refresh=True)
+        for s in (1, 0):
+            d.dgrad(s, 0)
+            d.wgrad(s, 0)
+            d.finalize(s)
+        d.commit()
+    return d.log.close()
+
+
 def updates() -> list[str]:
     """An update checked and committed in two calls, and one that fails half way."""
     d = RecordedCaller([StageConfig(0, 1, 1, matrices=MATRICES)], incarnation=0x5EED_0C00)
@@ -709,6 +729,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         lost_cache,
         without_version_order_arena,
         reported_evidence,
+        reported_draws,
         updates,
         late_faults,
         weights_readers,

@@ -24,12 +24,13 @@ from ..walks.shadow import Shadow
 __all__ = ["by_hand", "telling"]
 
 #: What a commit tells of effects that a backend may report or not, told at random.
-_NOISE: Final = {"filled": ("another",), "fill_epoch": 7, "updates": 9, "scales": 7}
+_NOISE: Final = {"filled": ("another",), "fill_epoch": 7, "updates": 9, "scales": 7, "draws": 7}
 #: The flag of a stage by which it reports each of those.
 _REPORTED: Final = {
     "filled": "reports_fills",
     "fill_epoch": "reports_fills",
     "updates": "reports_updates",
+    "scales": "carried_scales",
 }
 
 
@@ -398,7 +399,8 @@ def telling(process: Process, actions: tuple[Action, ...]) -> tuple[Action, ...]
         if "ticket" in named and _NOISE.keys() & named.keys():
             stage = named["stage"] if "stage" in named else memory.slot_stage[named["slot"]]
             for told in _NOISE.keys() & named.keys():
-                flag = _REPORTED.get(told, "carried_scales")
+                asked = "reports_draws" if name == "commit_forward" else "recomputes_draws"
+                flag = _REPORTED.get(told, asked)
                 if not getattr(memory, flag)[stage]:
                     named[told] = _NOISE[told]
         changed.append((name, tuple(named.values())))

@@ -112,8 +112,16 @@ def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict
         yield name, ticket
     fills = st.filling[stage] != 0 and st.filling[stage] == st.held[slot]
     fill = {"filled": matrices, "fill_epoch": st.weight_epoch[stage] if fills else NEVER}
-    yield "commit_forward", {**ticket, **fill, "updates": 1}
-    scales = {"updates": 1, "scales": st.scaled_at[slot]}
+    yield (
+        "commit_forward",
+        {
+            **ticket,
+            **fill,
+            "updates": 1,
+            "draws": st.drawn[st.domain_of[stage]] + 1,
+        },
+    )
+    scales = {"updates": 1, "scales": st.scaled_at[slot], "draws": st.drawn_at[slot]}
     yield "commit_dgrad", {**ticket, "queued": matrices, **scales}
     yield "commit_wgrad", {**ticket, "covered": matrices}
     cell = st.cell_at[slot]
@@ -195,8 +203,10 @@ def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[An
         yield from (one for one in (IN_BIT, BACK_BIT, OUT_BIT, IN_BIT | BACK_BIT) if one != value)
     elif name in ("destination", "queued", "covered", "filled"):
         yield (*value, "another")
-    elif name in ("updates", "scales"):
+    elif name in ("updates", "scales", "draws"):
         yield value + 1
+        if name == "draws" and value > 0:
+            yield value - 1
         yield NEVER
     elif name == "fill_epoch":
         yield value + 1

@@ -246,9 +246,11 @@ def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tu
     if transition == "check_refresh":
         return whole, epoch
     if transition == "check_forward":
-        return whole, epoch if named["refresh"] else NEVER, 1
+        begun = st.drawn[st.domain_of[stage]] + 1
+        return whole, epoch if named["refresh"] else NEVER, 1, begun
     if transition == "check_dgrad":
-        return whole, 1, st.scaled_at[named["ref"].slot]
+        slot = named["ref"].slot
+        return whole, 1, st.scaled_at[slot], st.drawn_at[slot]
     return (whole,)
 
 

@@ -175,5 +175,13 @@ MUTANT_PROCESSES: Final = (
         ),
     ),
     Process("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), generation_max=2),
+    Process(
+        "draws",
+        (
+            StageConfig(0, 2, 2, matrices=("w",), reports_draws=True, recomputes_draws=True),
+            StageConfig(1, 1, 1, matrices=("w",), reports_draws=True),
+            StageConfig(2, 1, 1, matrices=("w",)),
+        ),
+    ),
     Process("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),
 )

@@ -161,6 +161,7 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
         "fill_epoch": fresh if filling is None else z3.If(filling, fresh, NEVER),
         "updates": z3.IntVal(0 if evaluates else 1),
         "scales": None if by_stage else h.scaled_by[at].term,
+        "draws": None if by_stage else _drawn(transition, st, h, at, stage),
     }
     if evaluates:
         right["fill_epoch"] = z3.IntVal(NEVER)
@@ -169,6 +170,13 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
         for name, sort in flat_arguments(transition).items()
         if name in right and transition.startswith("commit_")
     ]
+
+
+def _drawn(transition: str, st: Any, h: Any, slot: Any, stage: Any) -> Term:
+    """Return where an action drew: dI where its F did, F after every earlier F."""
+    if transition == "commit_dgrad":
+        return h.drew_at[slot].term
+    return h.drew_last[st.domain_of[stage]].term + 1
 
 
 def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:

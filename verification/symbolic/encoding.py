@@ -47,6 +47,7 @@ ARGUMENTS: Mapping[str, str] = {
     "fill_epoch": "int",
     "updates": "int",
     "scales": "int",
+    "draws": "int",
     "ref.slot": "slot",
     "ref.generation": "generation",
     "ref.incarnation": "int",

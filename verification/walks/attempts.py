@@ -296,6 +296,11 @@ def _wrong_reports(shadow: Shadow, ticket: Ticket, told: dict[str, Any]) -> list
         wrong += [("updates", value) for value in (None, 1 - told["updates"], 2)]
     if "scales" in told:
         wrong += [("scales", value) for value in (None, told["scales"] + 1)]
+    if "draws" in told and ticket.action == "F":
+        earlier = shadow.domain(flight.stage).drawn
+        wrong += [("draws", value) for value in (None, *([max(earlier)] if earlier else []))]
+    elif "draws" in told:
+        wrong += [("draws", value) for value in (None, told["draws"] + 1)]
     return wrong
 
 

@@ -29,6 +29,8 @@ from .walk import RandomWalk
 
 __all__ = ["CallCounts", "Driver", "Mismatch"]
 
+#: The counts that commits report, in the order of the transitions' parameters.
+_NUMBERS = ("updates", "scales", "draws")
 #: Calls between two comparisons of the contract's own account with the shadow.
 _EVERY = 8
 #: Supporting calls before the attempt of a rare refusal.
@@ -267,14 +269,14 @@ class Driver(RandomWalk):
         flight = self.shadow.flights[told["ticket"].serial]
         if not self.shadow.configs[flight.stage].reports_fills:
             pairs = []
-        numbers = {n: NEVER if told.get(n) is None else told[n] for n in ("updates", "scales")}
+        numbers = {n: NEVER if told.get(n) is None else told[n] for n in _NUMBERS}
         fill = tuple(sorted(name for name, _ in pairs)), pairs[0][1] if pairs else NEVER
         whole = tuple(sorted(told["evidence"]))
         return {
             "commit_refresh": fill,
             "commit_evaluation": (fill[1], numbers["updates"]),
-            "commit_forward": (*fill, numbers["updates"]),
-            "commit_dgrad": (whole, numbers["updates"], numbers["scales"]),
+            "commit_forward": (*fill, numbers["updates"], numbers["draws"]),
+            "commit_dgrad": (whole, *numbers.values()),
             "commit_wgrad": (whole,),
         }[call.transition]
 

@@ -36,7 +36,7 @@ class Slot:
     is the time of the latest replay of a former tape. ``moving`` holds the transfers under way, and
     ``mover`` the key and generation that they belong to. ``ended`` is the link and time of the
     latest end of a transfer, or of a copy into the slot. ``scaled_at`` counts the scaling updates
-    before the slot's F.
+    before the slot's F, and ``drawn_at`` is where that F began to draw random numbers.
     """
 
     index: int
@@ -51,6 +51,7 @@ class Slot:
     mover: tuple[TapeKey, int] | None = None
     ended: tuple[int, int] = (0, 0)
     scaled_at: int = 0
+    drawn_at: int | None = None
 
 
 @define
@@ -90,6 +91,7 @@ class Domain:
     updates: int = 0
     of_walk: int = 0
     rolled_at: int = 0
+    drawn: set[int] = field(factory=set)
     running: set[int] = field(factory=set)
     poisoned: bool = False
     refreshed: int | None = None

@@ -484,6 +484,7 @@ def _commit(
     filled: Any = None,
     updates: Any = None,
     scales: Any = None,
+    draws: Any = None,
 ) -> Findings:
     yield from _ticket(shadow, ticket)
     if ticket.action in ("dI", "dW") and ticket.key is not None:
@@ -509,6 +510,13 @@ def _commit(
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
         if scales != shadow.slots[flight.slot].scaled_at:
             yield "order.wrong-scales"
+    if config.reports_draws and ticket.action == "F":
+        earlier = shadow.domain(flight.stage).drawn
+        if draws is None or draws < 0 or any(draws <= one for one in earlier):
+            yield "order.draws-again"
+    if config.recomputes_draws and ticket.action == "dI" and flight.slot is not None:
+        if draws != shadow.slots[flight.slot].drawn_at:
+            yield "order.wrong-draws"
 
 
 def _read(shadow: Shadow, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:

@@ -181,6 +181,13 @@ PROCESSES: tuple[Process, ...] = (
         "reports, live scales",
         [_stage(microbatches=2, slots=2, tape_scales="live", **_REPORTS)],
     ),
+    Process(
+        "reports, draws",
+        [
+            _stage(microbatches=2, slots=2, reports_draws=True, recomputes_draws=True),
+            _stage(1, microbatches=1, slots=1, reports_draws=True),
+        ],
+    ),
     Process("without version", [_stage(0), _stage(1, microbatches=2)], omit={"version"}),
     Process("without order", [_stage(0, pool="p"), _stage(1, reduces=True)], omit={"order"}),
     Process("without arena", [_stage(0), _stage(1, microbatches=1)], omit={"arena"}),

@@ -181,6 +181,10 @@ def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
         told["updates"] = 0 if ticket.action == "evaluation" else 1
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
         told["scales"] = shadow.slots[flight.slot].scaled_at
+    if config.reports_draws and ticket.action == "F":
+        told["draws"] = max(shadow.domain(flight.stage).drawn, default=-1) + 2
+    if config.recomputes_draws and ticket.action == "dI" and flight.slot is not None:
+        told["draws"] = shadow.slots[flight.slot].drawn_at
     return told
 
 

@@ -308,6 +308,9 @@ class Shadow:
             stage.forwards += 1
             domain.refreshed = None
             slot.scaled_at = domain.rolled_at = domain.updates
+            if stage.config.reports_draws:
+                slot.drawn_at = reports["draws"]
+                domain.drawn.add(reports["draws"])
         elif ticket.action == "dI":
             waits.remove("dI")
             stage.dgrads += 1

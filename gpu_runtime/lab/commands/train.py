@@ -58,6 +58,7 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
     refuse_unused(args, ["--resume"], "--compare begins anew")
+    config.require_drawn("--compare")
     config = attrs.evolve(config, checkpoint=Checkpointing())
     if args.compare == "all" and config.parallel.mode == "one launch":
         raise UnusableError(
@@ -135,7 +136,9 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     native_losses = [sum(shares) for shares in oracle.losses]
     del oracle
     release_memory(member)
-    trainer = Trainer(member, config, progress, data=run.data, note=progress.note, lock=run.lock)
+    trainer = Trainer(
+        member, config, progress.stay, data=run.data, note=progress.note, lock=run.lock
+    )
     trainer.run()
     runtime = trainer.worker.runtime
     ours = tensor_digests(runtime.stages, trainer.worker.optimizer)

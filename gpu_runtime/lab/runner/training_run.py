@@ -94,6 +94,7 @@ class RunName:
             },
             run={"device": device, "steps": steps},
         )
+        config.require_drawn("runtime report curves")
         seed = config.model.seed + self.seed
         read(path, model={"seed": seed})  # refuses a seed out of range
         parallel = config.parallel

@@ -108,10 +108,11 @@ def check_dgrad(st, key, ref, token, link):
     return ticket
 
 
-def commit_dgrad(st, slot, ticket, queued, updates, scales):
+def commit_dgrad(st, slot, ticket, queued, updates, scales, draws):
     """
     After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, `scales`
-    the token of the F whose scales dI used.
+    the token of the F whose scales dI used, and `draws` says where dI began to draw when it
+    recomputed F.
 
     Guards: ownership, order.
     Writes: ownership, order, completion.
@@ -129,6 +130,8 @@ def commit_dgrad(st, slot, ticket, queued, updates, scales):
         raise Refused("order.scaling-updates")
     if st.carried_scales[s] != 0 and scales != st.scaled_at[slot]:
         raise Refused("order.wrong-scales")
+    if st.recomputes_draws[s] != 0 and draws != st.drawn_at[slot]:
+        raise Refused("order.wrong-draws")
     d = st.domain_of[s]
     replay = st.replays[d] + 1
     # ownership.commit_dgrad_writes

@@ -110,10 +110,11 @@ def check_forward(st, key, slot, token, link, refresh):
     return ticket
 
 
-def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
+def commit_forward(st, slot, ticket, filled, fill_epoch, updates, draws):
     """
     After F: the tape is live and the token advances; an F that refreshes makes the cache current.
-    `updates` counts how often F updated the scales.
+    `updates` counts how often F updated the scales, and `draws` says where F began to draw random
+    numbers.
 
     Guards: ownership, version, order.
     Writes: ownership, version, order, completion.
@@ -133,9 +134,11 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     if reports != 0 and st.filling[s] != ticket and (fill_epoch != NEVER):
         raise Refused("version.fill-unasked")
     # order.commit_forward_guards
+    d = st.domain_of[s]
     if st.reports_updates[s] != 0 and updates != 1:
         raise Refused("order.scaling-updates")
-    d = st.domain_of[s]
+    if st.reports_draws[s] != 0 and draws <= st.drawn[d]:
+        raise Refused("order.draws-again")
     replay = st.replays[d] + 1
     # ownership.commit_forward_writes
     st.consumers[slot] = st.owes[s]
@@ -152,6 +155,9 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
+    if st.reports_draws[s] != 0:
+        st.drawn_at[slot] = draws
+        st.drawn[d] = draws
     # completion.commit_forward_writes
     st.produced[slot] = replay
     st.replays[d] = replay

@@ -85,6 +85,7 @@ def restore(st, epoch, incarnation):
     st.fill(st.poisoned, 0)
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)
+    st.fill(st.drawn, NEVER)
     # arena.restore_writes
     st.fill(st.bound, NEVER)
     st.fill(st.opened, NEVER)

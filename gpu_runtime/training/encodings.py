@@ -1,0 +1,324 @@
+"""
+Encodings of text as tokens: single bytes, byte pairs that are trained here, or a given
+`tokenizer.json`.
+
+Bytes need no package; the other two need `tokenizers`. Every encoding says how many tokens the
+model needs: the largest token's id and one, padded to a multiple of 16, which FP8 products need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from qeffect.report import UnusableError
+from qeffect.text import near, unreadable, within
+
+__all__ = [
+    "END",
+    "MOST",
+    "NAMES",
+    "TOKENIZER",
+    "Bytes",
+    "Encoding",
+    "Given",
+    "Packaged",
+    "Pairs",
+    "open_encoding",
+    "padded",
+]
+
+END = "<|end|>"
+"""The token after each text, in an encoding that is trained here."""
+MOST = 2**31
+"""Largest vocabulary that a training file may name."""
+NAMES = ("bpe", "bytes")
+"""What `--tokenizer` may name beside a file."""
+TOKENIZER = "tokenizer.json"
+"""The file of a corpus that holds its encoding, if the encoding is not bytes."""
+_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Tokens that end a text in known tokenizers, in the order in which they are looked for."""
+
+Ids = np.ndarray[Any, Any]
+
+
+def padded(tokens: int) -> int:
+    """
+    Return the vocabulary that a model needs for a number of tokens: a multiple of 16.
+
+    >>> padded(257), padded(272), padded(50257)
+    (272, 272, 50272)
+    """
+    return -(-tokens // 16) * 16
+
+
+class Encoding(Protocol):
+    """
+    An encoding of text as tokens.
+
+    Attributes:
+        name: `bytes`, `bpe` or `given`.
+        tokens: The largest token's id, and one.
+        vocabulary: The vocabulary of a model for it.
+        end: The token after each text.
+    """
+
+    name: str
+    tokens: int
+    vocabulary: int
+    end: int
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
+        """The tokens of each text, then the end."""
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text, without the end."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+
+    def describe(self) -> dict[str, Any]:
+        """The facts that identify the encoding, for `corpus.json`."""
+
+    def save(self, folder: Path) -> None:
+        """Write into a folder what `open_encoding` reads there beside `corpus.json`."""
+
+
+class Bytes:
+    """One token per byte and one for the end of a text; the other ids up to 272 are unused."""
+
+    name = "bytes"
+    tokens = 257
+    vocabulary = 272
+    end = 256
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
+        """The bytes of each text, then the end."""
+        for text in texts:
+            held = np.empty(len(raw := text.encode("utf-8")) + 1, np.uint32)
+            held[:-1] = np.frombuffer(raw, np.uint8)
+            held[-1] = self.end
+            yield held
+
+    def prompt(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of bytes; a byte that is not UTF-8 becomes U+FFFD, and the end is left out."""
+        return bytes(one for one in ids if one < 256).decode("utf-8", "replace")
+
+    def describe(self) -> dict[str, Any]:
+        """Name and vocabulary, which identify this encoding."""
+        return {"tokenizer": self.name, "vocabulary": self.vocabulary, "tokens": self.tokens}
+
+    def save(self, folder: Path) -> None:
+        """Nothing: `corpus.json` has the name."""
+
+
+class Packaged:
+    """
+    An encoding of the package `tokenizers`.
+
+    Args:
+        made: The package's tokenizer.
+        end: The text of the token after each text.
+        where: What a message names it by.
+        text: Its file, if there is one, which is kept as it is; the package would write another.
+
+    Raises:
+        UnusableError: The end is not one of its tokens, or the vocabulary is too large.
+    """
+
+    name = "given"
+
+    def __init__(self, made: Any, end: str, where: str, text: str | None = None) -> None:
+        self._text: str = made.to_str() if text is None else text
+        made.no_truncation()
+        made.no_padding()
+        self._made, self._end, self._where = made, end, where
+        found = made.token_to_id(end)
+        if found is None:
+            raise UnusableError(f"{where}: expected the token {within(repr(end))}, found none")
+        self.end: int = found
+        self.tokens: int = max(made.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocabulary = padded(self.tokens)
+        if self.vocabulary > MOST:
+            raise UnusableError(
+                f"{where}: expected token ids below {MOST:,}, the largest vocabulary of a training "
+                f"file, found the id {self.tokens - 1:,}"
+            )
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
+        """
+        The tokens of each text, then the end.
+
+        Raises:
+            UnusableError: The tokenizer has no token for a part of a text.
+        """
+        try:
+            encoded = self._made.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the package raises nothing more specific
+            raise UnusableError(f"{self._where}: the text cannot be encoded: {error}") from None
+        for one in encoded:
+            yield np.asarray([*one.ids, self.end], np.uint32)
+
+    def prompt(self, text: str) -> list[int]:
+        """
+        The tokens of a text.
+
+        Raises:
+            UnusableError: As `encode`.
+        """
+        (found,) = self.encode([text])
+        return [int(one) for one in found[:-1]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special tokens."""
+        text: str = self._made.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def describe(self) -> dict[str, Any]:
+        """Name, vocabulary, end, and a hash of the whole encoding."""
+        return {
+            "tokenizer": self.name,
+            "vocabulary": self.vocabulary,
+            "tokens": self.tokens,
+            "end": self._end,
+            "sha256": hashlib.sha256(self._text.encode("utf-8")).hexdigest(),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the encoding in the package's own format."""
+        (folder / TOKENIZER).write_bytes(self._text.encode("utf-8"))
+
+
+class Pairs(Packaged):
+    """
+    Byte-pair encoding, trained here.
+
+    Args:
+        texts: The texts to train on.
+        vocabulary: Most tokens; a text of few different words gives fewer.
+
+    Raises:
+        UnusableError: The package is not installed.
+    """
+
+    name = "bpe"
+
+    def __init__(self, texts: Iterable[str], vocabulary: int) -> None:
+        tokenizers = _package("--tokenizer bpe", "or use --tokenizer bytes")
+        made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        made.train_from_iterator(texts, trainer)
+        super().__init__(made, END, "--tokenizer bpe")
+
+
+class Given(Packaged):
+    """
+    An encoding from a file `tokenizer.json`.
+
+    Args:
+        path: The file.
+        end: The token after each text; None takes the first of `_ENDS` that the encoding has.
+        option: What named the file, for messages.
+
+    Raises:
+        UnusableError: The package is not installed, the file cannot be used, or it has no such end.
+    """
+
+    def __init__(self, path: Path, end: str | None = None, option: str = "--tokenizer") -> None:
+        where = f"{option} {path}"
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            raise UnusableError(f"{where}: expected a file tokenizer.json, in UTF-8") from None
+        except OSError as error:
+            raise UnusableError(f"{where}: {unreadable(error)}") from None
+        tokenizers = _package(where, "or use --tokenizer bytes")
+        try:
+            made = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises nothing more specific
+            raise UnusableError(
+                f"{where}: expected a file tokenizer.json of the package tokenizers, found: "
+                f"{within(str(error))}"
+            ) from None
+        if end is None:
+            end = next((one for one in _ENDS if made.token_to_id(one) is not None), None)
+        if end is None:
+            raise UnusableError(
+                f"{where}: expected one of the tokens {', '.join(_ENDS)}, which end a text, found "
+                "none; name the token with --end"
+            )
+        super().__init__(made, end, where, text)
+
+
+def encoding_of(name: str, end: str | None) -> Given | None:
+    """
+    Return the encoding of a file that `--tokenizer` names; None for a name of `NAMES`.
+
+    Raises:
+        UnusableError: There is no such name and no such file, or `Given` refuses the file.
+    """
+    if name in NAMES:
+        return None
+    path = Path(name)
+    if not path.exists():
+        raise UnusableError(
+            f"--tokenizer: expected {', '.join(NAMES)} or a file tokenizer.json, found no file "
+            f"{within(name)}{near(name, NAMES)}"
+        )
+    return Given(path, end)
+
+
+def open_encoding(folder: Path, option: str) -> tuple[Encoding, dict[str, Any]]:
+    """
+    Return the encoding of a corpus, and the corpus's record.
+
+    Args:
+        folder: The folder that `qeffect runtime corpus` wrote.
+        option: How a user names another folder, for messages.
+
+    Raises:
+        UnusableError: The folder has no corpus, or its encoding cannot be read.
+    """
+    path = folder / "corpus.json"
+    try:
+        record = json.loads(path.read_bytes())
+        name, end = record["tokenizer"], record.get("end", END)
+    except OSError as error:
+        raise UnusableError(
+            f"{path}: {error.strerror or error}; name the folder that qeffect runtime corpus wrote "
+            f"with {option}"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UnusableError(
+            f"{path}: expected the record of a corpus, as qeffect runtime corpus writes it, found "
+            f"something else; name the corpus with {option}"
+        ) from None
+    made: Encoding = Bytes() if name == Bytes.name else Given(folder / TOKENIZER, end, "corpus")
+    return made, record
+
+
+def _package(where: str, instead: str) -> Any:
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError:
+        raise UnusableError(
+            f"{where}: the package tokenizers is not installed; pip install 'qeffect[train]', "
+            f"{instead}"
+        ) from None

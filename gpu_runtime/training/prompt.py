@@ -1,0 +1,155 @@
+"""
+Text from a checkpoint: one process runs the whole model on the CPU, one token after another.
+
+The reference backend computes every F with the scales that the checkpoint holds, as an evaluation
+does. A prompt is read from the model's first position on. Once the text is longer than a window,
+the model sees its last `sequence` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..backends.ends import EMBEDDED, PROJECTED, Ends
+from ..backends.layers import LayerConfig
+from ..backends.protocol import BackendError, parameters
+from ..backends.reference import ReferenceDomain, ReferenceStage
+from ..step.memory.numerical_state import Snapshot
+from .config import Model
+from .export import read_part
+from .state import MODEL, NUMERICAL
+
+__all__ = ["WholeModel", "choose"]
+
+
+@attrs.frozen(eq=False)
+class WholeModel:
+    """
+    A model of a checkpoint, in this process.
+
+    Args:
+        model: Its dimensions.
+        batch: Windows of an F; only the first one has text.
+        stage: All its layers, with embedding and head.
+        facts: The checkpoint's facts.
+    """
+
+    model: Model
+    batch: int
+    stage: ReferenceStage
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, path: Path) -> WholeModel:
+        """
+        Load a checkpoint, over any number of ranks, after the hash of each file was compared.
+
+        Scales are those of the first replica.
+
+        Raises:
+            BackendError: The folder is not a whole checkpoint of `qeffect runtime train`, or it is
+                another backend's.
+        """
+        weights, facts = read_part(path, MODEL)
+        given = facts["must"].get("given", {}).get("model")
+        if not isinstance(given, dict):
+            raise BackendError(
+                f"{path}: expected a model's dimensions among the facts, found none; name a "
+                "checkpoint of qeffect runtime train"
+            )
+        if (backend := facts["must"].get("backend")) != ReferenceDomain.name:
+            raise BackendError(
+                f"{path}: expected a checkpoint of the reference backend, which a CPU runs, found "
+                f"one of {backend}"
+            )
+        known = attrs.fields_dict(Model)
+        model = Model(**{name: value for name, value in given.items() if name in known})
+        batch = next(n for n in range(1, 17) if model.sequence * n % 16 == 0)
+        layer = LayerConfig(model.hidden, model.ffn, model.heads, model.sequence, batch)
+        ends = Ends(
+            vocabulary=model.vocabulary,
+            embedding=True,
+            head=True,
+            tied=model.tied,
+            dynamic=model.head == "torchao",
+        )
+        domain = ReferenceDomain(model.history)
+        stage = ReferenceStage(0, domain, layer, num_layers=model.layers, first=True, ends=ends)
+        into = {name: one.detach() for name, one in parameters(stage).items()}
+        if model.tied:
+            weights[PROJECTED] = weights[EMBEDDED]
+        _copy(path, weights, into)
+        scales, _ = read_part(path, f"{NUMERICAL}.dp0", compared=True)
+        _copy(path, scales, stage.numerical_state())
+        stage.refresh_cache()
+        return cls(model, batch, stage, facts)
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """The logits of the token that follows; the scales stay those of the checkpoint."""
+        seen = list(ids)[-self.model.sequence :]
+        tokens = torch.zeros(self.model.sequence, self.batch, dtype=torch.int64)
+        tokens[: len(seen), 0] = torch.tensor(seen)
+        held = Snapshot(tuple(self.stage.numerical_state().values()))
+        with torch.no_grad():
+            (found,) = self.stage.native_forward((tokens,), first=False)
+        held.restore()
+        row: Tensor = found[len(seen) - 1, 0].float()
+        return row
+
+    def continued(
+        self, ids: Sequence[int], *, tokens: int, below: int, temperature: float, seed: int
+    ) -> Iterator[int]:
+        """
+        Yield tokens that continue a text.
+
+        Args:
+            ids: The text's tokens, at least one.
+            tokens: How many to yield.
+            below: Only tokens below this number are chosen: the others of the vocabulary are
+                padding.
+            temperature: As for `choose`.
+            seed: Seed of the choices.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        text = list(ids)
+        for _ in range(tokens):
+            text.append(choose(self.logits(text)[:below], temperature, generator))
+            yield text[-1]
+
+
+def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """
+    Choose a token.
+
+    Args:
+        logits: Of each token.
+        temperature: Divides the logits before the draw; 0 takes the most probable token.
+        generator: Draws.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    weights = torch.softmax((logits.double() - logits.max()) / temperature, 0)
+    return int(torch.multinomial(weights, 1, generator=generator))
+
+
+def _copy(path: Path, found: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name; all names and shapes must be equal."""
+    if odd := sorted(found.keys() ^ into.keys()):
+        raise BackendError(
+            f"{path}: the checkpoint and its model disagree on {len(odd)} tensors, first {odd[0]}; "
+            "load it with the version that wrote it"
+        )
+    for name, tensor in into.items():
+        if found[name].shape != tensor.shape:
+            raise BackendError(
+                f"{path}: {name}: expected shape {tuple(tensor.shape)}, found "
+                f"{tuple(found[name].shape)}"
+            )
+        with torch.no_grad():
+            tensor.copy_(found[name])

@@ -1,0 +1,155 @@
+"""
+A run that begins from the weights of a file, such as `qeffect runtime export` writes.
+
+Only weights come from the file: AdamW's state, scales and the position in the text begin anew.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.cli.command import needs
+from qeffect.report import UnusableError
+from qeffect.text import within
+
+from ..backends.protocol import BackendError, parameters
+from ..ranks.membership import agree_on, all_gather
+from ..ranks.worker import Worker
+from .state import Naming
+
+__all__ = ["StartingWeights", "load_start"]
+
+#: The first bytes of what `torch.save` writes.
+_ZIP = b"PK"
+
+
+@attrs.frozen
+class StartingWeights:
+    """
+    The weights of a file; a weight is read when it is asked for.
+
+    Args:
+        path: The file.
+        names: Names of the weights.
+        read: Returns the weight of a name.
+    """
+
+    path: Path
+    names: frozenset[str]
+    read: Callable[[str], Tensor]
+
+    @classmethod
+    def open(cls, path: Path) -> StartingWeights:
+        """
+        Open a file of safetensors, or a dictionary that `torch.save` wrote; its content decides.
+
+        Raises:
+            BackendError: The file cannot be read, or holds something else.
+            UnusableError: The file is of safetensors, and that package is missing.
+        """
+        try:
+            with path.open("rb") as file:
+                zipped = file.read(len(_ZIP)) == _ZIP
+        except OSError as error:
+            raise BackendError(f"{path}: {error.strerror or error}") from None
+        try:
+            return cls._of_torch(path) if zipped else cls._of_safetensors(path)
+        except UnusableError:
+            raise
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise _unknown(path, within(str(error), 80)) from None
+
+    @classmethod
+    def _of_torch(cls, path: Path) -> StartingWeights:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(held, Mapping) or not all(
+            isinstance(name, str) and isinstance(one, Tensor) for name, one in held.items()
+        ):
+            raise _unknown(path, f"a {type(held).__name__} of something else")
+        return cls(path, frozenset(held), held.__getitem__)
+
+    @classmethod
+    def _of_safetensors(cls, path: Path) -> StartingWeights:
+        library: Any = needs("export", lambda: __import__("safetensors"))
+        try:
+            opened = library.safe_open(path, "pt")
+        except library.SafetensorError as error:
+            raise _unknown(path, within(str(error), 80)) from None
+        return cls(path, frozenset(opened.keys()), opened.get_tensor)
+
+
+def _unknown(path: Path, found: str) -> BackendError:
+    return BackendError(
+        f"{path}: expected weights as a file of safetensors or of torch.save, found: {found}"
+    )
+
+
+def load_start(worker: Worker, naming: Naming, path: Path, where: str) -> int:
+    """
+    Write the weights of a file into a model before its first step; every rank calls it.
+
+    Args:
+        worker: This rank, whose epoch is 0.
+        naming: The model's names.
+        path: The file, which every rank reads.
+        where: The field that names it, for messages.
+
+    Returns:
+        How many weights the file has.
+
+    Raises:
+        BackendError: On every rank, before a weight changes: a rank cannot read the file, or names,
+            shapes or types differ from the model's.
+    """
+    into = [
+        (naming(stage.index, local), parameter)
+        for stage in worker.runtime.stages.values()
+        for local, parameter in parameters(stage).items()
+    ]
+    found, problem = None, ""
+    try:
+        found = StartingWeights.open(path)
+    except (BackendError, UnusableError) as error:
+        problem = f"{where}: {error}"
+    agree_on(worker.member, problem)
+    assert found is not None
+    own = [name for name, _ in into]
+    needed = {name for names in all_gather(worker.member, own) for name in names}
+    agree_on(worker.member, _odd(found, needed, into, where))
+    worker.runtime.drain()
+    with torch.no_grad():
+        for name, parameter in into:
+            parameter.copy_(found.read(name))
+    worker.optimizer.take_parameters()
+    worker.runtime.drain()
+    return len(needed)
+
+
+def _odd(
+    found: StartingWeights, needed: set[str], into: Sequence[tuple[str, Tensor]], where: str
+) -> str:
+    """Say how the file differs from the model; empty if it does not."""
+    said = f"{where}: {found.path}"
+    if lacking := sorted(needed - found.names):
+        return f"{said} has no {lacking[0]}, and {len(lacking)} weights are missing in all"
+    if further := sorted(found.names - needed):
+        return f"{said} has {further[0]}, which the model lacks, and {len(further)} such weights"
+    for name, parameter in into:
+        try:
+            held = found.read(name)
+        except (OSError, RuntimeError) as error:
+            return f"{said}: {name} cannot be read: {within(str(error), 80)}"
+        for what, expected, there in (
+            ("shape", list(parameter.shape), list(held.shape)),
+            ("type", parameter.dtype, held.dtype),
+        ):
+            if expected != there:
+                return f"{said}: {name}: expected the {what} {expected}, found {there}"
+    return ""

@@ -1,0 +1,358 @@
+"""
+Token files from one's own text: plain text and JSON lines, one file or many, blended by weights.
+
+A file whose name ends in `.jsonl` or `.ndjson` has one JSON object a line, each with one text in
+the same field. Any other file is one text. JSON lines are read line by line, so a file may be
+larger than memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import attrs
+import numpy as np
+
+from qeffect.report import UnusableError
+from qeffect.text import json_mistake, unreadable, within
+
+from .corpus_files import begin_tokens, replaced, token_type, write_record
+from .encodings import Encoding
+
+__all__ = ["LINES", "TextFile", "blend", "make_text"]
+
+LINES = (".jsonl", ".ndjson")
+"""Endings of files of JSON lines."""
+_BATCH = 1 << 20
+"""Characters that are encoded together."""
+_TIMES = 1000
+"""How often a blend may repeat a file; more is taken for a mistake."""
+
+
+@attrs.frozen
+class TextFile:
+    """
+    A file of text.
+
+    Args:
+        path: The file.
+        field: The field of a JSON line that has the text.
+        held_out: Share of the text that is not for training.
+    """
+
+    path: Path
+    field: str = "text"
+    held_out: float = 0.0
+
+    @property
+    def in_lines(self) -> bool:
+        """Whether each line is a JSON object."""
+        return self.path.suffix.lower() in LINES
+
+    def texts(self) -> Iterator[tuple[str, bool]]:
+        """
+        Yield each text that is not empty, and whether it is held out.
+
+        A text of JSON lines is held out by its hash: equal texts are on the same side. The end of
+        plain text is held out, from the line whose start is nearest.
+
+        Raises:
+            UnusableError: The file cannot be read, is not UTF-8, or a line is not a JSON object
+                with a text in the field.
+        """
+        try:
+            if not self.in_lines:
+                text = self._decoded(self.path.read_bytes(), "")
+                at = _cut(text, self.held_out)
+                yield from ((part, out) for part, out in ((text[:at], False), (text[at:], True)))
+                return
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        text = self._field(line, number)
+                        yield text, _share(text) < self.held_out
+        except OSError as error:
+            raise UnusableError(f"--text {self.path}: {unreadable(error)}") from None
+
+    def _field(self, line: bytes, number: int) -> str:
+        where = f", line {number}"
+        text = self._decoded(line, where)
+        try:
+            held = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            said = error.msg if isinstance(error, json.JSONDecodeError) else json_mistake(error)
+            self._refuse(where, f"expected a JSON object, found a mistake ({said})")
+        if not isinstance(held, dict):
+            self._refuse(
+                where, f"expected a JSON object, found {within(line.decode().strip(), 40)}"
+            )
+        if self.field not in held:
+            named = within(", ".join(map(repr, held)) or "no field", 60)
+            self._refuse(
+                where,
+                f"expected a text in the field {self.field!r}, found {named}; name the field with "
+                "--field",
+            )
+        found = held[self.field]
+        if not isinstance(found, str):
+            shown = within(json.dumps(found), 40)
+            self._refuse(where, f"expected a text in the field {self.field!r}, found {shown}")
+        try:
+            found.encode("utf-8")
+        except UnicodeEncodeError:
+            self._refuse(where, f"expected UTF-8 in the field {self.field!r}, found a surrogate")
+        return found
+
+    def _decoded(self, content: bytes, where: str) -> str:
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self._refuse(where, f"expected UTF-8, found another byte, at byte {error.start}")
+
+    def _refuse(self, where: str, said: str) -> NoReturn:
+        raise UnusableError(f"--text {self.path}{where}: {said}")
+
+
+def _share(text: str) -> float:
+    """A number from 0 to 1 that only the text decides."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:4], "big") / 2**32
+
+
+def _cut(text: str, held_out: float) -> int:
+    """Where the end of a text begins: at the nearest start of a line, if one is near."""
+    share = int(len(text) * held_out)
+    at = len(text) - share
+    starts = [text.rfind("\n", 0, at) + 1, text.find("\n", at) + 1]
+    near = [start for start in starts if start and abs(start - at) <= share // 2]
+    return min(near, key=lambda start: abs(start - at), default=at)
+
+
+@attrs.define
+class _Counts:
+    """What one file has."""
+
+    bytes: int = 0
+    texts: int = 0
+    empty: int = 0
+    held_out: int = 0
+
+
+def _survey(file: TextFile) -> _Counts:
+    """
+    Read a file once, before anything is encoded.
+
+    Raises:
+        UnusableError: As `TextFile.texts`, or the file has no text to train on.
+    """
+    found = _Counts()
+    for text, out in file.texts():
+        found.bytes += len(text.encode("utf-8"))
+        if not text:
+            found.empty += file.in_lines
+        elif out:
+            found.held_out += 1
+        else:
+            found.texts += 1
+    if not found.texts:
+        what = "all of it is held out; lower --held-out" if found.held_out else "found none"
+        raise UnusableError(f"--text {file.path}: expected a text to train on, {what}")
+    return found
+
+
+@attrs.frozen
+class _Spooled:
+    """
+    The tokens of one file's texts, on the disk.
+
+    Args:
+        path: The raw tokens.
+        kind: Their type.
+        ends: For each text, the place after its last token.
+    """
+
+    path: Path
+    kind: np.dtype[Any]
+    ends: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return self.ends[-1] if self.ends else 0
+
+    def tokens(self) -> np.ndarray[Any, Any]:
+        """The tokens, mapped into memory."""
+        return np.memmap(self.path, self.kind, mode="r", shape=(self.count,))
+
+
+def _spool(
+    file: TextFile, encoding: Encoding, place: Path, kind: np.dtype[Any]
+) -> tuple[_Spooled, _Spooled]:
+    """Encode a file's texts into two files of raw tokens: those to train on, and the others."""
+    places = [place.with_name(f"{place.name}-{side}") for side in ("train", "held_out")]
+    ends = array("q"), array("q")
+    batches: tuple[list[str], list[str]] = [], []
+    with ExitStack() as opened:
+        streams = [opened.enter_context(path.open("wb")) for path in places]
+
+        def encode(side: int) -> None:
+            for ids in encoding.encode(batches[side]):
+                streams[side].write(ids.astype(kind).tobytes())
+                ends[side].append(len(ids) + (ends[side][-1] if ends[side] else 0))
+            batches[side].clear()
+
+        sizes = [0, 0]
+        for text, out in file.texts():
+            if text:
+                batches[out].append(text)
+                sizes[out] += len(text)
+            if sizes[out] >= _BATCH:
+                encode(out)
+                sizes[out] = 0
+        for side in range(2):
+            encode(side)
+    first, second = (_Spooled(path, kind, own) for path, own in zip(places, ends, strict=True))
+    return first, second
+
+
+def blend(counts: Sequence[int], weights: Sequence[Fraction]) -> list[int]:
+    """
+    Return how many tokens each file gives, so that the tokens have the ratio of the weights.
+
+    Every file gives all of its tokens at least once, and one file exactly once: the file with the
+    most tokens for its weight.
+
+    >>> blend([100, 100], [Fraction(3), Fraction(1)]), blend([900, 100], [Fraction(1), Fraction(1)])
+    ([300, 100], [900, 900])
+    """
+    total = max(count / weight for count, weight in zip(counts, weights, strict=True))
+    return [round(total * weight) for weight in weights]
+
+
+def _mixed(
+    files: Sequence[_Spooled], wanted: Sequence[int], end: int
+) -> Iterator[np.ndarray[Any, Any]]:
+    """
+    Yield texts of all files in turn, each file's as often as wanted; the last one may be cut.
+
+    The file that is furthest behind its share gives the next text, so any long part of the result
+    has about the weights' ratio.
+    """
+    held = [file.tokens() for file in files]
+    given = [0] * len(files)
+    at = [0] * len(files)
+    queue = [(0.0, n) for n in range(len(files))]
+    while queue:
+        _, n = heapq.heappop(queue)
+        ends = files[n].ends
+        start = ends[at[n] - 1] if at[n] else 0
+        part = held[n][start : ends[at[n]]]
+        if (left := wanted[n] - given[n]) < len(part):
+            part = part[:left].copy()
+            part[-1] = end
+        yield part
+        given[n] += len(part)
+        at[n] = (at[n] + 1) % len(ends)
+        if given[n] < wanted[n]:
+            heapq.heappush(queue, (given[n] / wanted[n], n))
+
+
+def make_text(
+    out: Path,
+    files: Sequence[TextFile],
+    weights: Sequence[Fraction] | None,
+    encode: Callable[[Iterator[str]], Encoding],
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """
+    Write `train.npy`, `held_out.npy`, `corpus.json`, and `tokenizer.json` if the encoding has one.
+
+    Args:
+        out: The folder to write to; made if missing.
+        files: The text.
+        weights: The weight of each file; None takes every file once, one after the other.
+        encode: Returns the encoding, from the texts to train on.
+        show: Shows a line of progress.
+
+    Returns:
+        The content of `corpus.json`.
+
+    Raises:
+        UnusableError: A file or the folder cannot be used; the folder is then unchanged.
+    """
+    counts = []
+    for file in files:
+        show(f"Reading {file.path}")
+        counts.append(_survey(file))
+    if weights is not None:
+        sizes = [found.bytes for found in counts]
+        _require_few(files, sizes, blend(sizes, weights))
+
+    def training() -> Iterator[str]:
+        for file in files:
+            yield from (text for text, out in file.texts() if text and not out)
+
+    encoding = encode(training())
+    kind = token_type(encoding.vocabulary)
+    with replaced(out) as part:
+        train, held_out = [], []
+        for n, file in enumerate(files):
+            show(f"Encoding {file.path}")
+            own_train, own_held_out = _spool(file, encoding, part / str(n), kind)
+            train.append(own_train)
+            held_out.append(own_held_out)
+        own = [one.count for one in train]
+        wanted = own if weights is None else blend(own, weights)
+        record: dict[str, Any] = {
+            "texts": [
+                {
+                    "file": str(file.path),
+                    **attrs.asdict(found),
+                    "weight": None if weights is None else float(weights[n]),
+                    "tokens": own[n],
+                    "held_out_tokens": held_out[n].count,
+                    "train_tokens": wanted[n],
+                }
+                for n, (file, found) in enumerate(zip(files, counts, strict=True))
+            ],
+            **encoding.describe(),
+            "train_tokens": sum(wanted),
+            "held_out_tokens": sum(one.count for one in held_out),
+        }
+        with (part / "train.npy").open("wb") as stream:
+            begin_tokens(stream, kind, sum(wanted))
+            if weights is None:
+                _append(stream, train)
+            else:
+                for tokens in _mixed(train, wanted, encoding.end):
+                    stream.write(tokens.tobytes())
+        if record["held_out_tokens"]:
+            with (part / "held_out.npy").open("wb") as stream:
+                begin_tokens(stream, kind, record["held_out_tokens"])
+                _append(stream, held_out)
+        encoding.save(part)
+        write_record(part, record)
+    return record
+
+
+def _require_few(files: Sequence[TextFile], own: Sequence[int], wanted: Sequence[int]) -> None:
+    for file, has, takes in zip(files, own, wanted, strict=True):
+        if takes > _TIMES * has:
+            raise UnusableError(
+                f"--weights: expected to repeat a file at most {_TIMES:,} times, found "
+                f"{takes / has:,.0f} times for {file.path}; give it a smaller weight"
+            )
+
+
+def _append(stream: BinaryIO, files: Sequence[_Spooled]) -> None:
+    for file in files:
+        with file.path.open("rb") as raw:
+            while chunk := raw.read(_BATCH):
+                stream.write(chunk)

@@ -1,0 +1,196 @@
+"""A prompt, continued by the model of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.training.prompt import WholeModel, choose
+
+from .helpers import SMALL
+
+SENTENCE = "the quick brown fox. "
+"""21 characters: windows of 16 tokens begin at each of them."""
+RUN = (
+    SMALL.format(vocabulary=272, layers=2)
+    + """[parallel]
+schedule = "1f1b"
+batch = 8
+microbatches = 2
+[data]
+train = "corpus/train.npy"
+held_out = "corpus/train.npy"
+[optimizer]
+rate = 0.01
+least_rate = 0.001
+warmup = 10
+[run]
+steps = 100
+log = "log.jsonl"
+evaluate_windows = 8
+[checkpoint]
+folder = "kept/here"
+"""
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run over a sentence that repeats."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text(SENTENCE * 300)
+    words = ["--text", str(folder / "text.txt"), "--tokenizer", "bytes", "--held-out", "0"]
+    assert main(["runtime", "corpus", "--out", str(folder / "corpus"), "--quiet", *words]) == 0
+    (folder / "run.toml").write_text(RUN)
+    # In a process of its own, which becomes a rank.
+    command = [sys.executable, "-m", "qeffect", "runtime", "train", str(folder / "run.toml")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (found,) = (folder / "kept" / "here").glob("step-*")
+    return found
+
+
+def generate(capsys: pytest.CaptureFixture[str], checkpoint: Path, *words: str) -> dict[str, Any]:
+    """What the command says as JSON."""
+    capsys.readouterr()
+    assert main(["runtime", "generate", str(checkpoint), "--json", "--quiet", *words]) == 0
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return said
+
+
+def refused(capsys: pytest.CaptureFixture[str], checkpoint: Path, *words: str) -> str:
+    """The line with which the command says that its input is unusable."""
+    capsys.readouterr()
+    given = words if "--prompt" in words else ("--prompt", "we", *words)
+    assert main(["runtime", "generate", str(checkpoint), "--quiet", *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_repeated_sentence_is_continued(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also beyond a window of 16 tokens; the text is the prompt and what follows."""
+    said = generate(capsys, checkpoint, "--prompt", "the quick", "--tokens", "75")
+    assert said["text"] == SENTENCE * 4
+    assert (len(said["tokens"]), said["ended"], said["step"]) == (75, False, 100)
+    assert (
+        main(["runtime", "generate", str(checkpoint), "--prompt", "fox. t", "--tokens", "8"]) == 0
+    )
+    out, err = capsys.readouterr()
+    assert out == "fox. the quick\n"
+    assert "After 100 steps, on the CPU with the reference backend" in err
+
+
+def test_draws_follow_their_seed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same seed gives the same text; hot draws differ, and never take an unused token."""
+    words = ["--prompt", "we", "--tokens", "30", "--temperature", "50", "--seed"]
+    first, again, other = (generate(capsys, checkpoint, *words, seed) for seed in "112")
+    assert first == again
+    assert first["tokens"] != other["tokens"]
+    assert max(first["tokens"] + other["tokens"]) < 257
+    cold = ["--prompt", "the quick", "--tokens", "30", "--temperature", "0.01"]
+    assert generate(capsys, checkpoint, *cold)["text"] == (SENTENCE * 2)[:39]
+
+
+def test_the_model_is_the_one_that_was_trained(checkpoint: Path) -> None:
+    """Token by token, its loss is the one that the run's own evaluation found."""
+    folder = checkpoint.parents[2]
+    *_, said = (json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines())
+    text = np.load(folder / "corpus" / "train.npy")
+    whole = WholeModel.of(checkpoint)
+    losses = [
+        float(torch.nn.functional.cross_entropy(whole.logits(part), torch.tensor(int(target))))
+        for start in range(0, 128, 16)
+        for n in range(16)
+        for part, target in [(text[start : start + n + 1].tolist(), text[start + n + 1])]
+    ]
+    assert sum(losses) / len(losses) == pytest.approx(said["held_out_loss"], abs=1e-5)
+
+
+def test_a_text_that_ends_is_left_there(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end itself is not printed."""
+
+    def told(*_: object, **__: object) -> Iterator[int]:
+        yield from [104, 105, 256, 104]
+
+    monkeypatch.setattr(WholeModel, "continued", told)
+    said = generate(capsys, checkpoint, "--prompt", "oh ")
+    assert (said["text"], said["tokens"], said["ended"]) == ("oh hi", [104, 105], True)
+
+
+def test_a_moved_checkpoint_needs_its_corpus(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the option; another run's corpus is refused."""
+    moved = tmp_path / checkpoint.name
+    moved.mkdir()
+    for path in checkpoint.iterdir():
+        (moved / path.name).write_bytes(path.read_bytes())
+    assert "name its folder with --corpus" in refused(capsys, moved)
+    own = str(checkpoint.parents[2] / "corpus")
+    given = ["--prompt", "the quick", "--tokens", "12", "--corpus"]
+    assert generate(capsys, moved, *given, own)["text"] == SENTENCE
+
+    other = tmp_path / "corpus"
+    (tmp_path / "other.txt").write_text("another text")
+    words = ["--text", str(tmp_path / "other.txt"), "--tokenizer", "bytes"]
+    assert main(["runtime", "corpus", "--out", str(other), "--quiet", *words]) == 0
+    line = refused(capsys, moved, "--corpus", str(other))
+    assert "expected the corpus of the run, with 6301 tokens, found one with 13" in line
+    assert "corpus.json: No such file" in refused(capsys, moved, "--corpus", str(tmp_path))
+    (other / "corpus.json").write_text("[]")
+    assert "expected the record of a corpus" in refused(capsys, moved, "--corpus", str(other))
+
+    (moved / "facts.json").write_bytes(b"{}")
+    assert "facts.json has 2 bytes" in refused(capsys, moved, "--corpus", own)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens", "0"], "--tokens must be at least 1, not 0"),
+        (["--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
+        (["--temperature", "nan"], "--temperature: expected a finite number of at least 0"),
+        (["--seed", "3"], "the most probable token needs no draw; add --temperature"),
+        (["--seed", "-3", "--temperature", "1"], "--seed: expected 0 to"),
+        (["--prompt", ""], "--prompt: expected a value, found an empty one"),
+    ],
+)
+def test_options_out_of_range_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    """Before the checkpoint is read."""
+    assert said in refused(capsys, tmp_path / "none", *words)
+
+
+def test_another_backend_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU runs the reference backend only."""
+    monkeypatch.setattr("qeffect.gpu_runtime.training.prompt.ReferenceDomain.name", "else")
+    with pytest.raises(BackendError, match="found one of reference"):
+        WholeModel.of(checkpoint)
+
+
+def test_a_draw_has_the_weights_of_its_logits() -> None:
+    """A low temperature does not overflow; none takes the largest."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 2.0, 1.0])
+    assert choose(logits, 0.0, generator) == 1
+    assert choose(logits, 1e-300, generator) == 1
+    drawn = [choose(logits, 1.0, generator) for _ in range(600)]
+    shares = torch.softmax(logits, 0)
+    for token in range(3):
+        assert drawn.count(token) / 600 == pytest.approx(float(shares[token]), abs=0.06)
