@@ -144,6 +144,7 @@ class Tape:
         slot: The slot that owns the tape.
         stores: Where the library queues deferred work; one private set per slot, because a store
             is a bare FIFO queue without key or owner.
+        drawn: Where its F drew random numbers: positions of the generator, in order.
     """
 
     slot: int
@@ -152,6 +153,7 @@ class Tape:
     outputs: tuple[Tensor, ...] = ()
     work: list[DeferredWork] = attrs.field(factory=list)
     bound: Mapping[str, Tensor] | None = None
+    drawn: tuple[int, ...] = ()
 
     @property
     def queued(self) -> tuple[str, ...]:
@@ -164,6 +166,7 @@ class Tape:
         self.outputs = ()
         self.work.clear()
         self.bound = None
+        self.drawn = ()
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -182,6 +185,9 @@ class Reports:
         recorded: Whether the reports of `filled` and `updates` during a capture hold for each
             replay of the graph. False if the device decides whether a captured kernel acts, for
             example by a flag in its memory.
+        draws: Whether F draws random numbers and leaves on its tape where (`Tape.drawn`).
+        recomputes: Whether dI recomputes F and reports in `Dgrads.draws` where it drew; requires
+            `draws`.
 
     Raises:
         ValueError: ``carried`` without `updates`, the unit of positions.
@@ -193,6 +199,8 @@ class Reports:
         default=None, validator=attrs.validators.optional(attrs.validators.in_(TAPE_SCALES))
     )
     recorded: bool = False
+    draws: bool = False
+    recomputes: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.tape_scales == "carried" and self.updates is None:
@@ -222,12 +230,14 @@ class Dgrads:
         queued: The units whose work is now deferred.
         scales: Value of `Reports.updates` when the F ran whose scales dI used; None if the backend
             does not report it, or if dI used the scales of more than one F.
+        draws: Where the recomputation of F began to draw random numbers; None if not reported.
     """
 
     inputs: tuple[Tensor, ...]
     non_matrix: tuple[Tensor, ...]
     queued: tuple[str, ...]
     scales: int | None = None
+    draws: int | None = None
 
 
 @attrs.frozen(eq=False)

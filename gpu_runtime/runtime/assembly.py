@@ -213,6 +213,8 @@ class Assembly:
             reports_fills=reports.filled is not None,
             reports_updates=reports.updates is not None,
             tape_scales=reports.tape_scales,
+            reports_draws=reports.draws,
+            recomputes_draws=reports.recomputes,
             pool=self.config.pool,
             buckets=self._buckets(memory),
             buffers=buffers if "arena" in self.relations else {},

@@ -503,13 +503,13 @@ class GuardedActions:
         effects: Effects = UNREPORTED,
     ) -> TapeRef | None:
         """Tell the kernel what an action did; incomplete evidence fails the step."""
-        names, updates, scales = effects
+        names, updates, scales, draws = effects
         filled = None
         if names:  # a cast reads the weights immediately: those of the current epoch
             filled = [(name, self.contract.epoch) for name in names]
         try:
             return self.contract.commit(
-                ticket, evidence, filled=filled, updates=updates, scales=scales
+                ticket, evidence, filled=filled, updates=updates, scales=scales, draws=draws
             )
         except BaseException:
             # The kernel has aborted the ticket whose evidence failed.

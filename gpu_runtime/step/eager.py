@@ -193,7 +193,8 @@ class EagerExecutor:
         outputs = memory.stage.forward(slot.tape, slot.inputs)
         slot.outputs = tuple(output.detach() for output in outputs)
         self._count("F", slot.index)
-        return Effects(reports.take_filled(), reports.since(before))
+        drawn = slot.tape.drawn[0] if reports.source.draws and slot.tape.drawn else None
+        return Effects(reports.take_filled(), reports.since(before), draws=drawn)
 
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
@@ -208,7 +209,8 @@ class EagerExecutor:
         slot.dgrads = result.inputs
         slot.non_matrix = result.non_matrix
         self._count("dI", slot.index)
-        effects = Effects(None, reports.since(before), reports.token(result.scales))
+        draws = result.draws if reports.source.recomputes else None
+        effects = Effects(None, reports.since(before), reports.token(result.scales), draws)
         return memory.evidence_of(result.queued), effects
 
     def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:

@@ -23,11 +23,13 @@ class Effects(NamedTuple):
         filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
         scales: For dI: the kernel's token at the F whose scales dI used.
+        draws: Where F, or its recomputation in dI, began to draw random numbers.
     """
 
     filled: tuple[str, ...] | None = None
     updates: int | None = None
     scales: int | None = None
+    draws: int | None = None
 
 
 UNREPORTED = Effects()
@@ -65,7 +67,7 @@ class StageReports:
         if "version" not in relations or not stage.units:
             told = attrs.evolve(told, filled=None)
         if "order" not in relations:
-            told = attrs.evolve(told, updates=None, tape_scales=None)
+            told = attrs.evolve(told, updates=None, tape_scales=None, draws=False, recomputes=False)
         return cls(told)
 
     def restart(self) -> None:

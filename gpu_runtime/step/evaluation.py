@@ -8,6 +8,7 @@ afterwards and compared: what it reports to the kernel is what the comparison fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -49,7 +50,8 @@ def evaluated(
         if not cached:
             stage.refresh_cache()
             memory.reports.take_filled()
-        outputs = stage.native_forward(_taken(memory, inputs), first=False)
+        with getattr(stage.domain, "without_dropout", nullcontext)():
+            outputs = stage.native_forward(_taken(memory, inputs), first=False)
         found = tuple(output.detach() for output in outputs)
         filled = memory.reports.take_filled()
     finally:

@@ -26,12 +26,17 @@ TINY = LayerConfig(hidden=32, ffn=64, heads=2, sequence=16)
 
 
 def reference_stages(
-    order: Order, history: int, config: LayerConfig = SMALL, *, num_layers: int = 1
+    order: Order,
+    history: int,
+    config: LayerConfig = SMALL,
+    *,
+    num_layers: int = 1,
+    dropout: float = 0.0,
 ) -> list[ReferenceStage]:
     """Fresh stages in one fresh state domain, the same bits each time."""
     domain = ReferenceDomain(history)
     return [
-        ReferenceStage(index, domain, config, num_layers=num_layers, seed=index)
+        ReferenceStage(index, domain, config, num_layers=num_layers, seed=index, dropout=dropout)
         for index in order.stages
     ]
 
@@ -50,9 +55,10 @@ def native(
     config: LayerConfig = SMALL,
     *,
     num_layers: int = 1,
+    dropout: float = 0.0,
 ) -> Recording:
     """A recorded run of the backend's own full backward."""
-    stages = reference_stages(order, history, config, num_layers=num_layers)
+    stages = reference_stages(order, history, config, num_layers=num_layers, dropout=dropout)
     same_sum = rule_for(order, rule, dtype)
     recording = Recording(f"native, {same_sum}")
     NativeRun(
@@ -97,6 +103,7 @@ def guarded_run(
     config: LayerConfig = TINY,
     *,
     num_layers: int = 1,
+    dropout: float = 0.0,
     provisioning: Provisioning = "live",
     readers: bool = True,
     captured: bool = False,
@@ -105,7 +112,7 @@ def guarded_run(
     counts: Counts | None = None,
 ) -> GuardedRun:
     """A fresh guarded runtime over reference stages, with data and an optimizer."""
-    stages = reference_stages(order, history, config, num_layers=num_layers)
+    stages = reference_stages(order, history, config, num_layers=num_layers, dropout=dropout)
     runtime = Runtime(
         stages,
         order,

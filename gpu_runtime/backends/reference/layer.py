@@ -17,9 +17,16 @@ class ReferenceLayer(torch.nn.Module):
     """Attention and MLP with residuals: four products, with the scaling state of one layer."""
 
     def __init__(
-        self, name: str, config: LayerConfig, domain: ReferenceDomain, generator: torch.Generator
+        self,
+        name: str,
+        config: LayerConfig,
+        domain: ReferenceDomain,
+        generator: torch.Generator,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.domain = domain
+        self.dropout = dropout
         hidden, ffn = config.hidden, config.ffn
         self.name = name
         self.heads = config.heads
@@ -57,8 +64,9 @@ class ReferenceLayer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """F over `(sequence, batch, hidden)`."""
-        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
-        result: Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        drop, p = self.domain.drop, self.dropout
+        x = x + drop(self.proj(self.attention(self.qkv(self.norm1(x)))), p)
+        result: Tensor = x + drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))), p)
         return result
 
     def attention(self, qkv: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from qeffect.text import shown
 
 from ..devices import placed
 from ..protocol import BackendError, StageBackend
+from .dropout import RandomNumbers
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -100,10 +101,12 @@ class Recomputation:
     Args:
         at: The domain's `rolls` when F ran.
         scales: Copies of the scales that F quantized with, by the identity of their state.
+        position: Where F began to draw random numbers for the layer; it moves as dI draws again.
     """
 
     at: int
     scales: Mapping[int, Tensor]
+    position: Tensor
 
 
 @attrs.define(eq=False)
@@ -121,6 +124,8 @@ class ReferenceDomain:
     Attributes:
         rolls: Scaling updates that the host has seen so far: one per F and dI, successful or not.
             Never reset: a reader that compares it must remember the first value.
+        drops: Whether a stage of the domain drops elements.
+        random: The random numbers of the domain's dropout.
 
     Raises:
         ValueError: `history_length` is not an int of at least 1, or `tape_scales` is unknown.
@@ -130,6 +135,7 @@ class ReferenceDomain:
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"), converter=placed)
     margin: int = 0
     tape_scales: str = "carried"
+    drops: bool = attrs.field(default=False, init=False)
     rolls: int = attrs.field(default=0, init=False)
     frozen: bool = attrs.field(default=False, init=False)
     _stages: list[StageBackend] = attrs.field(factory=list, init=False)
@@ -139,6 +145,8 @@ class ReferenceDomain:
     _first_unclaimed: bool = attrs.field(default=False, init=False)
     _used: set[int] = attrs.field(factory=set, init=False)
     recomputing: Recomputation | None = attrs.field(default=None, init=False)
+    random: RandomNumbers = attrs.field(factory=RandomNumbers, init=False)
+    _dropping: bool = attrs.field(default=True, init=False)
 
     name = "reference"
 
@@ -214,15 +222,33 @@ class ReferenceDomain:
             which quantizes with copies of the scales of now and records no amax.
         """
         scales = {id(state): state.scale.detach().clone() for state in states}
-        return nullcontext(), self._recompute(Recomputation(self.rolls, scales))
+        drawn = self.random.position.clone()
+        return nullcontext(), self._recompute(Recomputation(self.rolls, scales, drawn))
 
     @contextmanager
     def _recompute(self, what: Recomputation) -> Iterator[None]:
-        outer, self.recomputing = self.recomputing, what
+        own = attrs.evolve(what, position=what.position.clone())
+        outer, self.recomputing = self.recomputing, own
         try:
             yield
         finally:
             self.recomputing = outer
+
+    def drop(self, value: Tensor, probability: float) -> Tensor:
+        """Drop elements; a recomputation drops those that its F dropped."""
+        if not self._dropping or probability == 0.0:
+            return value
+        again = self.recomputing
+        return self.random.drop(value, probability, None if again is None else again.position)
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Drop nothing, for an evaluation."""
+        before, self._dropping = self._dropping, False
+        try:
+            yield
+        finally:
+            self._dropping = before
 
     def claim_first(self) -> bool:
         """Whether the caller is this F's first FP8 module, whose backward rolls the histories."""
@@ -254,11 +280,13 @@ class ReferenceDomain:
         """Nothing can join unseen: `join` refuses after `freeze`."""
 
     def extra_state(self) -> Mapping[str, Tensor]:
-        """None: every history belongs to a layer of a stage."""
-        return {}
+        """The position of the random generator, if a stage drops elements."""
+        return {"generator.position": self.random.position} if self.drops else {}
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """CUDA graphs need a CUDA device."""
+        """CUDA graphs need a CUDA device, and dropout draws on the host."""
+        if self.drops:
+            return ("dropout of the reference backend draws on the host",)
         if self.device.type != "cuda":
             return (f"device {self.device} has no CUDA graphs",)
         return ()

@@ -61,8 +61,11 @@ class ReferenceStage(torch.nn.Module):
         ends: Which ends of a language model the stage has; None for a stage of layers alone.
         recompute: Whether a tape keeps only the inputs of its layers, and dI recomputes their
             activations (`torch.utils.checkpoint`, non-reentrant).
+        dropout: Probability with which each layer drops elements of its two residual branches.
+            The domain's generator draws at its position, on the host.
 
     Raises:
+        ValueError: The probability of dropout is not in [0, 1).
         ValueError: A stage recomputes in a domain of live scales, which are gone by then.
     """
 
@@ -82,14 +85,19 @@ class ReferenceStage(torch.nn.Module):
         seed: int = 0,
         ends: Ends | None = None,
         recompute: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         if recompute and domain.tape_scales == "live":
             raise ValueError(
                 "recompute=True needs a domain with tape_scales='carried': under 'live' the scales "
                 "of F are gone when dI recomputes"
             )
         self.recompute = recompute
+        self.dropout = dropout
+        domain.drops = domain.drops or dropout > 0.0
         self.index = index
         self.domain = domain
         self.config = config
@@ -105,7 +113,7 @@ class ReferenceStage(torch.nn.Module):
         for n in range(num_layers):
             if ends is not None:
                 generator.manual_seed(part_seed(seed, 2 + ends.first_layer + n))
-            layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator))
+            layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator, dropout))
         self.layers = torch.nn.ModuleList(layers)
         self.head: ReferenceHead | DynamicHead | None = None
         if ends is not None and ends.head and ends.dynamic:
@@ -162,6 +170,8 @@ class ReferenceStage(torch.nn.Module):
             updates=lambda: self.domain.rolls,
             tape_scales=self.domain.tape_scales,
             recorded=True,
+            draws=self.dropout > 0.0 and len(self.layers) > 0,
+            recomputes=self.dropout > 0.0 and len(self.layers) > 0 and self.recompute,
         )
 
     def _versions(self) -> list[int]:
@@ -181,7 +191,9 @@ class ReferenceStage(torch.nn.Module):
         for linear, store in zip(self._all_linears, tape.stores, strict=True):
             linear.store = store
         tape.inputs = tuple(inputs)
+        self.domain.random.take()
         tape.outputs = self._run(inputs)
+        tape.drawn = self.domain.random.take()
         return tape.outputs
 
     def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -220,6 +232,7 @@ class ReferenceStage(torch.nn.Module):
             )
         wanted = [x for x in tape.inputs if x.requires_grad]
         self.domain.take_used()
+        self.domain.random.take()
         gradients = torch.autograd.grad(
             tape.outputs, [*wanted, *self._direct], list(output_gradients)
         )
@@ -234,7 +247,14 @@ class ReferenceStage(torch.nn.Module):
             gradients[len(wanted) :],
             tuple(tape.queued),
             self.domain.take_used(),
+            self._drawn_again(tape),
         )
+
+    def _drawn_again(self, tape: Tape) -> int | None:
+        """Where dI drew again: where F began, or else a position at which F did not draw."""
+        again = self.domain.random.take()
+        other = [position for position in again if position not in tape.drawn]
+        return next(iter(other), min(again, default=None))
 
     def tie(self, unit: str, other: ScaledLinear) -> None:
         """
