@@ -470,7 +470,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 from an evaluation until the stream that reads the gradients has waited for the graph "
         "stream; also after a finalize on a stream that has yet to wait for the latest replay",
-        "commit_evaluation wait finalize restore",
+        "commit_evaluation wait finalize",
     ),
     # reduction
     _state(
