@@ -8,11 +8,13 @@ the three. Tests marked ``ci`` are what ``dev`` leaves out; ``ci`` and ``nightly
 from __future__ import annotations
 
 import os
-from typing import Final, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Any, Final, TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 
-__all__ = ["NAMES", "PROFILE", "REASON", "THINNED", "by_profile", "described", "load"]
+__all__ = ["NAMES", "PROFILE", "REASON", "THINNED", "by_profile", "described", "few", "load"]
 
 T = TypeVar("T")
 
@@ -69,3 +71,18 @@ def described() -> str:
 def by_profile(dev: T, ci: T) -> T:
     """Return the first value under ``dev``, the second under ``ci`` and ``nightly``."""
     return dev if THINNED else ci
+
+
+def few(cases: Iterable[Any], dev: Collection[int]) -> list[Any]:
+    """
+    Return the cases of a matrix as parameters of a test; ``dev`` leaves most of them out.
+
+    Args:
+        cases: Cases; a tuple has a value for each parameter.
+        dev: Positions of the cases that ``dev`` runs too. The others are marked ``ci``.
+    """
+    made = []
+    for n, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        made.append(pytest.param(*values, marks=() if n in dev else pytest.mark.ci))
+    return made

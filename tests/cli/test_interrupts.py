@@ -154,7 +154,10 @@ def test_every_long_command_ends_at_once(
 
 @pytest.mark.parametrize(
     "whole_group",
-    [pytest.param(False, id="alone", marks=pytest.mark.nightly), pytest.param(True, id="group")],
+    [
+        pytest.param(False, id="alone", marks=pytest.mark.nightly),
+        pytest.param(True, id="group", marks=pytest.mark.ci),
+    ],
 )
 def test_mutants_end_at_once(whole_group: bool, processes: list[subprocess.Popen[str]]) -> None:
     """While mutants are tried in reachable states, which takes long and says little."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from qeffect.gpu_runtime.ranks.job import Job
+from tests.profiles import few
 from tests.ranks import launch_bodies
 from tests.ranks.ranks import launch
 from tests.training.helpers import language, noise
@@ -60,7 +61,7 @@ def test_an_action_twice(tmp_path: Path) -> None:
     assert one_cause(said, [0, 1])["clause"] == "ownership.duplicate-wgrad"
 
 
-@pytest.mark.parametrize("action", ["1F1", "warm-up", None])
+@pytest.mark.parametrize("action", few(["1F1", "warm-up", None], [0]))
 def test_a_rank_that_is_killed(action: str | None, tmp_path: Path) -> None:
     """In mid-step, or between two steps: the other stops, and says who."""
     said = launch(2, tmp_path, launch_bodies.killed, TWO, "cpu", 1, action)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import Limits
@@ -45,6 +46,7 @@ def survivors(said: Said, dead: int) -> list[dict[str, Any]]:
     return [said.words[n] for n in said.words if n != dead]
 
 
+@pytest.mark.ci
 def test_after_a_cause_that_all_survive_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """
     A refusal, an exception, a lost and a doubled message; each is rebuilt and run again.
@@ -109,6 +111,7 @@ def test_a_killed_process_is_named_by_what_it_owed(tmp_path: Path) -> None:
     assert [word["rebuild"] for word in words] == [cause["text"]] * 3
 
 
+@pytest.mark.ci
 def test_a_rank_that_is_killed_in_the_sum_over_copies_stops_all(tmp_path: Path) -> None:
     """The other copy's rank waits in that sum; those of the other replica have ended theirs."""
     (tmp_path / "said").mkdir()

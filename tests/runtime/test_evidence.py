@@ -168,7 +168,9 @@ class TestMatrix:
         "case",
         [
             pytest.param(
-                MATRIX[n], marks=() if n in FEW else pytest.mark.nightly, id=MATRIX[n].name
+                MATRIX[n],
+                marks=() if n == FEW[0] else pytest.mark.ci if n in FEW else pytest.mark.nightly,
+                id=MATRIX[n].name,
             )
             for n in SQUARE
         ],
@@ -193,6 +195,7 @@ class TestMatrix:
 
 
 class TestCompare:
+    @pytest.mark.ci
     def test_two_cases_with_faults(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -225,7 +228,12 @@ class TestCompare:
         assert "0 mismatched" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        "what", ["bit", pytest.param("missing", marks=pytest.mark.nightly), "failure"]
+        "what",
+        [
+            "bit",
+            pytest.param("missing", marks=pytest.mark.nightly),
+            pytest.param("failure", marks=pytest.mark.ci),
+        ],
     )
     def test_a_planted_difference(
         self,

@@ -18,6 +18,7 @@ import pytest
 from qeffect.cli.interrupts import INTERRUPTED, descendants
 from tests.cli.test_interrupts import LIMIT_S, START_S, alive, interrupted, pytestmark  # noqa: F401
 from tests.cli.test_interrupts import processes as processes
+from tests.profiles import few
 
 from .helpers import CONFIG, SMALL, text
 
@@ -114,7 +115,7 @@ def wait(process: subprocess.Popen[str], at: Callable[[], bool]) -> None:
     time.sleep(1.0)
 
 
-@pytest.mark.parametrize("slow", ["start", "step", "evaluation", "save"])
+@pytest.mark.parametrize("slow", few(["start", "step", "evaluation", "save"], [1]))
 def test_one_rank_ends_at_once(
     slow: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:

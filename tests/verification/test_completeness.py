@@ -13,6 +13,7 @@ from qeffect.verification.proofs.finite import SCOPE, solver_of
 from qeffect.verification.proofs.obligations import Composition, Obligation
 from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding
+from tests.profiles import few
 
 from .strengthened import with_guard
 
@@ -52,17 +53,7 @@ STRONGER = [
 ]
 
 
-#: The profile dev runs one of each check.
-FEW = (0, 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("half", "test"),
-    [
-        pytest.param(*case, marks=() if n in FEW else pytest.mark.ci)
-        for n, case in enumerate(STRONGER)
-    ],
-)
+@pytest.mark.parametrize(("half", "test"), few(STRONGER, (0, 3)))
 def test_a_guard_that_is_too_strong_is_found(half: str, test: str) -> None:
     """An over-strong guard leaves its own check open, whether or not a test would notice it."""
     opened = {obligation.transition for obligation in _open(with_guard(half, test), 500)}

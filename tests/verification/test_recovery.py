@@ -15,6 +15,7 @@ from qeffect.verification.proofs.obligations import (
 from qeffect.verification.proofs.recovery import ENDED, recovery
 from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding
+from tests.profiles import few
 
 from .strengthened import with_guard
 
@@ -52,17 +53,7 @@ STRONGER = [
 ]
 
 
-#: The profile dev runs these: a restore, an abort, and the failure of a reduction.
-FEW = (1, 3, 7)
-
-
-@pytest.mark.parametrize(
-    ("half", "test", "transition"),
-    [
-        pytest.param(*case, marks=() if n in FEW else pytest.mark.ci)
-        for n, case in enumerate(STRONGER)
-    ],
-)
+@pytest.mark.parametrize(("half", "test", "transition"), few(STRONGER, (1, 7)))
 def test_a_guard_that_could_shut_it_is_found(half: str, test: str, transition: str) -> None:
     """An over-strong guard on the way back leaves its own step open, and no other."""
     found = _proved(with_guard(half, test), 1_000)
