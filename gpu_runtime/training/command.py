@@ -25,7 +25,7 @@ from qeffect.text import counted
 
 from ..backends.protocol import BackendError
 from ..ranks.consent import Cause, StoppedError
-from ..ranks.membership import Limits, Member, launcher_ranks
+from ..ranks.membership import Member, launcher_ranks
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ..report import Report, environment
 from .assembly import JobData, backend_of, measure_cut, open_job
@@ -178,9 +178,8 @@ def _carry_out(
     deterministic: bool,
     resume: bool,
 ) -> Outcome:
-    limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
     deterministic = deterministic or config.run.deterministic
-    member = join_ranks(config.run.device, limits, deterministic=deterministic)
+    member = join_ranks(config.run.device, config.waits(), deterministic=deterministic)
     config, data = measure_cut(member, config, data, resume=resume)
     job = data.job
     what = (

@@ -16,6 +16,7 @@ import attrs
 from qeffect.report import UnusableError
 
 from ..backends.layers import LayerConfig
+from ..ranks.membership import Limits
 from ..runtime import MODES
 from ..step.memory.arena import RULES
 from ..step.memory.scaling import AMAX
@@ -31,10 +32,12 @@ __all__ = [
     "Optimizing",
     "Parallel",
     "Run",
+    "Waiting",
 ]
 
 _PART_SEED = 2**47 - 1
 """Largest seed from which the seeds of a model's parts are derived (`ends.drawn`)."""
+_DEFAULT = Limits()
 _TIMES = "may change; if left out, those of the checkpoint are used"
 _WEIGHTS = "may change; weights come from the checkpoint"
 _DECAY = "may change; 0 keeps those of the run that began"
@@ -193,7 +196,7 @@ class Optimizing:
 @attrs.frozen(kw_only=True)
 class Run:
     """
-    Table `[run]`: length, device, log, evaluation and timeouts.
+    Table `[run]`: length, device, log and evaluation.
 
     Args:
         steps: Optimizer steps of the whole run, those before a resume included.
@@ -213,8 +216,6 @@ class Run:
             time. If not, a run that resumes may end with other bits than a run that never stopped.
             `--compare` always asks for such kernels.
         retries: How often in a row a stopped step is started again, if all ranks survived the stop.
-        start_s: Timeout for all ranks to meet.
-        commit_s: Timeout for all ranks to reach a commit.
         max_seconds: Time of the run from the meeting of its ranks on, after which it finishes its
             step, saves and ends; 0 for no limit.
     """
@@ -231,8 +232,6 @@ class Run:
     event_logs: str = text("", unit="path")
     deterministic: bool = flag(True)
     retries: int = whole(0, 0, unit="attempts")
-    start_s: float = number(120.0, positive=True, unit="s")
-    commit_s: float = number(120.0, positive=True, unit="s")
     max_seconds: float = number(0.0, unit="s")
 
 
@@ -265,6 +264,26 @@ class Checkpointing:
 
 
 @attrs.frozen(kw_only=True)
+class Waiting:
+    """
+    Table `[limits]`: how long ranks wait for one another. Every wait has one of these limits; a
+    rank that waited longer ends the step with a cause.
+
+    Args:
+        start_s: Time for all ranks to meet, and to meet again after a stop.
+        message_s: Time for one message of the pipeline or of replicas that the host waits for.
+        commit_s: Time for all ranks to reach a commit, and for a rank's device to finish the work
+            that the commit reads.
+        grace_s: Time for all ranks to say why they stopped.
+    """
+
+    start_s: float = number(_DEFAULT.start, positive=True, unit="s")
+    message_s: float = number(_DEFAULT.message, positive=True, unit="s")
+    commit_s: float = number(_DEFAULT.commit, positive=True, unit="s")
+    grace_s: float = number(_DEFAULT.grace, positive=True, unit="s")
+
+
+@attrs.frozen(kw_only=True)
 class Config:
     """
     A training run.
@@ -275,8 +294,9 @@ class Config:
         parallel: Schedule and mapping onto ranks.
         data: Token files.
         optimizer: Learning rate and update.
-        run: Length, device, log, evaluation and timeouts.
+        run: Length, device, log and evaluation.
         checkpoint: Saves.
+        limits: How long ranks wait for one another.
     """
 
     source: Path = Path("train.toml")
@@ -286,6 +306,7 @@ class Config:
     optimizer: Optimizing = attrs.field(factory=Optimizing)
     run: Run = attrs.field(factory=Run)
     checkpoint: Checkpointing = attrs.field(factory=Checkpointing)
+    limits: Waiting = attrs.field(factory=Waiting)
 
     def path(self, name: str) -> Path:
         """Return a path of the file, taken from the file's own folder."""
@@ -305,6 +326,16 @@ class Config:
             both = str(error).startswith("sequence * batch")
             where = "[model] sequence and [parallel] batch:" if both else "[model]"
             raise UnusableError(f"{self.source}: {where} {error}") from None
+
+    def waits(self) -> Limits:
+        """Return the time limits of `[limits]`."""
+        given = self.limits
+        return Limits(
+            start=given.start_s,
+            message=given.message_s,
+            commit=given.commit_s,
+            grace=given.grace_s,
+        )
 
     def require_drawn(self, what: str) -> None:
         """
@@ -334,4 +365,5 @@ TABLES: Mapping[str, type] = {
     "optimizer": Optimizing,
     "run": Run,
     "checkpoint": Checkpointing,
+    "limits": Waiting,
 }

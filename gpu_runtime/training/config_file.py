@@ -19,11 +19,13 @@ from qeffect.text import json_mistake, near, unreadable
 
 from .config import TABLES, Config
 
-__all__ = ["differences", "read", "translated"]
+__all__ = ["current", "differences", "read", "translated"]
 
 _T = TypeVar("_T")
 _FLAGS = ("captured", "one_launch")
 """Fields of `[parallel]` that `mode` replaces."""
+_MOVED = ("start_s", "commit_s")
+"""Fields of `[limits]` that stood in `[run]`."""
 
 
 def read(path: Path, **changes: Mapping[str, Any]) -> Config:
@@ -67,6 +69,8 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             )
         if name == "parallel":
             found = _with_mode(path, found)
+        if name == "run":
+            _require_moved(path, found)
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
         if over:  # a bad value of the file is refused also where the command line replaces it
             _table(path, name, kind, {**over, **found})
@@ -99,13 +103,28 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     >>> differences({"run": {"steps": 4, "log": ""}}, {"run": {"steps": 6, "log": ""}})
     ['[run] steps was 4, is 6']
     """
-    before = {**saved, "parallel": translated(saved.get("parallel", {}))}
+    before = current(saved)
     return [
         f"[{table}] {name} was {before.get(table, {}).get(name)!r}, is {value!r}"
         for table, fields in own.items()
         for name, value in fields.items()
         if before.get(table, {}).get(name) != value
     ]
+
+
+def current(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return the tables of a run of an earlier release with the fields of this one.
+
+    >>> current({"parallel": {"captured": False}, "run": {"steps": 4, "start_s": 60.0}})
+    {'parallel': {'mode': 'eager'}, 'run': {'steps': 4}, 'limits': {'start_s': 60.0}}
+    """
+    new = {**tables, "parallel": translated(tables.get("parallel", {}))}
+    run = new.get("run", {})
+    if moved := {name: run[name] for name in _MOVED if name in run}:
+        new["run"] = {name: value for name, value in run.items() if name not in moved}
+        new["limits"] = {**moved, **new.get("limits", {})}
+    return new
 
 
 def translated(parallel: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +168,15 @@ def _with_mode(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
         stacklevel=3,
     )
     return new
+
+
+def _require_moved(path: Path, given: Mapping[str, Any]) -> None:
+    """Refuse the fields of `[run]` that stand in `[limits]` now."""
+    for name in _MOVED:
+        if name in given:
+            raise UnusableError(
+                f"{path}: [run] {name}: this field has moved; write it below [limits]"
+            )
 
 
 def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _T:

@@ -24,7 +24,7 @@ from ..ranks.assembly import build_worker
 from ..ranks.causes import TerminatedError
 from ..ranks.consent import StoppedError
 from ..ranks.launcher import Launcher
-from ..ranks.membership import Limits, Member, agree_on, all_gather
+from ..ranks.membership import Member, agree_on, all_gather
 from ..step.clipping import Norm
 from ..step.graphs import GraphExecutor
 from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
@@ -124,7 +124,7 @@ class Trainer:
             self.job,
             backend_of(config),
             mode=mode,
-            limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
+            limits=config.waits(),
             event_log=self._event_log(),
             registry=_DESTINATIONS,
         )

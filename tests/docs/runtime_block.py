@@ -11,7 +11,7 @@ from typing import Any
 from qeffect.gpu_runtime.lab.commands.plots import sweep_names
 from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
 from qeffect.gpu_runtime.training.config import TABLES
-from qeffect.gpu_runtime.training.config_file import read, translated
+from qeffect.gpu_runtime.training.config_file import current, read
 from qeffect.report import package
 from tests.docs import device_block, scale_block, summary_block, tables_block
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
@@ -298,13 +298,13 @@ def example_of(report: Mapping[str, Any]) -> str | None:
     asked = report["configuration"]
     if "optimizer" not in asked:
         return None
-    asked = {**asked, "parallel": translated(asked["parallel"])}  # older reports have flags
+    asked = current(asked)
     tables = [name for name in TABLES if name != "checkpoint"]
     for path in sorted(EXAMPLES.glob("*.toml")):
         options = {name: asked["run"][name] for name in ("steps", "device")}
         made = read(path, run=options).record()
         # An older report lacks the fields that were added later.
-        if all({f: made[t].get(f) for f in asked[t]} == asked[t] for t in tables):
+        if all({f: made[t].get(f) for f in asked.get(t, {})} == asked.get(t, {}) for t in tables):
             return path.name
     return None
 

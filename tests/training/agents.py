@@ -36,6 +36,7 @@ every = 20
 steps = {STEPS}
 log = "log.jsonl"
 log_every = 20
+[limits]
 start_s = 60
 commit_s = 30
 """

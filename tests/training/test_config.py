@@ -15,7 +15,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.ranks.membership import join, launcher_ranks
+from qeffect.gpu_runtime.ranks.membership import Limits, join, launcher_ranks
 from qeffect.gpu_runtime.training import config, config_page, fields
 from qeffect.gpu_runtime.training.config import TABLES
 from qeffect.gpu_runtime.training.config_file import differences, read
@@ -101,8 +101,31 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ("steps = 3", f"steps = {10**30}", "a whole number of at least 1 and at most 9,007,199,"),
         ("steps = 3", f"steps = 0x{16**6000:x}", "found a number of too many digits"),
         ("steps = 3", f"steps = {'9' * 6000}", "expected a TOML file, found"),
-        ("steps = 3", f"steps = 3\ncommit_s = {10**400}", "above 0 and at most 1,000,000,000"),
-        ("steps = 3", "steps = 3\nstart_s = 1e300", "[run] start_s: expected a number above 0 and"),
+        (
+            "steps = 3",
+            f"steps = 3\n[limits]\ncommit_s = {10**400}",
+            "above 0 and at most 1,000,000,000",
+        ),
+        (
+            "steps = 3",
+            "steps = 3\n[limits]\nstart_s = 1e300",
+            "[limits] start_s: expected a number above",
+        ),
+        (
+            "steps = 3",
+            "steps = 3\n[limits]\ngrace_s = 0",
+            "[limits] grace_s: expected a number above 0",
+        ),
+        (
+            "steps = 3",
+            "steps = 3\nstart_s = 60",
+            "[run] start_s: this field has moved; write it",
+        ),
+        (
+            "steps = 3",
+            "steps = 3\ncommit_s = 60",
+            "[run] commit_s: this field has moved; write it",
+        ),
         ("layers = 2", f"layers = 2\nseed = {2**63}", "[model] seed: expected a whole number of"),
         ("hidden = 32", f"hidden = {2**40}", "[model] hidden: expected a whole number of at l"),
         ("rate = 0.02", "rate = 1e-5", "[optimizer] least_rate: expected at most rate, which is"),
@@ -194,6 +217,25 @@ def test_flags_of_an_earlier_release_are_a_mode(flags: str, mode: str, tmp_path:
     with pytest.warns(DeprecationWarning, match=f'write mode = "{mode}"'):
         found = read(path)
     assert found.parallel.mode == mode
+
+
+def test_limits_of_the_file_are_those_of_every_wait(tmp_path: Path) -> None:
+    """Each of the four reaches the ranks; a file without them has the ranks' own defaults."""
+    (tmp_path / "own.toml").write_text(
+        "[limits]\nstart_s = 1\nmessage_s = 2.5\ncommit_s = 3\ngrace_s = 4\n"
+    )
+    (tmp_path / "none.toml").write_text("")
+
+    assert read(tmp_path / "own.toml").waits() == Limits(start=1, message=2.5, commit=3, grace=4)
+    assert read(tmp_path / "none.toml").waits() == Limits()
+
+
+def test_limits_of_an_earlier_release_are_compared() -> None:
+    """Which of them a run has changed since its checkpoint was written."""
+    saved = {"run": {"steps": 3, "start_s": 60.0, "commit_s": 30.0}}
+    own = {"run": {"steps": 3}, "limits": {"start_s": 60.0, "commit_s": 40.0}}
+
+    assert differences(saved, own) == ["[limits] commit_s was 30.0, is 40.0"]
 
 
 def test_a_checkpoint_of_an_earlier_release_has_a_mode(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from ..reports.report import (
     require_place,
 )
 from ..runner.training_run import RunControl, RunName, train_run
-from ..sides.training import limits_of
 
 __all__ = ["add_curves_arguments", "merge_reports", "run_curves"]
 
@@ -132,7 +131,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.held_out_steps is not None:
         windows = args.held_out_steps * job.windows_a_step
     windows = min(windows, held_out.tokens.windows(held_out.sequence))
-    member = join_ranks(first.run.device, limits_of(first), deterministic=True)
+    member = join_ranks(first.run.device, first.waits(), deterministic=True)
     if member.rank:
         progress = Progress(enabled=False)
     times: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
-from ...ranks.membership import Limits, all_gather
+from ...ranks.membership import all_gather
 from ...ranks.processes import report_once
 from ...runtime import mode_on
 from ...training.assembly import backend_of
@@ -84,7 +84,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
         config.run.steps,
         backend_of(config),
         captured=captured,
-        limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
+        limits=config.waits(),
     )
     own = {
         "totals": result.totals(),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...ranks.assembly import build_worker
-from ...ranks.membership import Limits, Member
+from ...ranks.membership import Member
 from ...ranks.processes import join_ranks
 from ...runtime import Mode
 from ...training.assembly import backend_of, open_job
@@ -52,7 +52,7 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
     run = read(config, run={"device": device})
     data = open_job(run)
     require_processes(run, data.job, f"look_price {config}")
-    limits = Limits(start=run.run.start_s, commit=run.run.commit_s)
+    limits = run.waits()
     member = join_ranks(run.run.device, limits, deterministic=run.run.deterministic)
     wanted: Mode = "replays" if run.parallel.mode == "one launch" else run.parallel.mode
     mode, _ = mode_of(member, data.job, wanted)

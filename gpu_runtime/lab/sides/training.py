@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ...backends.protocol import BackendError
 from ...ranks.assembly import build_worker
-from ...ranks.membership import Limits, Member
+from ...ranks.membership import Member
 from ...training.assembly import JobData, backend_of
 from ...training.config import Config
 from ...training.evaluate import evaluate
@@ -15,12 +15,7 @@ from ..comparisons.evaluation import evaluate_native
 from ..comparisons.ranks import native_pipeline
 from .pipelines import NativeSide, TrainedSide
 
-__all__ = ["evaluate_side", "guarded_training", "limits_of", "native_training"]
-
-
-def limits_of(config: Config) -> Limits:
-    """The time limits of a run's configuration."""
-    return Limits(start=config.run.start_s, commit=config.run.commit_s)
+__all__ = ["evaluate_side", "guarded_training", "native_training"]
 
 
 def native_training(member: Member, config: Config, data: JobData) -> NativeSide:
@@ -38,7 +33,7 @@ def guarded_training(member: Member, config: Config, data: JobData) -> TrainedSi
     mode, why = mode_of(member, data.job, config.parallel.mode)
     if why:
         raise BackendError(f"{config.source}: no step of a launched run can be one launch: {why}")
-    worker = build_worker(member, data.job, backend_of(config), mode=mode, limits=limits_of(config))
+    worker = build_worker(member, data.job, backend_of(config), mode=mode, limits=config.waits())
     return TrainedSide(worker)
 
 
