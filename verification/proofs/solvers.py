@@ -144,6 +144,11 @@ class Z3:
     def _again(self, goal: Goal) -> tuple[str, float]:
         return self._alone(goal, self.lemmas(goal.relations))
 
+    def _anew(self, goal: Goal) -> tuple[str, float]:
+        """Ask as at first, but a solver whose state no earlier goal has changed."""
+        fresh = Z3(self.composition, seed=self.seed, proved=self.proved, timeout=self.timeout)
+        return fresh._attempt([goal], self.lemmas(goal.relations), (), PATIENCE)[0]
+
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
         """Ask again with every lemma, and with the facts about columns that are never written."""
         lemmas = frozenset(self.composition.lemmas)
@@ -159,6 +164,7 @@ class Z3:
         """Yield the attempts at a goal that haste left open, cheapest first."""
         if goal.relations is not None:
             yield partial(self._with_all, effort=GLANCE)
+            yield self._anew
             yield partial(self._told, effort=PATIENCE)
             yield self._again
             yield self._with_all
