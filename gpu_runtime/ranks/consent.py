@@ -83,10 +83,21 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
     looks = 0
     while not done.query():
         looks += 1
-        if looks % _PATIENCE == 0 and consent is not None and consent.stopped():
-            given_up = given_up or time.monotonic() + grace / 4
-            if time.monotonic() > given_up:
-                raise LostError("commit", -1, False, "another rank has stopped")
+        if looks % _PATIENCE == 0 and consent is not None:
+            try:
+                stopped = bounded(consent.stopped, max(until - time.monotonic(), 0.0))
+            except TimeoutError:
+                if done.query():
+                    return
+                raise LostError(
+                    "commit", -1, True,
+                    f"rank {consent.rank} waited {deadline:g} s for its device; meanwhile the "
+                    "ranks' common store did not answer",
+                ) from None  # fmt: skip
+            if stopped:
+                given_up = given_up or time.monotonic() + grace / 4
+                if time.monotonic() > given_up:
+                    raise LostError("commit", -1, False, "another rank has stopped")
         if time.monotonic() > until:
             raise LostError("commit", -1, True, "device work did not finish before the deadline")
         time.sleep(_DEVICE_POLL_S)
