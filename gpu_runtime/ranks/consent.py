@@ -51,6 +51,7 @@ __all__ = [
     "DisagreementError",
     "StoppedError",
     "TerminatedError",
+    "UnansweredError",
     "action_name",
     "wait_for",
 ]
@@ -62,6 +63,13 @@ _MARGIN_S = 10.0
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
+
+
+class UnansweredError(LostError):
+    """The ranks' common store did not answer before a wait's deadline."""
+
+    def __str__(self) -> str:
+        return self.library
 
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
@@ -77,6 +85,7 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
 
     Raises:
         LostError: The work did not finish in time.
+        UnansweredError: Nor did the store answer in that time.
     """
     until = time.monotonic() + deadline
     given_up = None
@@ -89,10 +98,10 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
             except TimeoutError:
                 if done.query():
                     return
-                raise LostError(
+                raise UnansweredError(
                     "commit", -1, True,
-                    f"rank {consent.rank} waited {deadline:g} s for its device; meanwhile the "
-                    "ranks' common store did not answer",
+                    f"commit: rank {consent.rank} waited {deadline:g} s for its device; meanwhile "
+                    "the ranks' common store did not answer",
                 ) from None  # fmt: skip
             if stopped:
                 given_up = given_up or time.monotonic() + grace / 4
