@@ -51,6 +51,7 @@ __all__ = [
     "DisagreementError",
     "StoppedError",
     "TerminatedError",
+    "UnansweredError",
     "action_name",
     "wait_for",
 ]
@@ -62,6 +63,13 @@ _MARGIN_S = 10.0
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
+
+
+class UnansweredError(LostError):
+    """The ranks' common store did not answer before a wait's deadline."""
+
+    def __str__(self) -> str:
+        return self.library
 
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
@@ -77,16 +85,28 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
 
     Raises:
         LostError: The work did not finish in time.
+        UnansweredError: Nor did the store answer in that time.
     """
     until = time.monotonic() + deadline
     given_up = None
     looks = 0
     while not done.query():
         looks += 1
-        if looks % _PATIENCE == 0 and consent is not None and consent.stopped():
-            given_up = given_up or time.monotonic() + grace / 4
-            if time.monotonic() > given_up:
-                raise LostError("commit", -1, False, "another rank has stopped")
+        if looks % _PATIENCE == 0 and consent is not None:
+            try:
+                stopped = bounded(consent.stopped, max(until - time.monotonic(), 0.0))
+            except TimeoutError:
+                if done.query():
+                    return
+                raise UnansweredError(
+                    "commit", -1, True,
+                    f"commit: rank {consent.rank} waited {deadline:g} s for its device; meanwhile "
+                    "the ranks' common store did not answer",
+                ) from None  # fmt: skip
+            if stopped:
+                given_up = given_up or time.monotonic() + grace / 4
+                if time.monotonic() > given_up:
+                    raise LostError("commit", -1, False, "another rank has stopped")
         if time.monotonic() > until:
             raise LostError("commit", -1, True, "device work did not finish before the deadline")
         time.sleep(_DEVICE_POLL_S)

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks import consent as consent_module
 from qeffect.gpu_runtime.ranks.attempt import agree_on_attempt
-from qeffect.gpu_runtime.ranks.consent import Consent
+from qeffect.gpu_runtime.ranks.bounded import bounded
+from qeffect.gpu_runtime.ranks.channels import LostError
+from qeffect.gpu_runtime.ranks.consent import Consent, wait_for
 from qeffect.schedule.tables import read_fixture
 
 KEEPS_STORE = """
@@ -175,3 +177,23 @@ def test_a_stop_whose_store_does_not_answer_has_a_cause(monkeypatch: pytest.Monk
     assert time.monotonic() - began < 10
     assert (cause.kind, cause.rank, cause.recoverable) == ("lost", 0, False)
     assert "RuntimeError: here; the ranks' common store is gone (no answer within" in cause.text
+
+
+def test_a_device_wait_whose_store_does_not_answer_ends_at_its_deadline() -> None:
+    """A rank away from the store, whose device cannot finish either, names rank and limit."""
+    table = read_fixture("Schedule1F1B_pp2_vpp1_m4.comms.csv")
+    channels = SimpleNamespace(posted=dict, let_go=lambda: None, close=lambda: None, log=None)
+    unfinished = SimpleNamespace(query=lambda: False)
+    with lost_store(signal.SIGSTOP) as store:
+        consent = Consent(store, None, 1, 2, (), cast(Any, channels), table, [0, 1])
+        failed = bounded(lambda: raised_by(unfinished, consent), 5.0)
+    assert failed.late
+    assert str(failed).startswith("commit: rank 1 waited 0.5 s for its device; meanwhile")
+    assert "store did not answer" in str(failed)
+
+
+def raised_by(done: Any, consent: Consent) -> LostError:
+    """Return the error of a wait for a device."""
+    with pytest.raises(LostError) as caught:
+        wait_for(done, consent, deadline=0.5, grace=0.5)
+    return caught.value
