@@ -121,7 +121,9 @@ class Verdicts:
                 (v for v in said.values() if v["peer"] == rank), key=self._place_of_awaited
             )
             late = all(v["kind"] == "late" for v in (seen or said.values()))
-            awaited = self._awaited_of(seen[0]) if seen else {"stage": None, "action": None}
+            together = {v["awaits"] for v in said.values() if v["peer"] == -1}
+            place = together.pop() if len(together) == 1 else None  # of all ranks, as evaluations
+            awaited = self._awaited_of(seen[0]) if seen else {"stage": None, "action": place}
             text = "the process did not reach it in time" if late else "the process has ended"
             if seen:
                 text += f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})"

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backends.protocol import BackendError, StageBackend
+from ..backends.protocol import StageBackend
+from ..ranks.channels import LostError
 from ..ranks.membership import Member, all_gather
 from ..ranks.worker import Worker
 from ..step.memory.numerical_state import Snapshot, live_state
+from .checkpoint.agreement import lost, stop
 from .data import Loader
 from .language_model import LanguageJob
 
@@ -41,7 +43,7 @@ def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -
 
     Raises:
         Refused: A step is in progress.
-        BackendError: A message between ranks was lost.
+        StoppedError: A rank is gone, or did not answer in time; all ranks stop with one cause.
     """
     table = worker.table
     placed = PlacedStages(
@@ -50,8 +52,11 @@ def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -
         [worker.ranks[table.stage_to_rank[index]] for index in range(table.num_stages)],
         worker.replica,
     )
-    with worker.runtime.apart():
-        return mean_loss(placed, job, held_out, windows)
+    try:
+        with worker.runtime.apart():
+            return mean_loss(placed, job, held_out, windows)
+    except LostError as error:
+        raise stop(worker, error, None, at="evaluation") from None
 
 
 @attrs.frozen
@@ -87,7 +92,7 @@ def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows:
         windows: As for `evaluate`.
 
     Raises:
-        BackendError: A message between ranks was lost.
+        LostError: A message between ranks was lost.
     """
     batch = job.config.batch
     there = held_out.tokens.windows(held_out.sequence)
@@ -106,12 +111,15 @@ def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows:
         try:
             loss = _through(placed, x, y)
         except RuntimeError as error:
-            raise BackendError(f"evaluation: a message between ranks was lost: {error}") from None
+            raise lost(error, "evaluation") from None
         committed.restore()
         if loss is not None:
             mean = float(loss) * job.microbatches * job.dp
             total, count = total + mean * taken, count + taken
-    sums = all_gather(placed.member, (total, count))
+    try:
+        sums = all_gather(placed.member, (total, count))
+    except RuntimeError as error:
+        raise lost(error, "evaluation") from None
     losses, counted = (sum(column) for column in zip(*sums, strict=True))
     return float(losses / counted)
 

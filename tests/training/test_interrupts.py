@@ -158,3 +158,26 @@ def test_two_ranks_end_at_once(
     assert len(ranks) >= 2
     assert [] == left
     assert 1 == err.count("qeffect: interrupted")
+
+
+@pytest.mark.parametrize("dead", few([0, 1], [0]))
+def test_a_death_in_an_evaluation_has_a_cause(
+    dead: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    """The rank that is left says who is gone and where, and then ends."""
+    process = started(tmp_path, "evaluation", 2)
+    processes.append(process)
+    wait(process, reached(tmp_path, "evaluation"))
+
+    os.kill(of_rank(dead, descendants(process.pid)), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+
+    assert f"Every rank stopped: rank {dead}, step 1, evaluation: the process has ended" in out, err
+
+
+def of_rank(rank: int, ids: list[int]) -> int:
+    """The process that the launcher started as a rank."""
+    place = f"RANK={rank}".encode()
+    named = [n for n in ids if place in Path(f"/proc/{n}/environ").read_bytes().split(b"\0")]
+    assert len(named) == 1
+    return named[0]

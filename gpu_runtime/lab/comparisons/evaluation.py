@@ -4,6 +4,8 @@ The loss of native training on held-out text, over the windows of the guarded si
 
 from __future__ import annotations
 
+from ...backends.protocol import BackendError
+from ...ranks.channels import LostError
 from ...ranks.membership import Member
 from ...step.memory.numerical_state import preserving
 from ...training.data import Loader
@@ -40,4 +42,7 @@ def evaluate_native(
         loss=job.loss,  # torch's schedule computes it, not the last stage
     )
     with preserving(pipeline.domain):
-        return mean_loss(placed, job, held_out, windows)
+        try:
+            return mean_loss(placed, job, held_out, windows)
+        except LostError as error:
+            raise BackendError(str(error)) from None

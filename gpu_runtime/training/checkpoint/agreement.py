@@ -82,7 +82,9 @@ def consent(worker: Worker) -> None:
     worker.consent.agree(runtime.epoch)
 
 
-def stop(worker: Worker, error: Exception, group: RankGroup | None) -> Exception:
+def stop(
+    worker: Worker, error: Exception, group: RankGroup | None, at: str = "checkpoint"
+) -> Exception:
     """
     Stop all ranks for one cause, and return what this rank raises.
 
@@ -91,6 +93,7 @@ def stop(worker: Worker, error: Exception, group: RankGroup | None) -> Exception
         error: What went wrong here. A `SharedError` is raised as it is: every rank has it.
         group: The group to end, so that no rank waits for this one in it; None while an
             asynchronous save of an earlier epoch still uses it.
+        at: What the ranks were doing between two steps, for the cause.
     """
     if isinstance(error, SharedError):
         return error
@@ -101,17 +104,24 @@ def stop(worker: Worker, error: Exception, group: RankGroup | None) -> Exception
         group.end()
     if worker.runtime.actions.broken is not None:
         error.unrecoverable = True  # type: ignore[attr-defined]
-    stopped = worker.consent.stop(error, worker.runtime.epoch, None, 0, at="checkpoint")
+    stopped = worker.consent.stop(error, worker.runtime.epoch, None, 0, at=at)
     worker.runtime.abort()
     return stopped
 
 
-def lost(error: Exception) -> Exception:
-    """Turn a collective's plain `RuntimeError` into a lost rank; return other errors unchanged."""
+def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
+    """
+    Turn the library's plain `RuntimeError` into a lost rank; return other errors unchanged.
+
+    Args:
+        error: What was raised.
+        at: What the ranks were doing.
+        peer: The rank at the other end; -1 for a collective.
+    """
     if isinstance(error, BackendError) or not isinstance(error, RuntimeError):
         return error
     library = str(error)
-    return LostError("checkpoint", -1, "imed out" in library, library)
+    return LostError(at, peer, "imed out" in library, library)
 
 
 def raise_first(said: list[dict[str, Any]]) -> None:
