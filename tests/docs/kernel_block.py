@@ -181,7 +181,7 @@ def _vacuity(data: Mapping[str, Any]) -> str:
     taken = data["witnesses"] - data["covered"] - len(unnamed)
     text = (
         f"{'Of' if unnamed else 'No proof is empty: of'} "
-        f"{data['witnesses']} paths, {taken} are taken from some state. {data['covered']} are "
+        f"{data['witnesses']:,} paths, {taken:,} are taken from some state. {data['covered']} are "
         "proved unreachable, and [verification/coverage.py](../coverage.py) gives the reason to "
         "keep each."
     )

@@ -203,7 +203,7 @@ def test_open_paths_are_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         assert ("No proof is empty" in proofs()) is not vacuous
         assert ("3 are open" in proofs()) is vacuous
         taken = report["witnesses"] - report["covered"] - len(unnamed)
-        assert f"{taken} are taken from some state" in proofs()
+        assert f"{taken:,} are taken from some state" in proofs()
 
 
 def test_one_row_of_bits_for_each_report() -> None:
