@@ -34,6 +34,10 @@ BUDGET = 300
 
 GUARDS = [site for site in sites() if site.kind == "guard"]
 
+#: Guards that an earlier one always precedes where all relations are in force; the mutants show
+#: where they are needed.
+ALWAYS = {(entry.transition, entry.clause) for entry in COVERED if not entry.condition}
+
 #: One guard of each relation, and one whose clause other transitions keep.
 SAMPLE = [
     ("check_dgrad", "ownership.stale-reference"),
@@ -94,9 +98,7 @@ def test_the_sample_is_of_guards() -> None:
 
 def test_some_state_comes_to_every_guard() -> None:
     """Of the guards that an earlier one always precedes, each is needed where a relation is out."""
-    always = {(entry.transition, entry.clause) for entry in COVERED if not entry.condition}
-
-    assert {("bind", "epoch.in-flight"), ("check_refresh", "epoch.in-flight")} == always
+    assert {("bind", "epoch.in-flight"), ("check_refresh", "epoch.in-flight")} == ALWAYS
     assert all("needed where" in entry.why for entry in COVERED if not entry.condition)
 
 
@@ -121,7 +123,11 @@ def test_the_explorer_misses_a_deleted_guard() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("site", GUARDS, ids=lambda s: f"{s.transition}-{s.clause}")
+@pytest.mark.parametrize(
+    "site",
+    [site for site in GUARDS if (site.transition, site.clause) not in ALWAYS],
+    ids=lambda s: f"{s.transition}-{s.clause}",
+)
 def test_every_deleted_guard_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each guard in turn: the machine finds it, else the explorer."""
     assert found_at_random(site, monkeypatch) or found_by_exploring(site)

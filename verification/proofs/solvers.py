@@ -42,6 +42,8 @@ _NUMBERING = frozenset(
 HASTE: Final = 400_000
 GLANCE: Final = 50_000
 PATIENCE: Final = 2_000_000
+#: How many seeds have a try at a goal that is still left.
+_SEEDS: Final = 5
 
 
 @define
@@ -144,9 +146,10 @@ class Z3:
     def _again(self, goal: Goal) -> tuple[str, float]:
         return self._alone(goal, self.lemmas(goal.relations))
 
-    def _anew(self, goal: Goal) -> tuple[str, float]:
+    def _anew(self, goal: Goal, seed: int | None = None) -> tuple[str, float]:
         """Ask as at first, but a solver whose state no earlier goal has changed."""
-        fresh = Z3(self.composition, seed=self.seed, proved=self.proved, timeout=self.timeout)
+        seed = self.seed if seed is None else seed
+        fresh = Z3(self.composition, seed=seed, proved=self.proved, timeout=self.timeout)
         return fresh._attempt([goal], self.lemmas(goal.relations), (), PATIENCE)[0]
 
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
@@ -169,6 +172,8 @@ class Z3:
             yield self._again
             yield self._with_all
             yield self._told
+            for more in range(1, _SEEDS):
+                yield partial(self._anew, seed=self.seed + more)
 
     def _at_hand(self, claim: Claim) -> Term:
         """Return a lemma instantiated for the members that its denial would name."""
