@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Final
 
 import z3
@@ -42,8 +42,8 @@ _NUMBERING = frozenset(
 HASTE: Final = 400_000
 GLANCE: Final = 50_000
 PATIENCE: Final = 2_000_000
-#: How many seeds have a try at a goal that is still left.
-_SEEDS: Final = 5
+#: How many of a goal's smallest terms of one sort a lemma is instantiated for.
+_TERMS: Final = 6
 
 
 @define
@@ -146,12 +146,6 @@ class Z3:
     def _again(self, goal: Goal) -> tuple[str, float]:
         return self._alone(goal, self.lemmas(goal.relations))
 
-    def _anew(self, goal: Goal, seed: int | None = None) -> tuple[str, float]:
-        """Ask as at first, but a solver whose state no earlier goal has changed."""
-        seed = self.seed if seed is None else seed
-        fresh = Z3(self.composition, seed=seed, proved=self.proved, timeout=self.timeout)
-        return fresh._attempt([goal], self.lemmas(goal.relations), (), PATIENCE)[0]
-
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
         """Ask again with every lemma, and with the facts about columns that are never written."""
         lemmas = frozenset(self.composition.lemmas)
@@ -167,13 +161,27 @@ class Z3:
         """Yield the attempts at a goal that haste left open, cheapest first."""
         if goal.relations is not None:
             yield partial(self._with_all, effort=GLANCE)
-            yield self._anew
+            yield self._instantiated
             yield partial(self._told, effort=PATIENCE)
             yield self._again
             yield self._with_all
             yield self._told
-            for more in range(1, _SEEDS):
-                yield partial(self._anew, seed=self.seed + more)
+
+    def _instantiated(self, goal: Goal) -> tuple[str, float]:
+        """Ask with no lemma for all members, but each for the smallest terms of the goal."""
+        began = time.perf_counter()
+        enc = self.composition.encoding
+        terms = _smallest([goal.denied, *goal.facts])
+        solver = new_solver("quantified", seed=self.seed, timeout=self.timeout)
+        solver.add(self._trusted)
+        solver.add(*goal.facts, goal.denied)
+        for name in sorted(self.lemmas(goal.relations)):
+            claim = self.composition.lemmas[name]
+            members = [enc.const(f"var.{n}", sort) for n, sort in claim.variables.items()]
+            instance = self._at_hand(claim)
+            for chosen in product(*(terms.get(m.sort().name(), ()) for m in members)):
+                solver.add(z3.substitute(instance, *zip(members, chosen, strict=True)))
+        return answer(solver), time.perf_counter() - began
 
     def _at_hand(self, claim: Claim) -> Term:
         """Return a lemma instantiated for the members that its denial would name."""
@@ -256,6 +264,27 @@ def _name(fact: Term) -> Term:
 
 def _named(fact: Term) -> Term:
     return z3.Implies(_name(fact), fact)
+
+
+def _smallest(formulas: Sequence[Term]) -> dict[str, list[Term]]:
+    """Return the smallest ground terms of some formulas, by the name of their sort."""
+    sizes: dict[int, tuple[int, Term]] = {}
+
+    def size(term: Term) -> int:
+        found = sizes.get(term.get_id())
+        if found is None:
+            parts = [] if z3.is_quantifier(term) else term.children()
+            found = sizes[term.get_id()] = (1 + sum(size(part) for part in parts), term)
+        return found[0]
+
+    for formula in formulas:
+        size(formula)
+    made: dict[str, list[Term]] = defaultdict(list)
+    for _, term in sorted(sizes.values(), key=lambda found: found[0]):
+        kept = made[term.sort().name()]
+        if len(kept) < _TERMS:
+            kept.append(term)
+    return made
 
 
 def _where(goal: Goal) -> tuple[str, str, str]:
