@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import Atom, Schedule
 
 from .bounded import bounded
@@ -130,6 +131,7 @@ class Consent:
         deadline: Timeout in seconds for all ranks to reach the commit.
         grace: Timeout in seconds for the other ranks to publish why they stopped.
         replicas: The reducer, which also holds connections.
+        log: Where a stop is written; None for nowhere.
         release: Drops a graph that holds kernels of the connections; without this, ending the
             connections would wait for the graph.
         ending: Whether this rank has begun to stop.
@@ -148,6 +150,7 @@ class Consent:
     deadline: float = 60.0
     grace: float = 2.0
     replicas: Reducers | Replicas | None = None
+    log: RankLog | None = None
     release: Callable[[], None] | None = attrs.field(default=None, init=False)
     ending: bool = attrs.field(default=False, init=False)
     asks: int = attrs.field(default=0, init=False)
@@ -272,7 +275,7 @@ class Consent:
         """
         if isinstance(error, StoppedError):
             return error
-        log = None if self.ending else self.channels.log  # a rank stops once
+        log = None if self.ending else self.log  # a rank stops once
         self.ending = True
         verdict = verdict_of(error, epoch, atom, passed, self.channels.posted(), at)
         if log is not None:

@@ -184,6 +184,7 @@ class OneLaunch:
                 raise
         assert self.graph is not None
         at.append(time.perf_counter())
+        self._log("launch")
         self.graph.replay()
         runtime.handoff.record_tail()
         done = self._spare.pop() if self._spare else _event()
@@ -193,10 +194,23 @@ class OneLaunch:
         if contract.counts_awaited:
             self._confirm(self._launched.pop(0))
         at.append(time.perf_counter())
+        epoch = runtime.epoch
         self.rehearsal.commit()
+        self._log("commit", epoch)
         at.append(time.perf_counter())
         spent = (1e3 * (end - begin) for begin, end in pairwise(at))
         self.host_ms = dict(zip(PARTS, spent, strict=True))
+
+    def _log(self, event: str, epoch: int | None = None, **fields: Any) -> None:
+        """Write an event of this step, or of another epoch, in the rank log, if there is a log."""
+        log = self.pipeline.log
+        if log is not None:
+            log(event, epoch=self.runtime.epoch if epoch is None else epoch, **fields)
+
+    def _posted_by_graph(self, by_graph: bool) -> None:
+        """Whether the graph posts the messages; the rank log has those of the capture only."""
+        self.pipeline.launched = by_graph
+        self.pipeline.channels.log = None if by_graph else self.pipeline.log
 
     def _rehearse(self) -> None:
         self.feed.rehearsing = True
@@ -237,6 +251,7 @@ class OneLaunch:
             # All ranks capture at once, or none; a stop ends this connection.
             pipeline.consent.agree(runtime.epoch)
         self._base = runtime.epoch  # the epoch that all ranks rebuild from
+        self._log("capture")
         began = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         with no_collection():
@@ -255,12 +270,15 @@ class OneLaunch:
             graph.capture_end()
         self.capture_seconds = time.perf_counter() - began
         contract.check_commit(caller="main")
+        self._log("finish")
+        self._log("consent")
         if pipeline.consent is not None:
             pipeline.consent.agree(runtime.epoch)
+        self._log("captured")
         self._gate.begin(before, contract.committed_counts()[domain])
         self._quiet()
         self._captured = BakedOptimizer(self.worker.optimizer)
-        pipeline.launched = True
+        self._posted_by_graph(True)
         self.graph = graph
 
     def _release(self) -> None:
@@ -279,6 +297,7 @@ class OneLaunch:
         self._await(done)
         self._spare.append(done)
         counted, said = self._gate.read()
+        self._log("votes", self.runtime.epoch - 1, votes=said)  # of the step before this one
         self.runtime.contract.present_counts({self.runtime.domain_name: counted})
         if odd := [rank for rank, word in enumerate(said) if word == 1]:
             raise DisagreementError(
@@ -357,7 +376,9 @@ class OneLaunch:
             if self.runtime.contract.counts_awaited and self._launched:
                 self._confirm(self._launched.pop(0))
             self.runtime.drain()
-        self._left, self.pipeline.launched = self.runtime.epoch, False
+        self._left = self.runtime.epoch
+        self._posted_by_graph(False)
+        self._log("leave")
         self._weights_moved()
         self.pipeline.feed = self.feed.inner
         with self.runtime.caller_scope():
@@ -403,7 +424,9 @@ class OneLaunch:
             raise BackendError("steps were taken since leave(); make a new OneLaunch")
         self._left = None
         if self.graph is not None:
-            self.pipeline.feed, self.pipeline.launched = self.feed, True
+            self.pipeline.feed = self.feed
+            self._posted_by_graph(True)
+        self._log("resume")
 
     def close(self) -> None:
         """Drop the graph, which holds connections that cannot end before it."""

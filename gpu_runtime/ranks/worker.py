@@ -68,8 +68,7 @@ class Worker:
         event_log: Where this rank's event log goes, as for `Runtime`.
         rank_log: Where this rank's rank log goes (`qeffect.log.rank_log`): a path, True for
             memory, False for nowhere. By default the log lies beside an event log that has a path,
-            under the path's name with the attempt's name and ``ranks.jsonl``. Mode ``one launch``
-            writes no rank log.
+            under the path's name with the attempt's name and ``ranks.jsonl``.
         tagged: Whether messages carry tags, on a transport that has tags.
         pipeline: The class of pipeline; a subclass may record.
         clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
@@ -175,8 +174,7 @@ class Worker:
         attempt = next((name for event, name in member.met if event == "connect"), None)
         if rank_log is None and isinstance(event_log, str | os.PathLike):
             rank_log = Path(event_log).with_suffix(f".{(attempt or 'attempt')[:8]}.ranks.jsonl")
-        launches = self.runtime.config.mode == "one launch"
-        if rank_log is None or rank_log is False or launches:
+        if rank_log is None or rank_log is False:
             return None
         sent: Counter[tuple[int, int]] = Counter()
         for first in range(0, member.world, self.pp):
@@ -352,6 +350,7 @@ class Worker:
             deadline=limits.commit,
             grace=limits.grace,
             replicas=self._reduces,
+            log=self.rank_log,
         )
         feed = feed_for(self.feed, member.device)
         return self._pipeline(
@@ -435,6 +434,8 @@ class Worker:
         if self.member.device.type == "cuda":
             self.settle()
         self.attempt += 1
+        if epoch is not None and self.rank_log is not None:
+            self.rank_log("report", epoch=epoch)
         store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
         store.set(str(self.member.rank), "ready" if epoch is None else str(epoch))
         limit = datetime.timedelta(seconds=self.limits.start)

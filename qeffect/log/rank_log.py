@@ -62,6 +62,10 @@ def _naturals(value: Any) -> bool:
     return type(value) is list and all(map(_natural, value))
 
 
+def _votes(value: Any) -> bool:
+    return _naturals(value) and all(vote <= 2 for vote in value)
+
+
 def _channels(value: Any) -> bool:
     return type(value) is list and all(_naturals(one) and len(one) == 3 for one in value)
 
@@ -105,6 +109,16 @@ RANK_EVENTS: Final[Mapping[str, _Fields]] = {
     "finish": {"epoch": _natural},
     "consent": {"epoch": _natural},
     "commit": {"epoch": _natural},
+    # steps that are one launch: the capture, which all ranks agree to; a launch, the votes that
+    # the device published of a step, by rank, and a commit as above; the way out and back; the
+    # epoch of the device's weights after a stop
+    "capture": {"epoch": _natural},
+    "captured": {"epoch": _natural},
+    "launch": {"epoch": _natural},
+    "votes": {"epoch": _natural, "votes": _votes},
+    "leave": {"epoch": _natural},
+    "resume": {"epoch": _natural},
+    "report": {"epoch": _natural},
     # checkpoints
     "load": {"epoch": _natural},
     "write_shard": {"epoch": _natural},

@@ -124,10 +124,11 @@ def move(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def skip(st: Any, r: Any) -> None:
-    """The device has received every vote, or its connections were cut, and a yes is missing."""
+    """The device has received every vote, or a connection was cut, and a yes is missing."""
     step = st.ran[r] + 1
     st.when((st.dead[r] == 0) & (st.voted[r] == step))
-    st.when((st.cut[r] == 1) | st.every("rank", lambda q: st.heard[r, q] == step))
+    whole = st.every("rank", lambda q: implies(st.round[q] == st.round[r], st.cut[q] == 0))
+    st.when(implies(whole, st.every("rank", lambda q: st.heard[r, q] == step)))
     st.when(implies(st.every("rank", lambda q: st.word[r, q] == step), st.ran[r] != st.ran[r]))
     st.ran[r] = step
 

@@ -5,7 +5,8 @@ The logs have no common clock. The replay looks for an order of all events, each
 order, in which every event is a transition that the protocol takes. It refuses what no order
 explains. Three things are not logged, and are taken as soon as they are possible: a transfer of a
 message that both ends have posted, the choice of a cause by the first rank that ends, and the start
-of an attempt. A log that merely ends is one of a process that died.
+of an attempt. A log that merely ends is one of a process that died. Of steps that are one launch,
+`replayed_launches` says what the logs tell about the devices.
 
 Attempts follow one another by the hosts' clocks; nothing else reads those.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -27,14 +29,16 @@ from qeffect.spec.ranks import AGREED, BETWEEN, STEP
 from qeffect.text import counted
 
 from .concrete_state import Impossible
+from .launches import LAUNCHES
 from .protocol import TRANSITIONS
-from .replayed_state import ReplayedState
+from .replayed_launches import LAUNCH_EVENTS, LaunchesOfRank, told_by
+from .replayed_state import ReplayedState, UnlikeError, same
 
 __all__ = ["RankReport", "replay_ranks"]
 
 #: Orders of the events that stop ranks; only these are tried in more than one order.
 _MOST_ORDERS: Final = 20_000
-_TALLIED: Final = ("attempts", "commits", "messages", "checkpoints", "stops")
+_TALLIED: Final = ("attempts", "commits", "launches", "messages", "checkpoints", "stops")
 #: Events that take possibilities from other ranks, or give them new ones.
 _CHOSEN: Final = frozenset({"say", "close", "end", "gone"})
 
@@ -49,6 +53,7 @@ class RankReport:
         logs: Number of logs.
         attempts: Attempts, those in place included.
         commits: Commits of all ranks.
+        launches: Steps of all ranks that were one launch.
         messages: Messages that arrived.
         checkpoints: Whole checkpoints.
         stops: Ranks that stopped by themselves.
@@ -68,6 +73,7 @@ class RankReport:
     logs: int
     attempts: int = 0
     commits: int = 0
+    launches: int = 0
     messages: int = 0
     checkpoints: int = 0
     stops: int = 0
@@ -89,9 +95,12 @@ class RankReport:
     def summary(self) -> str:
         """Return the result as one line."""
         if self.clause is None:
+            ending = "" if self.launches == 1 else "es"
+            launches = f"{self.launches:,} launch{ending}, " if self.launches else ""
             return (
                 f"accepted: {counted(self.logs, 'rank log')}, {counted(self.attempts, 'attempt')}, "
-                f"{counted(self.commits, 'commit')}, {counted(self.messages, 'message')}, "
+                f"{counted(self.commits, 'commit')}, {launches}"
+                f"{counted(self.messages, 'message')}, "
                 f"{counted(self.checkpoints, 'checkpoint')}, {counted(self.stops, 'stop')}"
             )
         return (
@@ -167,7 +176,7 @@ class _Op:
 
     Args:
         name: The transition, or what is looked at.
-        run: Takes it, and raises `Refused`, `Impossible` or `_UnlikeError`.
+        run: Takes it, and raises `Refused`, `Impossible` or `UnlikeError`.
         log: The log.
         event: The event; None for the end of the log.
     """
@@ -189,9 +198,9 @@ class _Found:
         op = self.op
         seq = len(op.log.events) + 1 if op.event is None else op.event["seq"]
         action = "end of the log" if op.event is None else op.event["event"]
-        transition = TRANSITIONS.get(op.name)
+        transition = TRANSITIONS.get(op.name) or LAUNCHES.get(op.name)
         asks = "" if transition is None else transition.text
-        if isinstance(self.error, _UnlikeError):
+        if isinstance(self.error, UnlikeError):
             clause, expected, found = "ranks.as-recorded", self.error.expected, self.error.found
             message = f"expected {expected}, found {found}."
         elif isinstance(self.error, Refused):
@@ -218,14 +227,6 @@ class _Found:
             remedy="Compare this rank's events with those of the other ranks up to this line; one "
             "rank did what the others did not agree to, or a log was changed.",
         )
-
-
-class _UnlikeError(Exception):
-    """A log and the model differ in a value."""
-
-    def __init__(self, expected: str, found: str) -> None:
-        super().__init__(expected, found)
-        self.expected, self.found = expected, found
 
 
 @attrs.frozen
@@ -307,6 +308,7 @@ class _Job:
         self._saves: Counter[tuple[int, int]] = Counter()
         self._saved: Counter[int] = Counter()
         self._offset: Counter[int] = Counter()
+        self._parts: dict[int, LaunchesOfRank] = {}
 
     def run(self) -> _Found | None:
         """Take every attempt; return the first event that no order explains."""
@@ -338,15 +340,19 @@ class _Job:
         for span in present.values():
             if span.again != first.again:
                 expected = "a rebuild" if first.again else "a checkpoint"
-                error = _UnlikeError(
-                    f"{expected}, as on rank {first.log.header['rank']}", "another"
-                )
+                error = UnlikeError(f"{expected}, as on rank {first.log.header['rank']}", "another")
                 return _Found(self._op(span, span.first, "start", lambda: None), error)
+        for r, span in present.items():
+            if span.again and r in self._parts and self._parts[r].takes_part:
+                try:
+                    LAUNCHES["rebuild"].run(self.state, r)
+                except (Refused, Impossible) as error:
+                    return _Found(self._op(span, span.first, "rebuild", lambda: None), error)
         name = "begin_again" if first.again else "begin_attempt"
         if not first.again and first.epoch != self.state.saved[0]:
             if first.load is not None and self.published and first.epoch not in self.published:
                 saved = ", ".join(map(str, sorted(self.published)))
-                error = _UnlikeError(f"a checkpoint of epoch {saved}", f"epoch {first.epoch}")
+                error = UnlikeError(f"a checkpoint of epoch {saved}", f"epoch {first.epoch}")
                 return _Found(self._op(first, first.load, "start", lambda: None), error)
             self.state = self._state_of(first.log.header, first.epoch)
         try:
@@ -365,6 +371,8 @@ class _Job:
         rows: list[list[_Op]] = []
         self._saved.clear()
         self._saves.clear()
+        told = told_by({rank: span.events for rank, span in present.items()})
+        self._parts = {r: LaunchesOfRank(self.state, r, told, self.tally) for r in present}
         for rank, span in present.items():
             saves = 0
             for event in span.events:
@@ -375,7 +383,8 @@ class _Job:
             saver: list[_Op] = []
             for op in self._ops(rank, span, number):
                 (saver if op.name == "publish" else own).append(op)
-            rows += [own, saver]
+            make = partial(self._op, span)
+            rows += [own, saver, list(self._parts[rank].device(make))]
         walk = _Walk(rows, self._settle, self.state)
         return walk.run()
 
@@ -407,14 +416,15 @@ class _Job:
         name = "start_again" if span.again else "start"
         began = span.load or span.first
         yield op(began, name)
-        yield op(began, "epoch", lambda: _same("epoch", st.epoch[r], span.epoch))
+        yield op(began, "epoch", lambda: same("epoch", st.epoch[r], span.epoch))
         yield op(began, "generations", lambda: self._restart(r))
         if not any(event["event"] == "connect" for event in span.events):
             yield from self._meet(r, span, number, op)
         for event in span.events:
             yield from self._event(r, span, event, op, take)
         if span.leaves:
-            yield op(None, "gone", lambda: self._gone(r))
+            died = self._parts[r].takes_part
+            yield op(None, "gone", lambda: self._gone(r, died))
 
     def _restart(self, r: int) -> None:
         """A contract that starts, or is restored, counts its slots' generations from 0."""
@@ -441,13 +451,21 @@ class _Job:
     def _event(
         self, r: int, span: _Span, event: Mapping[str, Any], op: Any, take: Any
     ) -> Iterator[_Op]:
-        st, what = self.state, event["event"]
-        if what in ("offer", "take_seat", "confirm", "connect"):
+        st, what, part = self.state, event["event"], self._parts[r]
+        if part.leaves_out(event):
+            return
+        if what in ("begin_step", "write_shard"):
+            yield from part.before_step(event, op)
+        if what in LAUNCH_EVENTS or (what == "commit" and part.phase == "launches"):
+            yield from part.events(event, op)
+        elif what in ("offer", "take_seat", "confirm", "connect"):
             if what == "take_seat" and not self._offered(event["name"]):
                 return  # under the name of an attempt whose ranks left no log
             yield op(event, what, take(what, self._named(event["name"])))
-        elif what == "begin_step":
-            yield op(event, "epoch", lambda: _same("epoch", st.epoch[r], event["epoch"]))
+        elif what in ("begin_step", "capture"):
+            if what == "capture":
+                yield op(event, "launches", part.begin)
+            yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
             yield op(event, "begin_step")
             yield op(event, "act")
             yield op(event, "forget", lambda: self._forget(r))
@@ -460,19 +478,23 @@ class _Job:
             yield op(event, "end_act")
             yield op(event, "finish")
         elif what in ("consent", "commit"):
-            yield op(event, "epoch", lambda: _same("epoch", st.epoch[r], event["epoch"]))
+            yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
             yield op(event, what)
             if what == "commit":
                 yield op(event, "count", lambda: self._committed())
         elif what == "write_shard":
-            yield op(event, "epoch", lambda: _same("epoch", st.epoch[r], event["epoch"]))
+            yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
             yield op(event, "write_shard", lambda: self._write(r, event))
         elif what == "publish":
             yield op(event, "publish", lambda: self._publish(r, event))
         elif what == "stop":
+            if part.takes_part:
+                yield op(event, "fail_host", lambda: part.quit(event))
             yield from self._stop(r, event, op, take)
         elif what in ("say", "close"):
             yield op(event, what)
+            if what == "close" and part.takes_part:
+                yield op(event, "cut_connections", part.cut)
         elif what == "end":
             yield op(event, "end", lambda: self._end(r, event))
 
@@ -522,14 +544,14 @@ class _Job:
         wanted = event["generation"] + self._offset[r]
         if wanted < st.generation[r, buffer]:
             held = st.generation[r, buffer] - self._offset[r]
-            raise _UnlikeError(f"generation {held} or later", f"generation {event['generation']}")
+            raise UnlikeError(f"generation {held} or later", f"generation {event['generation']}")
         while st.generation[r, buffer] < wanted:
             TRANSITIONS["release"].run(st, r, buffer)
 
     def _post(self, r: int, event: Mapping[str, Any]) -> None:
         st, q = self.state, event["peer"]
         if q not in st.ranks or q == r:
-            raise _UnlikeError(f"another rank below {len(st.ranks)}", f"rank {q}")
+            raise UnlikeError(f"another rank below {len(st.ranks)}", f"rank {q}")
         stage, microbatch, gradient = event["message"]
         sends = event["event"] == "post_send"
         place = (st.sent if sends else st.taken)[r, q]
@@ -546,7 +568,7 @@ class _Job:
         sends = event["event"] == "sent"
         place = self._posted.get((r, sends, q, event["action"]))
         if place is None:
-            raise _UnlikeError(f"a message that was posted as {event['action']}", "none")
+            raise UnlikeError(f"a message that was posted as {event['action']}", "none")
         if (st.sent_done if sends else st.taken_done)[r, q] <= place:
             raise Impossible
         self.tally["messages"] += not sends
@@ -559,7 +581,7 @@ class _Job:
         TRANSITIONS["write_shard"].run(self.state, r)
 
     def _publish(self, r: int, event: Mapping[str, Any]) -> None:
-        _same("epoch", self.state.shard[r], event["epoch"])
+        same("epoch", self.state.shard[r], event["epoch"])
         TRANSITIONS["publish"].run(self.state, r)
         self.published.add(event["epoch"])
         self._saved[r] += 1
@@ -574,7 +596,8 @@ class _Job:
         elif kind == "lost":
             yield op(event, "wake", lambda: self._wake(r, event))
         elif kind == "disagreed":
-            yield op(event, "disagree", lambda: self._disagree(r))
+            given_up = self._parts[r].takes_part  # the votes that it read told it
+            yield op(event, "disagree", take("give_up") if given_up else lambda: self._disagree(r))
         else:
             yield op(event, "give_up", lambda: self._give_up(r, event))
 
@@ -616,15 +639,17 @@ class _Job:
     def _end(self, r: int, event: Mapping[str, Any]) -> None:
         st, cause = self.state, event["cause"]
         if cause not in st.ranks:
-            raise _UnlikeError(f"a rank below {len(st.ranks)}", f"rank {cause}")
+            raise UnlikeError(f"a rank below {len(st.ranks)}", f"rank {cause}")
         n = st.life[r]
         if not st.halted[n]:
             TRANSITIONS["decide"].run(st, r, cause)
         TRANSITIONS["end"].run(st, r)
-        _same("cause", f"rank {st.told[r]}", f"rank {cause}")
+        same("cause", f"rank {st.told[r]}", f"rank {cause}")
         self.tally["stops"] += 1
 
-    def _gone(self, r: int) -> None:
+    def _gone(self, r: int, launches: bool) -> None:
+        if launches:
+            self._parts[r].die()
         if self.state.up[r]:
             TRANSITIONS["crash"].run(self.state, r)
 
@@ -634,11 +659,6 @@ def _action(sends: bool, stage: int, microbatch: int, gradient: bool) -> str:
     if sends:
         return f"{stage}SEND_{'B' if gradient else 'F'}{microbatch}"
     return f"{stage - 1 if gradient else stage + 1}RECV_{'B' if gradient else 'F'}{microbatch}"
-
-
-def _same(what: str, expected: Any, found: Any) -> None:
-    if expected != found:
-        raise _UnlikeError(f"{what} {expected}", f"{what} {found}")
 
 
 class _Walk:
@@ -693,7 +713,7 @@ class _Walk:
         mark = self.state.mark()
         try:
             self.rows[row][self.at[row]].run()
-        except (Refused, Impossible, _UnlikeError) as error:
+        except (Refused, Impossible, UnlikeError) as error:
             self.state.back(mark)
             if not isinstance(error, Impossible):
                 op = self.rows[row][self.at[row]]

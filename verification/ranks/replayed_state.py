@@ -14,7 +14,26 @@ from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
 from .concrete_state import NEVER, Impossible, Total
 
-__all__ = ["ReplayedState"]
+__all__ = ["ReplayedState", "UnlikeError", "same"]
+
+
+class UnlikeError(Exception):
+    """A log and the model differ in a value."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(expected, found)
+        self.expected, self.found = expected, found
+
+
+def same(what: str, expected: Any, found: Any) -> None:
+    """
+    Require that a log tells what the model has.
+
+    Raises:
+        UnlikeError: It tells another value.
+    """
+    if expected != found:
+        raise UnlikeError(f"{what} {expected}", f"{what} {found}")
 
 
 class _Column:
@@ -50,27 +69,22 @@ class _Column:
 
 class ReplayedState:
     """
-    A state that the transitions of either protocol read and write.
+    A state that the transitions of both protocols read and write.
 
     Args:
         ranks: Number of ranks.
         messages: Messages of a step, by (sender, receiver).
-        launches: Whether the steps are launches.
     """
 
-    def __init__(
-        self, ranks: int, messages: Mapping[tuple[int, int], int], *, launches: bool = False
-    ) -> None:
+    def __init__(self, ranks: int, messages: Mapping[tuple[int, int], int]) -> None:
         self.ranks = range(ranks)
         self._journal: list[Any] = []
-        columns = LAUNCH_COLUMNS if launches else RANK_COLUMNS
-        for name, (indices, _) in columns.items():
+        for name, (indices, _) in {**RANK_COLUMNS, **LAUNCH_COLUMNS}.items():
             first = NOBODY if name in NEVER else 0
             setattr(self, name, _Column(len(indices), first, self._journal))
         self.total = Total(messages)
-        if not launches:
-            for pair, count in messages.items():
-                self.messages[pair] = count
+        for pair, count in messages.items():
+            self.messages[pair] = count
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)

@@ -1,0 +1,304 @@
+"""
+Steps that are one launch, in a replay of rank logs.
+
+The hosts log launches, commits, the votes that their device published of each step, and after a
+stop the epoch of the device's weights. What a device did is not logged by itself: it follows from
+what the hosts of all ranks read.
+
+- A rank voted yes to a step if any host read a yes of that rank, or if any device took the update.
+- A device took the update of a step if its host read a yes of all ranks, or reported weights behind
+  that step, or if the rank voted yes to a later step.
+- A device skipped an update if its host read a no, or reported weights before that step.
+
+Of what nothing follows, the replay takes nothing: a killed rank's device may have done either.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import attrs
+
+from qeffect.spec.ranks import NOBODY
+
+from .concrete_state import Impossible
+from .launches import LAUNCHES
+from .protocol import TRANSITIONS
+from .replayed_state import ReplayedState, UnlikeError, same
+
+__all__ = ["LAUNCH_EVENTS", "LaunchesOfRank", "Told", "told_by"]
+
+#: Events of steps that are one launch, beside those of guarded steps.
+LAUNCH_EVENTS: Final = frozenset({"captured", "launch", "votes", "leave", "resume", "report"})
+_OF_A_STEP: Final = frozenset({"post_send", "post_receive", "sent", "received", "finish"})
+
+_Event = Mapping[str, Any]
+#: Makes a step of the replay: an event, the transition's name, and what it does.
+_Make = Callable[..., Any]
+
+
+@attrs.frozen
+class Told:
+    """
+    What the logs of all ranks tell about launches.
+
+    Args:
+        agreed: Epochs whose capture some rank saw agreed to.
+        captures: These, and epochs whose capture every rank consented to.
+        votes: By rank and epoch, the event of the votes that its host read.
+        reports: By rank, the epoch of its weights after a stop.
+        launched: By rank and epoch, the event of the launch.
+        yes: Ranks and epochs to which they must have voted yes.
+    """
+
+    agreed: frozenset[int]
+    captures: frozenset[int]
+    votes: Mapping[tuple[int, int], _Event]
+    reports: Mapping[int, int]
+    launched: Mapping[tuple[int, int], _Event]
+    yes: frozenset[tuple[int, int]]
+
+    def moved(self, r: int, epoch: int) -> bool | None:
+        """Whether a rank's device took the update of an epoch; None if nothing tells."""
+        found = _moved(self.votes, self.reports, r, epoch)
+        if found is None and any(q == r and later > epoch for q, later in self.yes):
+            return True
+        return found
+
+    def voted_yes(self, r: int, epoch: int) -> bool:
+        """Whether a rank's device must have voted yes to the step of an epoch."""
+        return (r, epoch) in self.yes or self.moved(r, epoch) is True
+
+
+def _moved(votes: Any, reports: Mapping[int, int], r: int, epoch: int) -> bool | None:
+    if (r, epoch) in votes:
+        return not any(votes[r, epoch]["votes"])
+    return epoch < reports[r] if r in reports else None
+
+
+def told_by(events: Mapping[int, tuple[_Event, ...]]) -> Told:
+    """
+    Collect what logs tell.
+
+    Args:
+        events: By rank, the events of its part in an attempt.
+    """
+    consented: Counter[int] = Counter()
+    agreed: set[int] = set()
+    votes, launched, reports = {}, {}, {}
+    for r, own in events.items():
+        capture = None
+        for event in own:
+            what = event["event"]
+            if what == "capture":
+                capture = event["epoch"]
+            elif what in ("begin_step", "stop"):
+                capture = None
+            elif what == "consent" and capture is not None:
+                consented[capture] += 1
+            elif what == "captured":
+                agreed.add(event["epoch"])
+            elif what == "votes":
+                votes[r, event["epoch"]] = event
+            elif what == "launch":
+                launched[r, event["epoch"]] = event
+            elif what == "report":
+                reports[r] = event["epoch"]
+    captures = agreed | {epoch for epoch, count in consented.items() if count == len(events)}
+    yes = {(q, e) for (_, e), event in votes.items() for q, v in enumerate(event["votes"]) if not v}
+    for r, epoch in launched:
+        if _moved(votes, reports, r, epoch):
+            yes |= {(q, epoch) for q in events}
+    return Told(frozenset(agreed), frozenset(captures), votes, reports, launched, frozenset(yes))
+
+
+@attrs.define(eq=False)
+class LaunchesOfRank:
+    """
+    One rank's launches in its part of an attempt.
+
+    Args:
+        st: The state.
+        r: The rank.
+        told: What all logs tell.
+        tally: Counts of what happened.
+        phase: ``none``, ``capture``, ``left out`` (a capture that the ranks did not agree to),
+            ``launches`` or ``paused`` (between `leave` and `resume`).
+        capture: Epoch of the latest capture.
+    """
+
+    st: ReplayedState
+    r: int
+    told: Told
+    tally: Counter[str]
+    phase: str = "none"
+    capture: int = -1
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether launches have begun on some rank, and no guarded step followed."""
+        captures = self.phase == "capture" and self.capture in self.told.agreed
+        return captures or self.phase in ("launches", "paused")
+
+    def leaves_out(self, event: _Event) -> bool:
+        """Whether an event belongs to a capture that the ranks did not agree to."""
+        what = event["event"]
+        if what == "capture":
+            self.capture = event["epoch"]
+            self.phase = "capture" if self.capture in self.told.captures else "left out"
+        elif what == "stop" and not self.takes_part:
+            self.phase = "none"
+        return self.phase == "left out" and what in {*_OF_A_STEP, "capture", "consent"}
+
+    def begin(self) -> None:
+        """The rank's device begins to launch, from the epoch of its contract."""
+        st, r = self.st, self.r
+        for column in ("begin", "booked", "launched", "known", "voted", "vote", "ran", "weights"):
+            getattr(st, column)[r] = st.epoch[r]
+        for column in ("round", "quits", "cut", "dead"):
+            getattr(st, column)[r] = 0
+        for column in ("heard", "word"):
+            getattr(st, column)[r] = st.zeros(column)
+        st.report[0, r] = NOBODY
+
+    def before_step(self, event: _Event, make: _Make) -> Iterator[Any]:
+        """What is asked before a guarded step, or before a part of a checkpoint is written."""
+        if self.phase == "launches":
+            yield make(event, "leave", lambda: _unlike("`leave` behind the launches", "none"))
+        if event["event"] == "begin_step":
+            self.phase = "none"
+
+    def events(self, event: _Event, make: _Make) -> Iterator[Any]:
+        """What an event of `LAUNCH_EVENTS`, or a commit of a launch, is in the model."""
+        st, r, what, epoch = self.st, self.r, event["event"], event["epoch"]
+        if what == "captured":
+            yield make(event, "epoch", lambda: same("epoch", st.epoch[r], epoch))
+            yield make(event, "commit", self._captured)
+            self.phase = "launches"
+        elif what in ("leave", "resume"):
+            yield from self._pause(event, make)
+        elif what == "report":
+            yield make(
+                event, "report_epoch", lambda part=self.takes_part: self._report(part, epoch)
+            )
+        elif self.phase != "launches":
+            yield make(event, what, lambda: _unlike("a captured step before it", "none"))
+        elif what == "launch":
+            yield make(event, "epoch", lambda: same("epoch", st.booked[r], epoch))
+            yield make(event, "launch", self._launch)
+        elif what == "votes":
+            yield make(event, "epoch", lambda: same("epoch", st.booked[r] - 1, epoch))
+            many = len(event["votes"])
+            yield make(event, "votes", lambda: same("votes", len(st.ranks), many))
+            name = "read_a_no" if any(event["votes"]) else "read_votes"
+            yield make(event, name, lambda: LAUNCHES[name].run(st, r))
+        else:
+            yield make(event, "epoch", lambda: same("epoch", st.booked[r], epoch))
+            yield make(event, "commit_launched", self._commit)
+
+    def _captured(self) -> None:
+        """All ranks agreed to the captured step; it is launched before the contract commits it."""
+        TRANSITIONS["commit"].run(self.st, self.r)
+        self.st.epoch[self.r] = self.st.booked[self.r]
+
+    def _launch(self) -> None:
+        LAUNCHES["launch"].run(self.st, self.r)
+        self.tally["launches"] += 1
+
+    def _commit(self) -> None:
+        LAUNCHES["commit_launched"].run(self.st, self.r)
+        self.st.epoch[self.r] = self.st.booked[self.r]
+        self.tally["commits"] += 1
+
+    def _pause(self, event: _Event, make: _Make) -> Iterator[Any]:
+        st, r, what, epoch = self.st, self.r, event["event"], event["epoch"]
+        yield make(event, "epoch", lambda: same("epoch", st.epoch[r], epoch))
+        if what == "leave" and self.phase == "launches":
+            yield make(event, "read_votes", self._left)
+            self.phase = "paused"
+        elif what == "resume" and self.phase == "paused":
+            self.phase = "launches"
+
+    def _left(self) -> None:
+        st, r = self.st, self.r
+        st.when((st.launched[r] == st.booked[r]) & (st.quits[r] == 0))
+        st.need("votes-first", st.known[r] == st.booked[r])
+        st.yes[r] = st.booked[r]
+
+    def _report(self, takes_part: bool, epoch: int) -> None:
+        st, r = self.st, self.r
+        if takes_part:
+            LAUNCHES["report_epoch"].run(st, r)
+            same("epoch", st.weights[r], epoch)
+            st.epoch[r] = epoch
+        else:
+            same("epoch", st.epoch[r], epoch)
+
+    # Stopping
+
+    def quit(self, event: _Event) -> None:
+        """The host cannot go on."""
+        st, r, kind = self.st, self.r, event["kind"]
+        if st.quits[r]:
+            return  # it read a no
+        if kind == "disagreed":
+            raise Impossible
+        if kind == "lost" and all(not st.cut[q] for q in st.ranks):
+            raise Impossible
+        LAUNCHES["fail_host"].run(st, r)
+
+    def cut(self) -> None:
+        """Its connections end, those of its device too."""
+        LAUNCHES["cut_connections"].run(self.st, self.r)
+
+    def die(self) -> None:
+        """Its process ends."""
+        if not self.st.dead[self.r]:
+            LAUNCHES["die"].run(self.st, self.r)
+
+    # The device
+
+    def device(self, make: _Make) -> Iterator[Any]:
+        """What the rank's device did, as far as the logs tell."""
+        r, told = self.r, self.told
+        for epoch in sorted(e for q, e in told.launched if q == r):
+            moved, yes = told.moved(r, epoch), told.voted_yes(r, epoch)
+            event = told.votes.get((r, epoch), told.launched[r, epoch])
+            if moved is None and not yes:
+                return
+            name = "vote_yes" if yes else "vote_no"
+            yield make(event, name, lambda yes=yes, step=epoch + 1: self._vote(yes, step))
+            if moved is None:
+                return
+            read = event.get("votes")
+            for q in self.st.ranks:
+                if moved or (read is not None and q < len(read) and not read[q]):
+                    yield make(event, "deliver", lambda q=q: LAUNCHES["deliver"].run(self.st, r, q))
+            if moved:
+                yield make(event, "move", lambda: LAUNCHES["move"].run(self.st, r))
+            else:
+                yield make(event, "skip", self._skip)
+
+    def _vote(self, yes: bool, step: int) -> None:
+        st, r = self.st, self.r
+        if st.ran[r] + 1 != step:
+            raise Impossible
+        if yes:
+            LAUNCHES["vote_yes"].run(st, r)
+        else:
+            skipped = st.weights[r] < st.ran[r]
+            LAUNCHES["vote_after_skip" if skipped else "vote_no"].run(st, r)
+
+    def _skip(self) -> None:
+        st, r = self.st, self.r
+        step = st.ran[r] + 1
+        for q in st.ranks:
+            if st.voted[q] >= step > st.vote[q] and st.heard[r, q] < step and not st.cut[r]:
+                LAUNCHES["deliver"].run(st, r, q)  # a no
+        LAUNCHES["skip"].run(st, r)
+
+
+def _unlike(expected: str, found: str) -> None:
+    raise UnlikeError(expected, found)
