@@ -50,7 +50,8 @@ class _Stream:
     def __init__(self) -> None:
         self._given: queue.Queue[Callable[[], None]] = queue.Queue()
         self.problem: BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while True:
@@ -61,6 +62,11 @@ class _Stream:
             except BaseException as error:
                 self.problem = error
             self._given.task_done()
+
+    @property
+    def runs(self) -> bool:
+        """Whether this thread is the stream's."""
+        return threading.current_thread() is self._thread
 
     def submit(self, act: Callable[[], None]) -> None:
         self._given.put(act)
@@ -348,6 +354,15 @@ def install() -> None:
         _recorded(owner, name)
     for owner in (Channels, _BucketCollectives):
         _recorded(owner, "wait", posts=False)
+
+    post = Channels._post
+
+    def posted(self: Any, begin: Any, transfer: Any, channel: Any, number: int) -> None:
+        post(self, begin, transfer, channel, number)
+        if STREAM.runs:  # the host does not know what a graph posts
+            channel.posted.pop()
+
+    cast("Any", Channels)._post = posted
 
     def gathered(self: Any, into: Tensor, own: Tensor) -> None:
         into.fill_(0.0)

@@ -36,6 +36,7 @@ def test_launches_leave_the_bits_of_replays(
     """Parameters, AdamW, histories and scales, with gradients reduced and norms taken inside."""
     said = launch(job.world, tmp_path, recorded_bodies.launched, job, 6, options)
     assert said.codes == [0] * job.world
+    assert said.replay.launches == 5 * job.world  # of their rank logs, through the model of ranks
     for rank in range(job.world):
         word = said.words[rank]
         assert word["differ"] == []
