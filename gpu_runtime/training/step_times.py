@@ -2,7 +2,7 @@
 The times of a step on one rank: what it computed, and how long it waited for other ranks.
 
 No step waits for a device because of its times. On a CPU the host takes both times. On a GPU,
-events around F, dI and dW are recorded on the device in every eighth guarded step; the host reads
+events around F, dI and dW are recorded on the device in every 32nd guarded step; the host reads
 them when the device has passed them anyway. A launch is one graph, in which the device waits for
 messages too: two events around it give both together.
 """
@@ -25,7 +25,7 @@ from ..ranks.worker import Worker
 __all__ = ["SlowestRank", "StepTimes", "Stopwatch"]
 
 #: Guarded steps on a GPU per step whose actions are timed.
-_TIMED_EVERY: Final = 8
+_TIMED_EVERY: Final = 32
 #: Steps whose mean says which rank is slowest, and the fewest.
 _WINDOW, _LEAST = 10, 3
 #: How many times the median a rank takes that is named.
