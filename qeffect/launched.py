@@ -59,7 +59,10 @@ class Start:
         if self._wakes is None:
             self._wakes = os.pipe()
             os.set_blocking(self._wakes[1], False)
+            # The thread inherits the mask: signals are for the other threads to take.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             threading.Thread(target=self._wait, name="qeffect-start", daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._noted)
 
