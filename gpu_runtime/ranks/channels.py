@@ -26,6 +26,8 @@ from torch import Tensor
 from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 
+from .wait_clock import WaitClock
+
 __all__ = [
     "ChannelEnds",
     "Channels",
@@ -205,6 +207,7 @@ class Channels:
 
     Attributes:
         log: Where posted and ended messages are written; None for nowhere.
+        waits: Counts the host's waits.
     """
 
     def __init__(
@@ -222,6 +225,7 @@ class Channels:
         self.deadline = datetime.timedelta(seconds=deadline)
         self._channels = {ends: _Channel(ends, group) for ends, group in groups.items()}
         self.log: RankLog | None = None
+        self.waits = WaitClock()
         self._under_way: set[Transfer] = set()
         self._endings: list[Abort] = []
 
@@ -333,7 +337,8 @@ class Channels:
         """
         if self.host:
             try:
-                transfer.work.wait(self.deadline)
+                with self.waits.waiting():
+                    transfer.work.wait(self.deadline)
             except RuntimeError as error:
                 raise self._lost(transfer, error) from None
         else:

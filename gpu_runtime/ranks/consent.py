@@ -44,6 +44,7 @@ from .causes import (
 from .channels import ChannelEnds, Channels, LostError, end_group
 from .replicas import Replicas
 from .ties import Reducers
+from .wait_clock import WaitClock
 
 __all__ = [
     "Cause",
@@ -135,6 +136,7 @@ class Consent:
         ending: Whether this rank has begun to stop.
         asks: What this rank asks of all ranks after the step, as a number from 0 on.
         heard: The largest number that any rank asked in the last agreement.
+        waits: Counts the host's waits.
     """
 
     store: Any
@@ -152,6 +154,7 @@ class Consent:
     ending: bool = attrs.field(default=False, init=False)
     asks: int = attrs.field(default=0, init=False)
     heard: int = attrs.field(default=0, init=False)
+    waits: WaitClock = attrs.field(factory=WaitClock, init=False)
 
     def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
         """
@@ -241,8 +244,9 @@ class Consent:
         """Begin a collective, and wait for its end."""
         work = None
         try:
-            work = begin()
-            work.wait(datetime.timedelta(seconds=self.deadline))
+            with self.waits.waiting():
+                work = begin()
+                work.wait(datetime.timedelta(seconds=self.deadline))
         except RuntimeError as error:
             library = str(error)
             error.__traceback__ = None  # its frames hold the group, and the group its connections

@@ -44,6 +44,7 @@ from .pipeline import Feed, Pipeline
 from .replicas import Replicas
 from .side_stream_feed import feed_for
 from .ties import Reducers, Tie, require_declared
+from .wait_clock import WaitClock
 
 __all__ = ["Worker"]
 
@@ -117,6 +118,7 @@ class Worker:
     ) -> None:
         self.member, self.limits = member, limits or Limits()
         self.mean, self.together = mean, together
+        self.waits = WaitClock()
         self.ties = tuple(ties)
         self.clipping = Clipping(
             max_norm=clip_norm,
@@ -325,14 +327,16 @@ class Worker:
 
     def _summing(self, group: Any, **options: Any) -> Replicas:
         host = self.member.device.type == "cpu"
-        return Replicas(group, host=host, deadline=self.limits.message, **options)
+        made = Replicas(group, host=host, deadline=self.limits.message, **options)
+        made.waits = self.waits
+        return made
 
     def _connect(self) -> Pipeline:
         member, limits = self.member, self.limits
         channels = Channels.open(
             self.every, device=member.device, deadline=limits.message, tagged=self.tagged
         )
-        channels.log = self.rank_log
+        channels.log, channels.waits = self.rank_log, self.waits
         group = None
         if member.world > 1:
             group = dist.new_group(
@@ -353,6 +357,7 @@ class Worker:
             grace=limits.grace,
             replicas=self._reduces,
         )
+        self.consent.waits = self.waits
         feed = feed_for(self.feed, member.device)
         return self._pipeline(
             self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping

@@ -45,6 +45,7 @@ from .look import NonFinite, nonfinite
 from .metrics import Log, memory_bytes
 from .saturation import SATURATED, GradientScales
 from .start import load_start
+from .step_times import SlowestRank
 
 __all__ = ["Trainer"]
 
@@ -147,6 +148,7 @@ class Trainer:
         self._told = self.began  # steps whose losses were brought together
         self._since = 0.0  # when the first of the others began
         self._paces: deque[float] = deque(maxlen=_PACES)
+        self._slowest = SlowestRank()
         self._stops = 0  # in a row
         self._stopped_at = -1
 
@@ -244,6 +246,7 @@ class Trainer:
         Save after `step` steps; a failure is logged, and raised only after the last step.
         """
         told = self.checkpoints is not None and self.checkpoints.told
+        began = time.perf_counter()
         try:
             self.save()
         except BackendError as error:
@@ -252,6 +255,9 @@ class Trainer:
                 raise
             if self.log is not None and not (earlier and told):
                 self.log({"step": step - 1, "not_saved": str(error)})
+        spent = self.steps.all_gather([(time.perf_counter() - began) * 1e3])
+        if self.log is not None:
+            self.log({"step": step - 1, "save_ms": [round(ms, 3) for (ms,) in spent]})
 
     def _tell_failure(self, step: int) -> None:
         """Log that an asynchronous save has failed, at the first step after the failure."""
@@ -528,7 +534,9 @@ class Trainer:
         none = [0.0] * self.job.microbatches
         shares = [share for one in results for share in one.losses or none]
         falls = [number for one in results for number in one.saturation]
-        ranks = self.steps.all_gather([float(memory_bytes(self.member.device)), *shares, *falls])
+        times = [ms for one in results for ms in one.times.spent]
+        memory = float(memory_bytes(self.member.device))
+        ranks = self.steps.all_gather([memory, *shares, *falls, *times])
         each = (now - self._since) / len(steps)
         self._paces.append(each)
         pace = math.fsum(self._paces) / len(self._paces)
@@ -557,9 +565,24 @@ class Trainer:
                     line.update(norm=norm.total, skipped=norm.skipped, skipped_updates=skipped)
                     place = 1 + len(shares) + 2 * n
                     line.update(self._unusual(norm, [rank[place : place + 2] for rank in ranks]))
+                own_times = len(ranks[0]) - len(times) + 3 * n
+                line.update(self._times([rank[own_times : own_times + 3] for rank in ranks]))
                 self.log(line)
             self.watch.take(step, [rank[own] for rank in ranks], norm)
         self._told, self._since = end, now
+
+    def _times(self, ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """What the log says of a step's times, by rank, and of the slowest rank."""
+        computed, waited, launched = (
+            [round(ms, 3) if math.isfinite(ms) else None for ms in column]
+            for column in zip(*ranks, strict=True)
+        )
+        found: dict[str, Any] = {"compute_ms": computed, "wait_ms": waited}
+        if any(launched):
+            found = {"launch_ms": launched, "wait_ms": waited}
+        if (slowest := self._slowest.take([rank[0] for rank in ranks])) is not None:
+            found["slowest"] = {"rank": slowest[0], "times_median": round(slowest[1], 2)}
+        return found
 
     def _unusual(self, norm: Norm, falls: Sequence[Sequence[float]]) -> dict[str, Any]:
         """What the log says of gradients that are saturated or all zero."""
