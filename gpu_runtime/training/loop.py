@@ -16,6 +16,7 @@ from typing import Any, Final
 import attrs
 
 from qeffect.destination_registry import DestinationRegistry
+from qeffect.log.rotation import Rotation
 from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
@@ -312,8 +313,9 @@ class Trainer:
             times = {name: getattr(parallel, name) for name in TIMES}
             self.log({"cut": list(self.job.cut), **times})
 
-    def _event_log(self) -> Path | None:
-        if not self.config.run.event_logs:
+    def _event_log(self) -> Path | Rotation | None:
+        run = self.config.run
+        if not run.event_logs:
             return None
         folder = self.config.path(self.config.run.event_logs)
         problem = ""
@@ -322,7 +324,9 @@ class Trainer:
         except OSError as error:
             problem = f"{self.config.source}: [run] event_logs: {folder}: {error.strerror or error}"
         agree_on(self.member, problem)
-        return folder / f"rank{self.member.rank}.jsonl"
+        path = folder / f"rank{self.member.rank}.jsonl"
+        rotates = bool(run.event_log_steps)
+        return Rotation(path, run.event_log_steps, run.event_log_keep) if rotates else path
 
     @property
     def tokens_a_step(self) -> int:
