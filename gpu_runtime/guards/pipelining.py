@@ -24,12 +24,16 @@ reductions end where the table awaits them (torch 2.15), otherwise at the end of
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from qeffect.contract import Contract
+from qeffect.log.recorder import Recorder
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.ranks import check_ranks
@@ -73,6 +77,7 @@ def guard(
     *,
     manner: Manner = "refuse",
     on_violation: OnViolation | None = None,
+    log: str | os.PathLike[str] | None = None,
 ) -> GuardedSchedule:
     """
     Put a contract under a schedule: each later `schedule.step(...)` is one guarded epoch.
@@ -90,6 +95,9 @@ def guard(
             by default.
         manner: ``refuse`` raises at a violation; ``report`` reports it, and the run goes on.
         on_violation: Called with the first violation of each clause, in manner ``report``.
+        log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
+            replay` takes. A fresh contract has a file of its own: ``rank0.contract1.jsonl``. The
+            files are complete after `GuardedSchedule.remove`, or at the end of the process.
 
     Raises:
         TypeError: Not a supported schedule, or an invalid transport.
@@ -125,7 +133,8 @@ def guard(
             "has no effect; give loss_fn on every rank"
         )
     reports = Reports(on_violation) if manner == "report" else None
-    return GuardedSchedule(schedule, list(stages), transport, reports)
+    folder = None if log is None else Path(log)
+    return GuardedSchedule(schedule, list(stages), transport, reports, folder)
 
 
 class GuardedSchedule:
@@ -137,6 +146,7 @@ class GuardedSchedule:
         stages: Its stages on this rank.
         transport: As for `guard`.
         reports: Where violations are reported; None refuses them.
+        log: As for `guard`.
 
     Attributes:
         contract: The contract; `rebuild` makes a new one.
@@ -149,6 +159,7 @@ class GuardedSchedule:
         stages: list[Any],
         transport: Transport | None,
         reports: Reports | None = None,
+        log: Path | None = None,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
@@ -157,6 +168,8 @@ class GuardedSchedule:
         self._judges = self._known = True
         self._left = False  # whether the latest step was left unfinished
         self._steps = 0
+        self._log, self._contracts = log, 0
+        self._close: Callable[[], Any] = lambda: None
         self._walks = hasattr(schedule, "pipeline_order_with_comms")
         self._epoch = 0
         table = table_of(schedule)
@@ -204,6 +217,7 @@ class GuardedSchedule:
 
     def remove(self) -> None:
         """Remove the guard; the schedule and its stages are as they were before it."""
+        self._close()
         while self._replaced:
             owner, name, before = self._replaced.pop()
             if before is not None:
@@ -253,7 +267,19 @@ class GuardedSchedule:
                     reduces=self._reductions.reduces[index],
                 )
             )
-        return Contract(configs, omit=UNUSED, declared=self._declared, epoch=self._epoch)
+        contract = Contract(configs, omit=UNUSED, declared=self._declared, epoch=self._epoch)
+        if self._log is not None:
+            self._record(contract, self._log)
+        return contract
+
+    def _record(self, contract: Contract, folder: Path) -> None:
+        """Begin the event log of a contract, and close that of the last one."""
+        self._close()
+        name = f"rank{self._rank()}" + (f".contract{self._contracts}" if self._contracts else "")
+        self._contracts += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        recorder = Recorder(contract, folder / f"{name}.jsonl", rank=self._rank())
+        self._close = weakref.finalize(self, recorder.close)
 
     # A step
 
@@ -301,13 +327,16 @@ class GuardedSchedule:
     def _begin_step(self) -> None:
         """Drop the records of the last step, also of an unfinished one."""
         if self._reports is not None and self._left:  # a violation, or a step that failed
-            self._epoch = self.contract.epoch
-            self.contract = self._contract()
+            self._epoch = self._steps  # that of the ranks that committed the last step
             self._judges = self._known
+            self._judge("the beginning of the step", self._restart)
         self._left = True
         self._steps += 1
         self._forget_step()
         self._judge("the beginning of the step", self._check_functions)
+
+    def _restart(self) -> None:
+        self.contract = self._contract()
 
     def _forget_step(self) -> None:
         self._current = GuardedStep(self.contract, self._reductions)
@@ -339,8 +368,14 @@ class GuardedSchedule:
         self._judge("the end of the step", finish)
 
     def _abort(self) -> None:
+        """Abort the actions that are under way."""
         for ticket in self.contract.outstanding():
-            self.contract.abort(ticket)
+            try:
+                self.contract.abort(ticket)
+            except Exception as error:  # the log's: the abort has happened
+                if self._reports is None:
+                    raise
+                self._reports.fail(error, self.at)
 
     # Actions
 
@@ -492,9 +527,8 @@ class GuardedSchedule:
             block = self._judge(f"{event[1]}{event[0]}{event[2]}", check)
         try:
             yield
-        except BaseException as error:
-            if block is not None:
-                block.__exit__(type(error), error, error.__traceback__)
+        except BaseException:
+            self._abort()
             raise
         if block is not None:
             self._judge("", partial(self._ran, event, block))

@@ -364,3 +364,34 @@ def left_out_over_ranks(name: str, method: str) -> list[Any]:
     if dist.get_rank() == 1:
         leave_out(run, method)
     return [whole == without, outcome(run, guarded)]
+
+
+def reported(name: str, folder: str) -> dict[str, Any]:
+    """Two steps of three leave a backward of rank 1 out, under a guard that reports."""
+    join()
+    plain, run = Run(name), Run(name)
+    seen: list[list[Any]] = []
+    guarded = guard(
+        run.schedule,
+        manner="report",
+        on_violation=lambda v: seen.append([v.clause, v.rank, v.step, v.action]),
+        log=folder,
+    )
+    bits = [(plain.step(0), run.step(0))]
+    if dist.get_rank() == 1:
+        leave_out(plain, "backward_one_chunk")
+        leave_out(run, "backward_one_chunk")
+    bits += [(plain.step(n), run.step(n)) for n in (1, 2)]
+    guarded.remove()
+    return {"same": [a == b for a, b in bits], "seen": seen, "epoch": guarded.contract.epoch}
+
+
+def logged(name: str, folder: str) -> int:
+    """Three guarded steps with an event log."""
+    join()
+    run = Run(name)
+    guarded = guard(run.schedule, log=folder)
+    for number in range(3):
+        run.step(number)
+    guarded.remove()
+    return guarded.contract.epoch
