@@ -138,7 +138,7 @@ class TestOneRank:
         table[rank] = whole
         with pytest.raises(Refused, match="ownership"):
             run.step(1)
-        guarded.rebuild()
+        guarded.rebuild(alone=True)
         run.step(1)
 
         assert 2 == guarded.contract.epoch
@@ -183,7 +183,7 @@ class TestOneRank:
         assert () == guarded.contract.outstanding()
         with pytest.raises(Refused):
             run.step(0)
-        guarded.rebuild()
+        guarded.rebuild(alone=True)
         run.step(0)
 
         assert 1 == guarded.contract.epoch
