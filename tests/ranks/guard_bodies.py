@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action
 
 from qeffect.contract import Contract
-from qeffect.gpu_runtime.guards.pipelining import UNUSED, GuardedSchedule, MeetingError, guard
+from qeffect.guards.pipelining import UNUSED, GuardedSchedule, MeetingError, guard
 from qeffect.refusals import Refused
 from qeffect.stage_config import StageConfig
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from qeffect.gpu_runtime.guards.pipelining import guard
+from qeffect.guards.pipelining import guard
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import ScheduleError
 from tests.docs.code import blocks

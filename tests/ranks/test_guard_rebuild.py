@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from qeffect.gpu_runtime.guards.meeting import MeetingError, meet
+from qeffect.guards.meeting import MeetingError, meet
 from tests.ranks import guard_bodies as bodies
 from tests.ranks.ranks import launch
 

@@ -223,6 +223,23 @@ class GuardedSchedule:
         """The first violation of each clause, in manner ``report``."""
         return () if self._reports is None else tuple(self._reports.violations.values())
 
+    def on_trust(self) -> tuple[str, ...]:
+        """Return what the guard of this schedule takes on trust."""
+        claims = [
+            "each stage's own method computes all of its action",
+            "no weight is written past its version counter, as through `.data`",
+            "a message that was posted arrives, and brings what was sent",
+        ]
+        claims += [
+            f"the function that is registered for {kind} runs its action"
+            for kind in sorted(self._registered())
+        ]
+        claims += [
+            f"no weight of stage {stage} is written in mid-step: its module is sharded"
+            for stage in self._evidence.sharded()
+        ]
+        return tuple(claims)
+
     def remove(self) -> None:
         """Remove the guard; the schedule and its stages are as they were before it."""
         self._close()
