@@ -185,7 +185,7 @@ class TestContents:
         assert data == kept | tables | texts | typed
         on_disk = source.joinpath("qeffect", "schedule", "fixtures").rglob("*.csv")
         assert len(list(on_disk)) == len(tables) > 20
-        assert 4 == len(typed)
+        assert 5 == len(typed)
 
     def test_a_wheel_of_the_source_distribution_has_the_same_files(
         self, wheel: Path, source: Path, tmp_path: Path
