@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from qeffect.cli.command import Outcome
+from qeffect.launched import START
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
@@ -98,6 +99,8 @@ def mute_unless_speaker(*, failed: bool, speaker: int = 0) -> None:
         rank, world = launcher_ranks()
     except BackendError:  # the ranks are unknown: each prints its own finding
         return
+    if failed:
+        START.leave()
     if world is not None and rank != speaker:
         sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if failed:
