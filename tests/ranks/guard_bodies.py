@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import inspect
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action
 
 from qeffect.contract import Contract
-from qeffect.gpu_runtime.guards.pipelining import UNUSED, GuardedSchedule, guard
+from qeffect.guards.pipelining import UNUSED, GuardedSchedule, MeetingError, guard
 from qeffect.refusals import Refused
 from qeffect.stage_config import StageConfig
 
@@ -124,7 +125,7 @@ class Run:
         self.schedule._warmup_p2p = lambda *_: None
         return self
 
-    def step(self, number: int) -> list[str]:
+    def step(self, number: int, *, update: bool = True) -> list[str]:
         """Run a step; return the bits of losses, outputs, gradients and parameters, as digests."""
         generator = torch.Generator().manual_seed(number)
         x, y = (torch.randn(2 * self.microbatches, WIDTH, generator=generator) for _ in range(2))
@@ -133,7 +134,8 @@ class Run:
         given = (x,) if 0 in self.own else ()
         out = self.schedule.step(*given, target=y, losses=losses)
         gradients = [p.grad for part in self.blocks for p in part.parameters()]
-        self.optimizer.step()
+        if update:
+            self.optimizer.step()
         kept = [value for part in self.blocks for value in part.state_dict().values()]
         found = [*losses, *([] if out is None else [out]), *gradients, *kept]
         return [_digest(value) for value in found]
@@ -145,9 +147,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def join() -> None:
+def join(seconds: float = 30) -> None:
     """Enter the group of both ranks; whoever waits for a rank that is gone does not wait long."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
 
 
 def accepted(names: list[str], steps: int) -> dict[str, Any]:
@@ -395,3 +397,77 @@ def logged(name: str, folder: str) -> int:
         run.step(number)
     guarded.remove()
     return guarded.contract.epoch
+
+
+# Rebuilding over ranks
+
+
+def rebuilt(name: str) -> dict[str, Any]:
+    """
+    A step that rank 0 refuses after its messages; then all ranks rebuild and run the step again.
+
+    Before that rank 0 rebuilds alone, and rank 1 comes too late.
+    """
+    join()
+    plain, run = Run(name), Run(name)
+    guarded = guard(run.schedule)
+    bits = [(plain.step(0), run.step(0))]
+    kept = inject_missing(run)
+    try:
+        run.step(1, update=False)
+        ended = "passed"
+    except Refused as refused:
+        ended = refused.clause
+    epochs, errors = [guarded.contract.epoch], []
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["alone"])
+    began = time.monotonic()
+    try:
+        guarded.rebuild(timeout_s=1.0)
+    except MeetingError as error:
+        errors.append(str(error))
+    store.set("alone", "over")
+    seconds = time.monotonic() - began
+    guarded.rebuild(timeout_s=20)
+    epochs.append(guarded.contract.epoch)
+    if kept is not None:
+        run.schedule.pipeline_order_with_comms[0] = kept
+    bits += [(plain.step(n), run.step(n)) for n in (1, 2)]
+    return {
+        "ended": ended,
+        "epochs": [*epochs, guarded.contract.epoch],
+        "errors": errors,
+        "seconds": seconds,
+        "same": [a == b for a, b in bits],
+    }
+
+
+def inject_missing(run: Run) -> Any:
+    """Leave the last dW of rank 0's row out, behind its last message; return the whole row."""
+    if dist.get_rank():
+        return None
+    kept = run.schedule.pipeline_order_with_comms[0]
+    edit_row(run, lambda row: row.remove(_last_backward(row, 0)))
+    return kept
+
+
+def cut_between_messages(name: str) -> dict[str, Any]:
+    """Rank 0 refuses in mid-step, rank 1 waits for it until the group's timeout; both rebuild."""
+    join(3)
+    run = Run(name)
+    guarded = guard(run.schedule)
+    run.step(0)
+    inject(run, "doubled")
+    try:
+        run.step(1, update=False)
+        ended = "passed"
+    except Refused as refused:
+        ended = refused.clause
+    except RuntimeError as error:
+        ended = type(error).__name__
+    try:
+        guarded.rebuild(timeout_s=20)
+    except MeetingError as error:
+        return {"ended": ended, "error": str(error)}
+    return {"ended": ended, "error": ""}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from qeffect.gpu_runtime.guards.pipelining import guard
+from qeffect.guards.pipelining import guard
 from qeffect.refusals import Refused
 from tests.ranks import guard_bodies as bodies
 from tests.ranks.guard_bodies import LEFT_OUT, WIDTH, Block, Run, Stage, leave_out

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.guards.pipelining import Violation, guard
+from qeffect.guards.pipelining import Violation, guard
 from qeffect.log.joint import replay_together
 from qeffect.log.replayer import replay
 from qeffect.refusals import Refused
@@ -202,6 +202,32 @@ class TestReport:
         assert ["rank0.jsonl", "rank1.contract1.jsonl", "rank1.jsonl"] == names
         for name in names:
             assert "accepted" == replay(tmp_path / "logs" / name).verdict
+
+
+class TestName:
+    """The short name, and what a guard takes on trust."""
+
+    def test_the_short_name_is_the_module(self) -> None:
+        """There is one module, whichever way it is imported."""
+        from qeffect.guards import pipelining
+
+        assert pipelining.guard is guard
+        assert "qeffect.guards.pipelining" == pipelining.__name__
+
+    def test_what_is_on_trust(self) -> None:
+        """A registered function and a sharded stage are named."""
+        run = Run(ZBV, ranks=1)
+        guarded = guard(run.schedule)
+        always = guarded.on_trust()
+        kind = bodies.torch_schedules._ComputationType.BACKWARD_WEIGHT
+        run.schedule.register_custom_function(kind, lambda *_: None)
+        run.stages[1].submod = type("Sharded", (type("FSDPModule", (bodies.Block,), {}),), {})(1)
+
+        assert 3 == len(always)
+        assert {
+            "the function that is registered for W runs its action",
+            "no weight of stage 1 is written in mid-step: its module is sharded",
+        } == {*guarded.on_trust()} - {*always}
 
 
 class _Last(list[Any]):

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["BackwardPasses", "ForwardCalls", "GradientWrites", "Weights", "Written"]
+__all__ = ["BackwardPasses", "ForwardCalls", "GradientWrites", "Weights", "Written", "is_sharded"]
 
 
 def _nodes(value: Any) -> Iterator[Any]:
@@ -143,11 +143,8 @@ class Weights:
 
     def __init__(self, module: Any) -> None:
         modules = [] if module is None else list(module.modules())
-        sharded = any(
-            base.__name__ == "FSDPModule" for part in modules for base in type(part).__mro__
-        )
         own = {id(p) for part in modules if _writes_weights(part) for p in _parameters(part)}
-        named = [] if sharded or module is None else list(module.named_parameters())
+        named = [] if is_sharded(module) else list(module.named_parameters())
         watched = [(name, p) for name, p in named if p.requires_grad and id(p) not in own]
         self._names = [name for name, _ in watched]
         self._parameters = [parameter for _, parameter in watched]
@@ -166,6 +163,15 @@ class Weights:
             for name, now, before in zip(self._names, found, self._expected, strict=True)
             if now != before
         )
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether FSDP shards a module or a part of it; so is what has no modules at all."""
+    if module is None:
+        return True
+    return any(
+        base.__name__ == "FSDPModule" for part in module.modules() for base in type(part).__mro__
+    )
 
 
 def _parameters(module: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from qeffect.refusals import Refused, refused
 
-from .evidence import BackwardPasses, ForwardCalls, GradientWrites, Weights
+from .evidence import BackwardPasses, ForwardCalls, GradientWrites, Weights, is_sharded
 from .pipelining_table import Event
 
 __all__ = ["METHODS", "StageEvidence"]
@@ -56,6 +56,10 @@ class StageEvidence:
         for seen in self._watched.values():
             seen()
         self._watched.clear()
+
+    def sharded(self) -> list[int]:
+        """Return the stages whose weights are not watched, since FSDP gathers them in place."""
+        return [stage for stage in self._stages if is_sharded(self._module(stage))]
 
     def check_weights(self, event: Event) -> None:
         """

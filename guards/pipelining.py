@@ -28,7 +28,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,12 +43,13 @@ from qeffect.schedule.transport import Transport
 from qeffect.stage_config import StageConfig
 from qeffect.text import shown
 
+from .meeting import MeetingError, meet
 from .pipelining_evidence import StageEvidence
 from .pipelining_step import GuardedStep, TableReductions
 from .pipelining_table import Event, GuardedRow, declared_order, event_of, table_of
 from .reports import Manner, OnViolation, Reports, Violation
 
-__all__ = ["UNUSED", "GuardedSchedule", "Violation", "guard"]
+__all__ = ["UNUSED", "GuardedSchedule", "MeetingError", "Violation", "guard"]
 
 _T = TypeVar("_T")
 
@@ -67,6 +70,8 @@ _MESSAGE_METHODS = {
 }
 #: The attribute of a guarded schedule and its stages that holds the guard.
 _MARK = "_qeffect_guarded"
+#: Numbers the guards of a process: all ranks put them on in the same order.
+_NUMBERS = count()
 #: What an unfinished step leaves in a schedule and in its stages, by microbatch.
 _LEFT = ("_internal_losses", "fwd_cache", "bwd_cache", "backward_state", "dw_runner")
 
@@ -170,6 +175,9 @@ class GuardedSchedule:
         self._steps = 0
         self._log, self._contracts = log, 0
         self._close: Callable[[], Any] = lambda: None
+        self._number, self._rebuilds = next(_NUMBERS), 0
+        #: Messages of the latest step: how many were posted, and whether torch's loop returned.
+        self._messages, self._looped = 0, True
         self._walks = hasattr(schedule, "pipeline_order_with_comms")
         self._epoch = 0
         table = table_of(schedule)
@@ -215,6 +223,23 @@ class GuardedSchedule:
         """The first violation of each clause, in manner ``report``."""
         return () if self._reports is None else tuple(self._reports.violations.values())
 
+    def on_trust(self) -> tuple[str, ...]:
+        """Return what the guard of this schedule takes on trust."""
+        claims = [
+            "each stage's own method computes all of its action",
+            "no weight is written past its version counter, as through `.data`",
+            "a message that was posted arrives, and brings what was sent",
+        ]
+        claims += [
+            f"the function that is registered for {kind} runs its action"
+            for kind in sorted(self._registered())
+        ]
+        claims += [
+            f"no weight of stage {stage} is written in mid-step: its module is sharded"
+            for stage in self._evidence.sharded()
+        ]
+        return tuple(claims)
+
     def remove(self) -> None:
         """Remove the guard; the schedule and its stages are as they were before it."""
         self._close()
@@ -228,26 +253,93 @@ class GuardedSchedule:
             if hasattr(owner, _MARK):
                 delattr(owner, _MARK)
 
-    def rebuild(self) -> None:
+    def rebuild(self, timeout_s: float = 60.0, *, alone: bool = False) -> None:
         """
-        Restart the epoch, after a step that was refused or failed.
+        Restart the epoch on all ranks, after a step that was refused or failed on any of them.
 
-        What the step left in the schedule and its stages is dropped: torch keeps the losses of an
-        unfinished step, and would take the next step's backwards from them. The caller drops what
-        the step left elsewhere: gradients, with `zero_grad`, and messages that another rank has
-        sent or waits for. torch's table runtime keeps the receives that it has posted, and then
-        fails an assertion when it posts them again; relaunch a rank that stopped between its
-        messages.
+        Every rank of the pipeline calls this, once, outside its step. A rank that still waits for
+        a message in `step` calls it after its process group's timeout has ended the step. All ranks
+        then restart the lowest epoch that one of them is in: no rank may have updated its weights
+        since. What the step left in the schedule and its stages is dropped: torch keeps the losses
+        of an unfinished step, and would take the next step's backwards from them. The caller drops
+        the gradients, with `zero_grad`.
+
+        Args:
+            timeout_s: How long to wait for the other ranks, in seconds.
+            alone: Restart this rank and ask nobody. The caller sees to it that the others do the
+                same, and that no message is under way.
+
+        Raises:
+            MeetingError: On every rank: a rank did not come in time, or the step ended between
+                messages on some rank, so that another rank waits for a message that nobody will
+                send. Relaunch the ranks from their checkpoint.
         """
-        self._epoch = self.contract.epoch
+        epoch = self.contract.epoch
+        if not alone and len(ranks := self._ranks()) > 1:
+            words = self._meet(ranks, timeout_s)
+            if cut := {rank: word for rank, word in words.items() if not word["whole"]}:
+                rank, word = min(cut.items())
+                raise MeetingError(
+                    f"rebuild: the step ended on rank {rank} after {word['posted']} of "
+                    f"{word['of']} messages; relaunch the ranks from their checkpoint"
+                )
+            epoch = min(int(word["epoch"]) for word in words.values())
+            self._drain(timeout_s)
+        self._epoch = epoch
         self.contract = self._contract()
         self._forget_step()
+        self._left = False
         for owner in (self.schedule, *self.stages):
             for name in _LEFT:
                 getattr(owner, name, {}).clear()
 
+    def _ranks(self) -> list[int]:
+        """Ranks of the pipeline's process group."""
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            return []
+        return distributed.get_process_group_ranks(getattr(self.stages[0], "group", None))
+
+    def _meet(self, ranks: list[int], timeout_s: float) -> dict[int, Any]:
+        """Tell the other ranks how this one's step ended, and be told."""
+        from torch import distributed
+
+        place = f"qeffect/rebuild/{'-'.join(map(str, ranks))}/{self._number}/{self._rebuilds}"
+        self._rebuilds += 1
+        word = {
+            "epoch": self.contract.epoch,
+            "posted": self._messages,
+            "of": self._expected,
+            "whole": self._whole(),
+        }
+        store: Any = distributed.distributed_c10d._get_default_store()
+        try:
+            return meet(store, place, distributed.get_rank(), ranks, word, timeout_s=timeout_s)
+        except MeetingError as error:
+            raise MeetingError(
+                f"rebuild: {error}; every rank of the pipeline has to call rebuild, after its own "
+                "step has ended"
+            ) from None
+
+    def _whole(self) -> bool:
+        """Whether no message of the latest step is missing, or none was begun."""
+        if self._looped or self._messages == 0:
+            return True
+        # A class without a table may hold back a message that it has asked its stage for.
+        return self._walks and self._messages == self._expected
+
+    def _drain(self, timeout_s: float) -> None:
+        """Wait for receives that torch has posted and not awaited; all were sent."""
+        for posted in ("fwd_recv_ops", "bwd_recv_ops"):
+            left = getattr(self.schedule, posted, {})
+            for works in left.values():
+                for work in works:
+                    work.wait(timedelta(seconds=timeout_s))
+            left.clear()
+
     def _contract(self) -> Contract:
-        count = self.schedule._n_microbatches
+        microbatches = self.schedule._n_microbatches
         local = {stage.stage_index for stage in self.stages}
         configs = []
         for stage in self.stages:
@@ -257,8 +349,8 @@ class GuardedSchedule:
             configs.append(
                 StageConfig(
                     index,
-                    microbatches=count,
-                    slots=count,
+                    microbatches=microbatches,
+                    slots=microbatches,
                     sends_output=behind,
                     sends_gradient=before,
                     receives_input=before,
@@ -267,6 +359,10 @@ class GuardedSchedule:
                     reduces=self._reductions.reduces[index],
                 )
             )
+        self._expected = microbatches * sum(
+            (c.receives_input, c.receives_gradient, c.sends_output, c.sends_gradient).count(True)
+            for c in configs
+        )
         contract = Contract(configs, omit=UNUSED, declared=self._declared, epoch=self._epoch)
         if self._log is not None:
             self._record(contract, self._log)
@@ -292,6 +388,7 @@ class GuardedSchedule:
             try:
                 with self._guarded_walk():
                     found = step(*args, **kwargs)
+                self._looped = True
                 self._finish()
             except BaseException:
                 self._abort()
@@ -331,6 +428,7 @@ class GuardedSchedule:
             self._judges = self._known
             self._judge("the beginning of the step", self._restart)
         self._left = True
+        self._messages, self._looped = 0, False
         self._steps += 1
         self._forget_step()
         self._judge("the beginning of the step", self._check_functions)
@@ -400,7 +498,7 @@ class GuardedSchedule:
         elif kind == _OVERLAP:
             self._parts = {event_of(part) for part in action.sub_actions}
         elif kind in _MESSAGES:
-            self._current.post_message(event)
+            self._post(event)
             self._posted.add(event)
         elif kind in _AWAITED:
             self._current.finish_send((_AWAITED[kind], stage, microbatch))
@@ -438,6 +536,10 @@ class GuardedSchedule:
             self._posted.discard(event)
             if event[0] == _REDUCE and self._scales() and self._left_out(event):
                 raise self._evidence.not_run(event)
+
+    def _post(self, event: Event) -> None:
+        self._current.post_message(event)
+        self._messages += 1
 
     def _left_out(self, event: Event) -> bool:
         """Whether nothing shows that an action ran which no method of the guard has run."""
@@ -507,8 +609,7 @@ class GuardedSchedule:
             if event in self._posted:
                 self._posted.discard(event)
             else:
-                post = partial(self._current.post_message, event)
-                self._judge(f"{index}{kind}{chunk_id}", post)
+                self._judge(f"{index}{kind}{chunk_id}", partial(self._post, event))
             return ops(chunk_id, *args, **kwargs)
 
         return get_ops
