@@ -187,3 +187,39 @@ def test_microbatches_that_were_cut_before(name: str) -> None:
     assert "outputs" == walk.step(**options)
     assert ((), options) == walk.given
     assert 1 == guarded.contract.epoch
+
+
+def test_an_overlap_that_no_row_has() -> None:
+    """TorchTitan's GraphPP registers a function for overlaps under every schedule."""
+    plain, run, guarded = pair(IL)
+    for own in (plain, run):
+        overlap = bodies.torch_schedules._ComputationType.OVERLAP_F_B
+        own.schedule.register_custom_function(overlap, lambda *_: None)
+
+    assert [plain.step(n) for n in range(2)] == [run.step(n) for n in range(2)]
+    assert 2 == guarded.contract.epoch
+    assert "the function that is registered for OVERLAP_F_B runs its action" in guarded.on_trust()
+
+
+def test_an_overlap_that_a_row_has() -> None:
+    """Its two actions run in a function whose order the guard cannot see."""
+    _, run, _ = pair("ScheduleDualPipeV", microbatches=6)
+    overlap = bodies.torch_schedules._ComputationType.OVERLAP_F_B
+    run.schedule.register_custom_function(overlap, lambda *_: None)
+    with pytest.raises(ValueError, match="whose order the guard cannot see"):
+        run.step(0)
+
+
+def test_a_runtime_around_a_schedule() -> None:
+    """The schedule that `GraphPipelineRuntime` of TorchTitan holds is the one that is guarded."""
+
+    class Around:
+        def __init__(self, schedule: Any) -> None:
+            self.schedule = schedule
+
+    run = Run(IL, ranks=1)
+    guarded = guard(Around(run.schedule))
+    run.step(0)
+
+    assert guarded.schedule is run.schedule
+    assert 1 == guarded.contract.epoch
