@@ -281,12 +281,14 @@ class Waiting:
         commit_s: Time for all ranks to reach a commit, and for a rank's device to finish the work
             that the commit reads.
         grace_s: Time for all ranks to say why they stopped.
+        save_s: Time for all ranks to write or read their files of a checkpoint.
     """
 
     start_s: float = number(_DEFAULT.start, positive=True, unit="s")
     message_s: float = number(_DEFAULT.message, positive=True, unit="s")
     commit_s: float = number(_DEFAULT.commit, positive=True, unit="s")
     grace_s: float = number(_DEFAULT.grace, positive=True, unit="s")
+    save_s: float = number(_DEFAULT.save, positive=True, unit="s")
 
 
 @attrs.frozen(kw_only=True)
@@ -341,6 +343,7 @@ class Config:
             message=given.message_s,
             commit=given.commit_s,
             grace=given.grace_s,
+            save=given.save_s,
         )
 
     def require_drawn(self, what: str) -> None:

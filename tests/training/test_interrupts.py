@@ -69,6 +69,30 @@ LONG_STEP = SMALL.replace("sequence = 16", "sequence = 8192").replace("heads = 2
 
 def started(folder: Path, slow: str, ranks: int, *, sleepers: str = "01") -> subprocess.Popen[str]:
     """Start a run that stays where it is told to be slow; in a save only the sleepers stay."""
+    program = configured(folder, slow, ranks)
+    command, environment = [sys.executable], {"SLOW": slow, "SLEEPERS": sleepers}
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    elif slow == "start":
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}
+    return begun([*command, *program], environment)
+
+
+def begun(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a process in a group of its own."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def configured(folder: Path, slow: str, ranks: int, limits: str = "") -> list[str]:
+    """Write a run and the program that makes it slow; return what starts them."""
     text(folder, repeats=1500)
     text(folder, "held.npy", repeats=1500)
     run = CONFIG + 'log = "log.jsonl"\n'
@@ -83,24 +107,10 @@ def started(folder: Path, slow: str, ranks: int, *, sleepers: str = "01") -> sub
         run += '[checkpoint]\nfolder = "kept"\nevery = 1\n'
     if ranks > 1 or slow == "start":
         run = run.replace("[parallel]", "[parallel]\npp = 2")
-    (folder / "run.toml").write_text(run)
+    (folder / "run.toml").write_text(run + limits)
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    command, environment = [sys.executable], {"OMP_NUM_THREADS": "1", "SLOW": slow}
-    environment["SLEEPERS"] = sleepers
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    elif slow == "start":
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}
-    return subprocess.Popen(
-        [*command, str(program), "runtime", "train", str(folder / "run.toml")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        env={**os.environ, **environment},
-    )
+    return [str(program), "runtime", "train", str(folder / "run.toml")]
 
 
 def free_port() -> int:
