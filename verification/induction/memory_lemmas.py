@@ -15,6 +15,7 @@ from qeffect.spec.constants import (
     IN_BIT,
     INPUT_BITS,
     NEVER,
+    NO_SLOT,
     NO_STAGE,
     READ_BITS,
     RESERVED,
@@ -125,6 +126,20 @@ def one_epoch(st: State, a: Index, b: Index) -> Truth:
 def forwarded_by_now(st: State, c: Index) -> Truth:
     """No cell was forwarded in an epoch to come."""
     return st.forwarded[c] <= st.weight_epoch[st.stage_of[c]]
+
+
+@MEMORY("ownership.skipped-by-now", c="cell")
+def skipped_by_now(st: State, c: Index) -> Truth:
+    """No cell was left out in an epoch to come."""
+    return st.skipped[c] <= st.weight_epoch[st.stage_of[c]]
+
+
+@MEMORY("ownership.skipped-is-idle", c="cell")
+def skipped_is_idle(st: State, c: Index) -> Truth:
+    """A cell that the walk leaves out has no tape and no forward."""
+    now = st.weight_epoch[st.stage_of[c]]
+    idle = (st.slot_of[c] == NO_SLOT) & (st.forwarded[c] != now)
+    return implies(st.skipped[c] == now, idle)
 
 
 @MEMORY("arena.bound-by-now", c="cell")
