@@ -167,6 +167,14 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "epoch of the last walk that left the cell out; -1 for none since `next_walk`",
         "skip next_walk restore",
     ),
+    _state(
+        "ownership",
+        "skips",
+        "one -> int",
+        0,
+        "cells that this walk leaves out",
+        "skip next_walk commit_update restore",
+    ),
     # version
     _state(
         "version",

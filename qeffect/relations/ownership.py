@@ -26,7 +26,7 @@ from .constants import (
 
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
 #: ``forwarded`` is the epoch of a cell's last forward in the current walk, ``skipped`` the epoch of
-#: the walk that left the cell out. ``moving`` is the mask of transfers under
+#: the walk that left the cell out, and ``skips`` counts the cells left out. ``moving`` is the mask of transfers under
 #: way out of a slot and into it, which continue after their tape is aborted; ``arrived`` is the
 #: mask of messages that a live tape has received, with
 #: the copy of its input.
@@ -41,6 +41,7 @@ STATE = {
     "slot_of": Column("cell", "slot", NO_SLOT),
     "forwarded": Column("cell", initial=NEVER),
     "skipped": Column("cell", initial=NEVER),
+    "skips": Column("one"),
 }
 
 
@@ -102,7 +103,7 @@ def reserve_guards(st: State, key, slot, link):
         raise Refused("ownership.key-live")
     if st.forwarded[c] == e:
         raise Refused("ownership.repeated-forward")
-    if st.skipped[c] == e:
+    if st.skips[0] != 0 and st.skipped[c] == e:
         raise Refused("ownership.skipped")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
@@ -140,7 +141,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.key-live")
     if st.forwarded[c] == e:
         raise Refused("ownership.repeated-forward")
-    if st.skipped[c] == e:
+    if st.skips[0] != 0 and st.skipped[c] == e:
         raise Refused("ownership.skipped")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
@@ -450,6 +451,7 @@ def skip_writes(st: State, key):
     e = key.epoch
     c = key.cell
     st.skipped[c] = e
+    st.skips[0] = st.skips[0] + 1
 
 
 def next_walk_guards(st: State, epoch):
@@ -460,6 +462,7 @@ def next_walk_guards(st: State, epoch):
 def next_walk_writes(st: State, epoch):
     st.fill(st.forwarded, NEVER)
     st.fill(st.skipped, NEVER)
+    st.skips[0] = 0
 
 
 def check_update_guards(st: State, epoch, caller):
@@ -469,6 +472,7 @@ def check_update_guards(st: State, epoch, caller):
 
 def commit_update_writes(st: State, epoch, ticket):
     st.fill(st.forwarded, NEVER)
+    st.skips[0] = 0
 
 
 def restore_guards(st: State, epoch, incarnation):
@@ -484,3 +488,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.slot_of, NO_SLOT)
     st.fill(st.forwarded, NEVER)
     st.fill(st.skipped, NEVER)
+    st.skips[0] = 0

@@ -54,6 +54,8 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "epoch_at": epoch,
         "slot_of": (-1, n["slot"] - 1),
         "forwarded": epoch,
+        "skipped": epoch,
+        "skips": (0, n["cell"]),
         "cache_epoch": now,
         "refreshed": (-1, n["stage"] - 1),
         "weight_epoch": (0, scope.epochs),

@@ -134,6 +134,13 @@ def skipped_by_now(st: State, c: Index) -> Truth:
     return st.skipped[c] <= st.weight_epoch[st.stage_of[c]]
 
 
+@MEMORY("ownership.skipped-is-counted", c="cell")
+def skipped_is_counted(st: State, c: Index) -> Truth:
+    """Where no cell is counted as left out, none is."""
+    none = st.skipped[c] != st.weight_epoch[st.stage_of[c]]
+    return (0 <= st.skips[0]) & implies(st.skips[0] == 0, none)
+
+
 @MEMORY("ownership.skipped-is-idle", c="cell")
 def skipped_is_idle(st: State, c: Index) -> Truth:
     """A cell that the walk leaves out has no tape and no forward."""

@@ -278,6 +278,7 @@ def next_walk(st, epoch):
     # ownership.next_walk_writes
     st.fill(st.forwarded, NEVER)
     st.fill(st.skipped, NEVER)
+    st.skips[0] = 0
     # order.next_walk_writes
     st.fill(st.position, 0)
     st.fill(st.dgrads, 0)
@@ -354,6 +355,7 @@ def commit_update(st, epoch, ticket):
         raise Refused("epoch.unknown-ticket")
     # ownership.commit_update_writes
     st.fill(st.forwarded, NEVER)
+    st.skips[0] = 0
     # order.commit_update_writes
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)

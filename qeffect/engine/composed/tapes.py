@@ -34,7 +34,7 @@ def reserve(st, key, slot, link):
         raise Refused("ownership.key-live")
     if st.forwarded[c] == e:
         raise Refused("ownership.repeated-forward")
-    if st.skipped[c] == e:
+    if st.skips[0] != 0 and st.skipped[c] == e:
         raise Refused("ownership.skipped")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
@@ -101,6 +101,7 @@ def skip(st, key):
         raise Refused("epoch.sole-writer")
     # ownership.skip_writes
     st.skipped[c] = e
+    st.skips[0] = st.skips[0] + 1
     # order.skip_writes
     st.dgrads[s] = st.dgrads[s] + 1
     # epoch.skip_writes
