@@ -124,8 +124,8 @@ def one_epoch(st: State, a: Index, b: Index) -> Truth:
 
 @MEMORY("ownership.forwarded-by-now", c="cell")
 def forwarded_by_now(st: State, c: Index) -> Truth:
-    """No cell was forwarded in an epoch to come."""
-    return st.forwarded[c] <= st.weight_epoch[st.stage_of[c]]
+    """Every mark of a forward is of the current epoch."""
+    return (st.forwarded[c] == NEVER) | (st.forwarded[c] == st.weight_epoch[st.stage_of[c]])
 
 
 @MEMORY("ownership.skipped-by-now", c="cell")
