@@ -41,7 +41,7 @@ from .causes import (
     action_name,
     verdict_of,
 )
-from .channels import ChannelEnds, Channels, LostError, end_group
+from .channels import ChannelEnds, Channels, LostError, UnansweredError, end_group
 from .replicas import Replicas
 from .ties import Reducers
 from .wait_clock import WaitClock
@@ -64,13 +64,6 @@ _MARGIN_S = 10.0
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
-
-
-class UnansweredError(LostError):
-    """The ranks' common store did not answer before a wait's deadline."""
-
-    def __str__(self) -> str:
-        return self.library
 
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:

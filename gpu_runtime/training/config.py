@@ -212,6 +212,10 @@ class Run:
             1. 0 looks only before a checkpoint and after a resume.
         tensorboard: Folder for TensorBoard; empty for none.
         event_logs: Folder for the event log of each rank; empty for none.
+        event_log_steps: Steps per file of an event log; the next file then continues it. 0 writes
+            one file.
+        event_log_keep: Files of an event log that stay per rank, the one being written included;
+            the oldest is removed when a further one begins. 0 keeps all.
         deterministic: Whether libraries may only use CUDA kernels that give the same bits each
             time. If not, a run that resumes may end with other bits than a run that never stopped.
             `--compare` always asks for such kernels.
@@ -230,6 +234,8 @@ class Run:
     look_every: int = whole(100, 0, COUNT, unit="steps")
     tensorboard: str = text("", unit="path")
     event_logs: str = text("", unit="path")
+    event_log_steps: int = whole(0, 0, COUNT, unit="steps")
+    event_log_keep: int = whole(0, 0, COUNT, unit="files")
     deterministic: bool = flag(True)
     retries: int = whole(0, 0, unit="attempts")
     max_seconds: float = number(0.0, unit="s")
@@ -275,12 +281,14 @@ class Waiting:
         commit_s: Time for all ranks to reach a commit, and for a rank's device to finish the work
             that the commit reads.
         grace_s: Time for all ranks to say why they stopped.
+        save_s: Time for all ranks to write or read their files of a checkpoint.
     """
 
     start_s: float = number(_DEFAULT.start, positive=True, unit="s")
     message_s: float = number(_DEFAULT.message, positive=True, unit="s")
     commit_s: float = number(_DEFAULT.commit, positive=True, unit="s")
     grace_s: float = number(_DEFAULT.grace, positive=True, unit="s")
+    save_s: float = number(_DEFAULT.save, positive=True, unit="s")
 
 
 @attrs.frozen(kw_only=True)
@@ -335,6 +343,7 @@ class Config:
             message=given.message_s,
             commit=given.commit_s,
             grace=given.grace_s,
+            save=given.save_s,
         )
 
     def require_drawn(self, what: str) -> None:

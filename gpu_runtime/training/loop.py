@@ -5,6 +5,7 @@ The training loop: steps of the guarded pipeline, their log, evaluations and che
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, Final
 import attrs
 
 from qeffect.destination_registry import DestinationRegistry
+from qeffect.launched import START, trains
+from qeffect.log.rotation import Rotation
 from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
@@ -129,12 +132,15 @@ class Trainer:
             event_log=self._event_log(),
             registry=_DESTINATIONS,
         )
+        if trains(sys.argv):
+            START.arm()  # the worker's own handler names no cause before the first step
         self.losses: list[float] = []
         self.watch = UpdateWatch(config.optimizer.stop_after_skips)
         self.seconds = 0.0
         self.evaluations: dict[int, float] = {}
         self.began = 0
         if self.checkpoints is not None and self.found is not None:
+            START.place = f"loading {self.found.name}"
             self._go_on(self.checkpoints, self.found)
         elif config.model.start:
             self._take_start(config.path(config.model.start))
@@ -312,8 +318,9 @@ class Trainer:
             times = {name: getattr(parallel, name) for name in TIMES}
             self.log({"cut": list(self.job.cut), **times})
 
-    def _event_log(self) -> Path | None:
-        if not self.config.run.event_logs:
+    def _event_log(self) -> Path | Rotation | None:
+        run = self.config.run
+        if not run.event_logs:
             return None
         folder = self.config.path(self.config.run.event_logs)
         problem = ""
@@ -322,7 +329,9 @@ class Trainer:
         except OSError as error:
             problem = f"{self.config.source}: [run] event_logs: {folder}: {error.strerror or error}"
         agree_on(self.member, problem)
-        return folder / f"rank{self.member.rank}.jsonl"
+        path = folder / f"rank{self.member.rank}.jsonl"
+        rotates = bool(run.event_log_steps)
+        return Rotation(path, run.event_log_steps, run.event_log_keep) if rotates else path
 
     @property
     def tokens_a_step(self) -> int:
