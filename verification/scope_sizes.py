@@ -62,6 +62,7 @@ SCOPE_STATES: Final[Mapping[str, int]] = {
     "callers-weights": 4_578,
     "callers-gradients": 1_545,
     "stage-gradients": 94,
+    "stage-skips": 10_580,
     "stage-evaluated": 932,
     "stage-evaluated-reports": 21,
     "domains-evaluated": 320,

@@ -372,6 +372,17 @@ def standard_scopes() -> Mapping[str, Scope]:
             omit=("arena", "capture", "order", "version"),
         ),
         Scope(
+            "stage-skips",
+            slots=(1,),
+            cells=(3,),
+            generation_max=4,
+            epochs=2,
+            walks=2,
+            skips=True,
+            only=(*_SHARE, "reserve", "skip", "next_walk"),
+            omit=("capture", "completion", "reduction", "version"),
+        ),
+        Scope(
             "stage-evaluated",
             slots=(1,),
             cells=(1,),
