@@ -171,9 +171,7 @@ class EpochRuntime(RuntimeParts):
         if self.config.mode == "one launch":
             return "a step as one launch has all microbatches; set mode='replays'"
         if self.tied.sharers:
-            return (
-                f"the stages {sorted(self.tied.sharers)} have tied weights, which is not supported"
-            )
+            return f"the stages {sorted(self.tied.sharers)} share tied weights"
         return ""
 
     def finalize(self, *, caller: Hashable = "main") -> Gradients:

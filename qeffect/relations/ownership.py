@@ -26,10 +26,9 @@ from .constants import (
 
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
 #: ``forwarded`` is the epoch of a cell's last forward in the current walk, ``skipped`` the epoch of
-#: the walk that left the cell out, and ``skips`` counts the cells left out. ``moving`` is the mask of transfers under
-#: way out of a slot and into it, which continue after their tape is aborted; ``arrived`` is the
-#: mask of messages that a live tape has received, with
-#: the copy of its input.
+#: the walk that left the cell out, and ``skips`` counts the cells left out. ``moving`` is the mask
+#: of transfers under way out of a slot and into it, which continue after their tape is aborted;
+#: ``arrived`` is the mask of messages that a live tape has received, with the copy of its input.
 STATE = {
     "consumers": Column("slot", "mask"),
     "generation": Column("slot", "generation"),

@@ -284,8 +284,8 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             section="design",
             cause="Each microbatch has a destination of its own, which would keep the gradients of "
             "an earlier epoch; or the first microbatch was left out.",
-            remedy="Let all microbatches accumulate into one destination for each matrix, and leave "
-            "out the last microbatches.",
+            remedy="Let all microbatches accumulate into one destination for each matrix, and "
+            "leave out the last microbatches.",
         ),
     ),
 )

@@ -586,7 +586,7 @@ ticket, once.""",
             argument="",
             unchanged=_TENANT,
             section="design",
-            cause="A loop noticed in mid-walk that its batch is short, or `shorten_walk` was called "
+            cause="A loop noticed in mid-walk that its batch is short, or called `shorten_walk` "
             "before `next_walk` or before the commit, for the walk to come.",
             remedy="Read the batch's size first, then call `shorten_walk`, then run the first F. "
             "In mid-walk, run all microbatches, or purge the epoch and rebuild it.",

@@ -402,8 +402,8 @@ def _done(h: History, cell: Index) -> Truth:
 
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, each of its cells' F, dI and dW ran once, over every matrix, or the
-    walk left the cell out and none ran."""
+    """When a stage is finalized, each of its cells' F, dI and dW ran once, over every matrix, or
+    the walk left the cell out and none ran."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
     ours = st.stage_of[c] == a.stage
@@ -420,8 +420,8 @@ def written(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
-    """When a stage is finalized, every dW that writes its destinations ran once or was left out, also
-    the dW of a stage that shares them. No failed dW left a destination half written."""
+    """When a stage is finalized, every dW that writes its destinations ran once or was left out,
+    also the dW of a stage that shares them. No failed dW left a destination half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
@@ -725,8 +725,8 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """An update begins only when every dW ran that the walk does not leave out, no tape is live, and
-    nothing was spoiled."""
+    """An update begins only when every dW ran that the walk does not leave out, no tape is live,
+    and nothing was spoiled."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -734,8 +734,8 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
 def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """A walk ends only when every dW ran that it does not leave out, no tape is live, and nothing was
-    spoiled."""
+    """A walk ends only when every dW ran that it does not leave out, no tape is live, and nothing
+    was spoiled."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])

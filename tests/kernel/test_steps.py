@@ -146,7 +146,7 @@ def test_every_counter_is_of_a_family_with_a_base() -> None:
     assert all(COUNTERS[name].through in (None, ()) for name in BASES.values())
 
 
-# No step here begins in mid-walk, with cells that were forwarded before; the proofs need the column.
+# No step here begins in mid-walk, with cells forwarded before; the proofs need that column.
 @pytest.mark.parametrize("column", sorted({*COUNTERS} - {"forwarded", "spoiled"}))
 def test_no_counter_is_an_entry_that_stays(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for one, some contract's step is not made, or does not recur."""
