@@ -9,6 +9,7 @@ and every write to a tensor raises the tensor's version counter.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import attrs
@@ -142,12 +143,15 @@ class Weights:
     """
 
     def __init__(self, module: Any) -> None:
-        modules = [] if module is None else list(module.modules())
-        own = {id(p) for part in modules if _writes_weights(part) for p in _parameters(part)}
-        named = [] if is_sharded(module) else list(module.named_parameters())
-        watched = [(name, p) for name, p in named if p.requires_grad and id(p) not in own]
-        self._names = [name for name, _ in watched]
-        self._parameters = [parameter for _, parameter in watched]
+        self._module = module
+        self._parameters: list[Any] = []
+        own: list[Any] = []
+        for part in () if is_sharded(module) else module.modules():
+            listed = own if vars(part).get("max_norm") is not None else self._parameters
+            listed += [p for p in part._parameters.values() if p is not None and p.requires_grad]
+        if own:
+            left_out = set(map(id, own))
+            self._parameters = [p for p in self._parameters if id(p) not in left_out]
         self._expected = self._versions()
 
     def _versions(self) -> list[int]:
@@ -158,20 +162,20 @@ class Weights:
         found = self._versions()
         if found == self._expected:
             return None
-        return next(
-            Written(name, now, before)
-            for name, now, before in zip(self._names, found, self._expected, strict=True)
-            if now != before
+        parameter, now, before = next(
+            three
+            for three in zip(self._parameters, found, self._expected, strict=True)
+            if three[1] != three[2]
         )
+        named = self._module.named_parameters()
+        return Written(next((n for n, p in named if p is parameter), "unnamed"), now, before)
 
 
 def is_sharded(module: Any) -> bool:
     """Whether FSDP shards a module or a part of it; so is what has no modules at all."""
     if module is None:
         return True
-    return any(
-        base.__name__ == "FSDPModule" for part in module.modules() for base in type(part).__mro__
-    )
+    return any(map(_shards, set(map(type, module.modules()))))
 
 
 def _parameters(module: Any) -> list[Any]:
@@ -179,5 +183,6 @@ def _parameters(module: Any) -> list[Any]:
     return [] if parameters is None else list(parameters())
 
 
-def _writes_weights(module: Any) -> bool:
-    return getattr(module, "max_norm", None) is not None
+@cache
+def _shards(kind: type) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)

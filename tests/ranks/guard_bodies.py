@@ -82,6 +82,7 @@ class Run:
         block: Callable[[int], nn.Module] = Block,
         stage: type[PipelineStage] = Stage,
         microbatches: int = MICROBATCHES,
+        rows: int | None = None,
     ) -> None:
         rank = dist.get_rank()
         own = [rank, rank + ranks]
@@ -111,6 +112,7 @@ class Run:
             loss_fn=nn.functional.mse_loss,
         )
         self.own, self.microbatches = own, microbatches
+        self.rows = 2 * microbatches if rows is None else rows
         parameters = [p for part in self.blocks for p in part.parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -125,14 +127,14 @@ class Run:
         self.schedule._warmup_p2p = lambda *_: None
         return self
 
-    def step(self, number: int, *, update: bool = True) -> list[str]:
+    def step(self, number: int, *, update: bool = True, **options: Any) -> list[str]:
         """Run a step; return the bits of losses, outputs, gradients and parameters, as digests."""
         generator = torch.Generator().manual_seed(number)
-        x, y = (torch.randn(2 * self.microbatches, WIDTH, generator=generator) for _ in range(2))
+        x, y = (torch.randn(self.rows, WIDTH, generator=generator) for _ in range(2))
         losses: list[Tensor] = []
         self.optimizer.zero_grad()
         given = (x,) if 0 in self.own else ()
-        out = self.schedule.step(*given, target=y, losses=losses)
+        out = self.schedule.step(*given, target=y, losses=losses, **options)
         gradients = [p.grad for part in self.blocks for p in part.parameters()]
         if update:
             self.optimizer.step()
@@ -471,3 +473,40 @@ def cut_between_messages(name: str) -> dict[str, Any]:
     except MeetingError as error:
         return {"ended": ended, "error": str(error)}
     return {"ended": ended, "error": ""}
+
+
+def uneven(names: list[str], microbatches: int) -> dict[str, Any]:
+    """Schedules with a number of microbatches, as far as torch takes it: bits and epochs."""
+    join()
+    said = {}
+    for name in names:
+        try:
+            plain, run = (Run(name, microbatches=microbatches) for _ in range(2))
+        except ValueError:  # torch wants another number
+            continue
+        guarded = guard(run.schedule)
+        bits = [(plain.step(n), run.step(n)) for n in range(2)]
+        said[name] = [all(a == b for a, b in bits), guarded.contract.epoch]
+    return said
+
+
+def evaluated(names: list[str], manner: Any) -> dict[str, Any]:
+    """Steps with evaluations between: whether bits are the same, epochs, and violations."""
+    join()
+    said = {}
+    for name in names:
+        plain, run = Run(name), Run(name)
+        guarded = guard(run.schedule, manner=manner)
+        found = []
+        for own in (plain, run):
+            bits: list[Any] = [_evaluation(own), own.step(0)]
+            with torch.no_grad():
+                bits.append(_evaluation(own))
+            found.append([*bits, own.step(1), _evaluation(own), own.step(2)])
+        said[name] = [found[0] == found[1], guarded.contract.epoch, len(guarded.violations)]
+    return said
+
+
+def _evaluation(run: Run) -> str:
+    x = torch.ones(run.rows, WIDTH)
+    return _digest(run.schedule.eval(*((x,) if 0 in run.own else ()), target=x))

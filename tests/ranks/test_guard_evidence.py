@@ -12,7 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from qeffect.guards.pipelining import guard
 from qeffect.refusals import Refused
@@ -246,6 +251,30 @@ class Looked(Block):
         return super().forward(x) + self.rows((x.sum(1) > 0).long())
 
 
+class Recomputed(Block):
+    """A block whose backward runs its forward again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+class View(Block):
+    """A block whose output is a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:]
+
+
+def _normed_weights(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Sequential(weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+
+def _replicated(index: int) -> nn.Module:
+    return DistributedDataParallel(Block(index))
+
+
 class Pass(nn.Module):
     """A stage that returns its input; its one parameter takes no part."""
 
@@ -261,18 +290,55 @@ def _first_passes(index: int) -> nn.Module:
     return Block(index) if index else Pass(index)
 
 
+KINDS = (
+    Block,
+    Frozen,
+    AllFrozen,
+    Normed,
+    Looked,
+    Recomputed,
+    View,
+    _first_passes,
+    _normed_weights,
+    _replicated,
+)
+
+
 class TestLegal:
     """What torch may do keeps its bits under the guard and is never refused."""
 
     @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("block", [Block, Frozen, AllFrozen, Normed, Looked, _first_passes])
+    @pytest.mark.parametrize("block", KINDS)
     def test_kinds_of_modules(self, name: str, block: Callable[[int], nn.Module]) -> None:
-        """Frozen parameters, running statistics, own writes of a forward, no parameters."""
+        """Frozen parameters, statistics, own writes of a forward, recomputation, replicas."""
         plain, run = (own_run(name, block=block) for _ in range(2))
         guarded = guard(run.schedule)
 
         assert [plain.step(n) for n in range(3)] == [run.step(n) for n in range(3)]
         assert 3 == guarded.contract.epoch
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_sharded_modules(self, name: str) -> None:
+        """FSDP gathers weights in place: they are not watched, and the losses are the same."""
+        mesh = init_device_mesh("cpu", (1,))
+        found: list[list[float]] = []
+        for guards in (False, True):
+            run = own_run(name, block=lambda index: fully_shard(Block(index), mesh=mesh))
+            guarded = guard(run.schedule) if guards else None
+            found.append([])
+            for _ in range(3):
+                x = torch.arange(float(run.rows * WIDTH)).reshape(run.rows, WIDTH).sin()
+                run.optimizer.zero_grad()
+                losses: list[Tensor] = []
+                run.schedule.step(x, target=x, losses=losses)
+                run.optimizer.step()
+                found[-1] += [float(loss.detach()) for loss in losses]
+        assert guarded is not None
+
+        assert found[0] == found[1]
+        assert 3 * run.microbatches == len(set(found[0]))  # it does train
+        assert 3 == guarded.contract.epoch
+        assert any("its module is sharded" in claim for claim in guarded.on_trust())
 
 
 class TestWeights:
