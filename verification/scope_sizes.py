@@ -63,6 +63,8 @@ SCOPE_STATES: Final[Mapping[str, int]] = {
     "callers-gradients": 1_545,
     "stage-gradients": 94,
     "stage-skips": 10_580,
+    "stage-skips-epochs": 465,
+    "stage-skips-declared": 12,
     "stage-evaluated": 932,
     "stage-evaluated-reports": 21,
     "domains-evaluated": 320,
