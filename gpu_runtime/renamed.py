@@ -1,5 +1,6 @@
 """
-Import names of earlier releases: old name -> new name, both below `qeffect.gpu_runtime`.
+Import names of earlier releases: old name -> new name, both below `qeffect.gpu_runtime`; a new name
+that begins with `qeffect.` is whole.
 
 The old names keep working for one release, each with a `DeprecationWarning` that names the new
 place (`qeffect.renamed`).
@@ -55,6 +56,10 @@ MODULES: Mapping[str, str] = {
     "execute.nested": "step.nested_graphs",
     "execute.reports": "step.effects",
     "execute.streams": "step.streams",
+    "guards": "qeffect.guards",
+    "guards.pipelining": "qeffect.guards.pipelining",
+    "guards.pipelining_step": "qeffect.guards.pipelining_step",
+    "guards.pipelining_table": "qeffect.guards.pipelining_table",
     "measure": "",
     "measure.complete": "lab.statistics.complete_step",
     "measure.curves": "lab.statistics.curves",
@@ -97,7 +102,7 @@ MODULES: Mapping[str, str] = {
     "parallel.executor": "ranks.pipeline",
     "parallel.feeds": "ranks.side_stream_feed",
     "parallel.gate_kernel": "ranks.gate_kernel",
-    "parallel.guard": "guards.pipelining",
+    "parallel.guard": "qeffect.guards.pipelining",
     "parallel.model": "ranks.job",
     "parallel.native": "lab.sides.torch_pipeline",
     "parallel.one_launch": "ranks.one_launch",

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["MODULES", "NAMES", "install"]
+__all__ = ["MODULES", "NAMES", "install", "whole"]
 
 #: Modules of the kernel that the pages showed; both names are below `qeffect`.
 MODULES: Mapping[str, str] = {
@@ -47,12 +47,23 @@ def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) 
 
     Args:
         package: The package that all names below are relative to.
-        modules: New module names by old ones; an empty new name stands for a folder that is gone.
+        modules: New module names by old ones; an empty new name stands for a folder that is gone,
+            and one that begins with ``qeffect.`` is relative to nothing.
         names: New ``module.name`` by old ``module.name``, for objects that moved to another module
             than the rest of their old module, or that were renamed.
     """
     if not any(isinstance(f, _Finder) and f.package == package for f in sys.meta_path):
         sys.meta_path.append(_Finder(package, modules, names))
+
+
+def whole(package: str, new: str) -> str:
+    """
+    Return the full form of a new name, which is relative to a package unless it is full already.
+
+    >>> whole("qeffect.gpu_runtime", "step.graphs"), whole("qeffect.gpu_runtime", "qeffect.guards")
+    ('qeffect.gpu_runtime.step.graphs', 'qeffect.guards')
+    """
+    return new if new.startswith("qeffect.") else f"{package}.{new}"
 
 
 class _StandIn(ModuleType):
@@ -96,11 +107,11 @@ class _Finder(MetaPathFinder, InspectLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Import the new module, and warn."""
         if new := self.modules[self._old(module.__name__)]:
-            importlib.import_module(f"{self.package}.{new}")
+            importlib.import_module(whole(self.package, new))
             warnings.warn(self._warning(module.__name__, new), DeprecationWarning, stacklevel=2)
 
     def _warning(self, old: str, new: str) -> str:
-        return f"{old} is now {self.package}.{new}; the next release removes the old name"
+        return f"{old} is now {whole(self.package, new)}; the next release removes the old name"
 
     def _found(self, old: str, name: str) -> Any:
         """The object that a stand-in's attribute is."""
@@ -111,16 +122,16 @@ class _Finder(MetaPathFinder, InspectLoader):
                 DeprecationWarning,
                 stacklevel=3,
             )
-            return getattr(importlib.import_module(f"{self.package}.{module}"), attribute)
+            return getattr(importlib.import_module(whole(self.package, module)), attribute)
         if f"{old}.{name}" in self.modules or name in ("__path__", "__file__"):
             raise AttributeError(name)  # a module below, which is imported next
         if not (new := self.modules[old]):
             raise AttributeError(f"module {self.package}.{old} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{self.package}.{new}"), name)
+        return getattr(importlib.import_module(whole(self.package, new)), name)
 
     def get_source(self, fullname: str) -> str:
         """Return a program that runs the new module, for ``python -m`` with the old name."""
-        new = f"{self.package}.{self.modules[self._old(fullname)]}"
+        new = whole(self.package, self.modules[self._old(fullname)])
         return f"import runpy\nrunpy.run_module({new!r}, run_name='__main__', alter_sys=True)\n"
 
     def get_code(self, fullname: str) -> CodeType:

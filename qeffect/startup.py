@@ -9,6 +9,7 @@ QEffect as a library keeps its signals as they are.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -55,3 +56,8 @@ def unblock_interrupts() -> None:
 
 if is_command(sys.argv, sys.orig_argv):
     block_interrupts()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from .launched import START, trains
+
+        if trains(sys.orig_argv):
+            START.arm()

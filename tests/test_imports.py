@@ -1,5 +1,5 @@
 """
-Arrows between layers: spec <- qeffect <- {verification, gpu_runtime}, and none crosses.
+Arrows between layers: spec <- qeffect <- {verification, gpu_runtime, guards}, and none crosses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("spec", "qeffect", "verification", "gpu_runtime")
+PACKAGES = ("spec", "qeffect", "verification", "gpu_runtime", "guards")
 #: Installed inside the package ``qeffect``, beside the kernel.
 INSIDE = {f"qeffect.{name}": name for name in PACKAGES if name != "qeffect"}
 #: What each layer may import of ours.
@@ -25,6 +25,7 @@ ALLOWED = {
     "qeffect": {"spec", "qeffect"},
     "verification": {"spec", "qeffect", "verification"},
     "gpu_runtime": {"spec", "qeffect", "gpu_runtime"},
+    "guards": {"spec", "qeffect", "guards"},
 }
 #: The one module of the kernel that knows torch, and only inside its functions.
 TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
@@ -194,7 +195,7 @@ def test_a_fresh_process_is_light(statement: str) -> None:
 
     heavy = {"torch", "numpy", "z3", "cvc5", "hypothesis", "matplotlib", "jsonschema", "cattrs"}
     assert not heavy & loaded
-    assert not {"verification", "gpu_runtime", "tests"} & loaded
+    assert not {"verification", "gpu_runtime", "guards", "tests"} & loaded
 
 
 def test_the_instrument_sees_what_is_loaded() -> None:

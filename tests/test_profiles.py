@@ -85,6 +85,28 @@ def test_a_run_says_its_profile_and_leaves_a_record(tmp_path: Path) -> None:
     assert record["hardware"]["cores"] == os.cpu_count()
 
 
+def test_one_worker_runs_a_group(tmp_path: Path) -> None:
+    """`make slow` counts on it: with pytest 9.2.0, pytest-xdist 3.8.0 spreads groups in silence."""
+    (tmp_path / "test_sweep.py").write_text(
+        "import os, pathlib, pytest, time\n"
+        "@pytest.fixture(scope='module', params=[\n"
+        "    pytest.param(n, marks=pytest.mark.xdist_group(f'sweep-{n}')) for n in range(2)])\n"
+        "def sweep(request):\n"
+        "    with open('made', 'a') as file:\n"
+        "        file.write(f'{request.param}')\n"
+        "@pytest.mark.parametrize('case', range(4))\n"
+        "def test(sweep, case):\n"
+        "    time.sleep(0.02)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-n2", "--dist", "loadgroup", "test_sweep.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 0, done.stdout
+    assert sorted((tmp_path / "made").read_text()) == ["0", "1"], "each sweep is set up once"
+
+
 def test_an_unknown_profile_is_refused() -> None:
     """In one line, with those that there are."""
     code, told = run("--collect-only", "tests/test_profiles.py", HYPOTHESIS_PROFILE="hourly")

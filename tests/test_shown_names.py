@@ -140,7 +140,7 @@ NAMES: Final = (
 
 #: Old names and new ones, both whole.
 MOVED: Final = {
-    f"{package}.{old}": f"{package}.{new}"
+    f"{package}.{old}": renamed.whole(package, new)
     for package, table in (
         ("qeffect", {**renamed.MODULES, **renamed.NAMES}),
         ("qeffect.gpu_runtime", {**renamed_runtime.MODULES, **renamed_runtime.NAMES}),

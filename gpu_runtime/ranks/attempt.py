@@ -27,13 +27,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ..backends.protocol import BackendError
 from .bounded import bounded
 
-__all__ = ["agree_on_attempt", "first_line"]
+__all__ = ["UnreachableError", "agree_on_attempt", "first_line"]
 
 _OFFER, _CONFIRMED = "qeffect/offer", "confirmed"
 #: Seconds between two looks at the store: at least, and for each rank of the job.
 _POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
 #: Seconds past the deadline after which a store that has not answered is given up.
 _MARGIN_S = 5.0
+
+
+class UnreachableError(BackendError):
+    """This rank cannot reach the others; it says so itself, as no other rank can."""
 
 
 def agree_on_attempt(
@@ -61,12 +65,12 @@ def agree_on_attempt(
     try:
         name = bounded(lambda: meeting.run(deadline), deadline + _MARGIN_S)
     except TimeoutError:
-        raise BackendError(
+        raise UnreachableError(
             f"rank {rank}: the launcher's store did not answer within {deadline:g} s"
         ) from None
     except RuntimeError as error:
         what = first_line(error)
-        raise BackendError(f"rank {rank}: the launcher's store is gone ({what})") from error
+        raise UnreachableError(f"rank {rank}: the launcher's store is gone ({what})") from error
     if not name:
         raise BackendError(
             f"rank {rank}: expected {world} ranks within {deadline:g} s; missing: {meeting.missing}"

@@ -26,14 +26,19 @@ from torch import Tensor
 from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 
+from .bounded import bounded
+from .wait_clock import WaitClock
+
 __all__ = [
     "ChannelEnds",
     "Channels",
     "LostError",
     "Message",
     "Transfer",
+    "UnansweredError",
     "channels_of",
     "first_different_message",
+    "gloo_group",
     "messages_of",
     "transport_of",
 ]
@@ -115,6 +120,13 @@ class LostError(RuntimeError):
         other = "all ranks" if self.peer < 0 else f"rank {self.peer}"
         how = "did not end before the deadline" if self.late else "lost its connection"
         return f"{self.action} with {other} {how}"
+
+
+class UnansweredError(LostError):
+    """The other ranks, or their common store, did not answer before a wait's deadline."""
+
+    def __str__(self) -> str:
+        return self.library
 
 
 @attrs.define(eq=False)
@@ -205,6 +217,7 @@ class Channels:
 
     Attributes:
         log: Where posted and ended messages are written; None for nowhere.
+        waits: Counts the host's waits.
     """
 
     def __init__(
@@ -222,6 +235,7 @@ class Channels:
         self.deadline = datetime.timedelta(seconds=deadline)
         self._channels = {ends: _Channel(ends, group) for ends, group in groups.items()}
         self.log: RankLog | None = None
+        self.waits = WaitClock()
         self._under_way: set[Transfer] = set()
         self._endings: list[Abort] = []
 
@@ -249,29 +263,31 @@ class Channels:
 
         Raises:
             RuntimeError: The library could not make a group.
+            LostError: The other end of a channel is gone, or did not answer in time.
         """
         host, rank = device.type == "cpu", dist.get_rank()
-        limit = datetime.timedelta(seconds=deadline)
         own: dict[ChannelEnds, Any] = {}
         for ends in every:
-            group = dist.new_group(
-                [*ends],
-                backend=transport_of(device),
-                timeout=limit if host else None,
-                pg_options=None if host else _small_kernels(),
-            )
+            if host:
+                group = gloo_group([*ends], deadline)
+            else:
+                group = dist.new_group(
+                    [*ends], backend=transport_of(device), pg_options=_small_kernels()
+                )
             if rank in ends:
                 own[ends] = group
             del group
         made = cls(rank, own, host=host, deadline=deadline, tagged=tagged)
         token = torch.zeros(1, device=device)
         for ends, channel in made._channels.items():
-            if rank == ends.source:
-                work = dist.isend(token, ends.to, group=channel.group)
-            else:
-                work = dist.irecv(token, ends.source, group=channel.group)
-            assert work is not None
-            work.wait()
+            sends = rank == ends.source
+            peer = ends.to if sends else ends.source
+            try:
+                work = (dist.isend if sends else dist.irecv)(token, peer, group=channel.group)
+                assert work is not None
+                work.wait()
+            except RuntimeError as error:
+                raise cls._lost(Transfer(None, token, "connect", peer), error) from None
             del work
         if not host:
             torch.cuda.synchronize(device)
@@ -333,7 +349,8 @@ class Channels:
         """
         if self.host:
             try:
-                transfer.work.wait(self.deadline)
+                with self.waits.waiting():
+                    transfer.work.wait(self.deadline)
             except RuntimeError as error:
                 raise self._lost(transfer, error) from None
         else:
@@ -402,6 +419,33 @@ def _small_kernels() -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MOST_BLOCKS
     return options
+
+
+#: Seconds past the deadline after which a group whose store does not answer is given up.
+_MARGIN_S = 5.0
+
+
+def gloo_group(ranks: list[int], seconds: float) -> Any:
+    """
+    Make a group of ranks on the CPU; every rank of the world calls it.
+
+    Args:
+        ranks: The ranks.
+        seconds: Timeout of the group's collectives, and of making it.
+
+    Raises:
+        UnansweredError: The ranks' common store did not answer.
+    """
+    limit = datetime.timedelta(seconds=seconds)
+    try:
+        return bounded(
+            lambda: dist.new_group(ranks, backend="gloo", timeout=limit), seconds + _MARGIN_S
+        )
+    except TimeoutError:
+        raise UnansweredError(
+            "connect", -1, True,
+            f"rank {dist.get_rank()}: the ranks' common store did not answer within {seconds:g} s",
+        ) from None  # fmt: skip
 
 
 def transport_of(device: torch.device) -> str:

@@ -42,9 +42,10 @@ from .causes import (
     action_name,
     verdict_of,
 )
-from .channels import ChannelEnds, Channels, LostError, end_group
+from .channels import ChannelEnds, Channels, LostError, UnansweredError, end_group
 from .replicas import Replicas
 from .ties import Reducers
+from .wait_clock import WaitClock
 
 __all__ = [
     "Cause",
@@ -64,13 +65,6 @@ _MARGIN_S = 10.0
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
-
-
-class UnansweredError(LostError):
-    """The ranks' common store did not answer before a wait's deadline."""
-
-    def __str__(self) -> str:
-        return self.library
 
 
 def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
@@ -137,6 +131,7 @@ class Consent:
         ending: Whether this rank has begun to stop.
         asks: What this rank asks of all ranks after the step, as a number from 0 on.
         heard: The largest number that any rank asked in the last agreement.
+        waits: Counts the host's waits.
     """
 
     store: Any
@@ -155,6 +150,7 @@ class Consent:
     ending: bool = attrs.field(default=False, init=False)
     asks: int = attrs.field(default=0, init=False)
     heard: int = attrs.field(default=0, init=False)
+    waits: WaitClock = attrs.field(factory=WaitClock, init=False)
 
     def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
         """
@@ -244,8 +240,9 @@ class Consent:
         """Begin a collective, and wait for its end."""
         work = None
         try:
-            work = begin()
-            work.wait(datetime.timedelta(seconds=self.deadline))
+            with self.waits.waiting():
+                work = begin()
+                work.wait(datetime.timedelta(seconds=self.deadline))
         except RuntimeError as error:
             library = str(error)
             error.__traceback__ = None  # its frames hold the group, and the group its connections

@@ -17,7 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..backends.protocol import BackendError
-from .attempt import agree_on_attempt, first_line
+from .attempt import UnreachableError, agree_on_attempt, first_line
+from .bounded import bounded
+from .channels import UnansweredError
 
 __all__ = ["Limits", "Member", "agree_on", "all_gather", "join", "launcher_ranks", "leave"]
 
@@ -25,6 +27,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS, _MOST_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), 999_999_999
 #: How this process met the others; `join` may be called again.
 _MET: list[tuple[str, str]] = []
+#: Seconds past a deadline after which a store that does not answer is given up.
+_MARGIN_S = 5.0
 _LAUNCH = "start the ranks with torchrun, or unset the variable"
 
 
@@ -39,12 +43,14 @@ class Limits:
         commit: For all ranks to reach the commit, and for this rank's device to finish the work
             that the commit reads.
         grace: For all ranks to publish why they stopped.
+        save: For all ranks to write or read their files of a checkpoint.
     """
 
     start: float = 120.0
     message: float = 60.0
     commit: float = 120.0
     grace: float = 5.0
+    save: float = 1800.0
 
 
 @attrs.frozen
@@ -172,8 +178,14 @@ def _meet(timeout: datetime.timedelta) -> list[tuple[str, str]]:
         BackendError: The store or a rank cannot be reached in time.
     """
     limit = f"{timeout.total_seconds():g} s"
+    most = timeout.total_seconds() + _MARGIN_S
+    rank = int(os.environ["RANK"])
     try:
-        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        store, rank, world = bounded(lambda: next(rendezvous("env://", timeout=timeout)), most)
+    except TimeoutError:
+        raise UnreachableError(
+            f"rank {rank}: the launcher's store did not answer within {limit}"
+        ) from None
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise BackendError(
@@ -182,14 +194,17 @@ def _meet(timeout: datetime.timedelta) -> list[tuple[str, str]]:
         ) from error
     met: list[tuple[str, str]] = []
     attempt = agree_on_attempt(store, rank, world, timeout.total_seconds(), met)
+    own = PrefixStore(f"qeffect/attempt/{attempt}", store)
+
+    def connect() -> None:
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
+
     try:
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore(f"qeffect/attempt/{attempt}", store),
-            rank=rank,
-            world_size=world,
-            timeout=timeout,
-        )
+        bounded(connect, most)
+    except TimeoutError:
+        raise UnreachableError(
+            f"rank {rank}: the launcher's store did not answer within {limit}"
+        ) from None
     except RuntimeError as error:
         raise BackendError(
             f"rank {rank}: the {world} ranks did not connect within {limit} ({first_line(error)})"
@@ -237,7 +252,22 @@ def agree_on(member: Member, problem: str, failed: Exception | None = None) -> N
 
 
 def all_gather(member: Member, own: Any) -> list[Any]:
-    """Gather one object from every rank, ordered by rank; every rank calls it."""
+    """
+    Gather one object from every rank, ordered by rank; every rank calls it.
+
+    Raises:
+        UnansweredError: A rank is gone, or did not answer in time.
+    """
     found: list[Any] = [None] * member.world
-    dist.all_gather_object(found, own)
+    try:
+        dist.all_gather_object(found, own)
+    except RuntimeError as error:
+        library = first_line(error)
+        error.__traceback__ = None  # its frames hold the group
+        raise UnansweredError(
+            "start",
+            -1,
+            "imed out" in library,
+            f"rank {member.rank}: not every rank answered ({library})",
+        ) from None
     return found

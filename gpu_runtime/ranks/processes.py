@@ -14,11 +14,14 @@ import attrs
 import torch
 
 from qeffect.cli.command import Outcome
+from qeffect.launched import START
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
 from ..backends.determinism import DETERMINISTIC
 from ..backends.protocol import BackendError
+from .attempt import UnreachableError
+from .channels import LostError
 from .consent import Cause
 from .membership import Limits, Member, join, launcher_ranks
 
@@ -69,19 +72,25 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
     """
     Run a command in this rank; one rank prints the result of all.
 
-    Rank 0 prints; rank 1 does if rank 0 is the rank that was lost.
+    Rank 0 prints; rank 1 does if rank 0 is the rank that was lost. A rank that lost its connections
+    prints its own cause.
 
     Raises:
         UnusableError: The command cannot run; every rank raises it.
     """
     try:
         outcome = run()
+    except (LostError, UnreachableError) as error:
+        START.leave()  # every rank that is cut off speaks for itself
+        raise UnusableError(str(error)) from error
     except (BackendError, ScheduleError, UnusableError) as error:
         mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST
-    mute_unless_speaker(failed=outcome.exit != 0, speaker=int(lost))
+    # A rank that cannot reach the store names itself, and no other rank knows.
+    speaker = cause["rank"] if cause.get("kind") == "lost" else int(lost)
+    mute_unless_speaker(failed=outcome.exit != 0, speaker=speaker)
     return outcome
 
 
@@ -98,6 +107,8 @@ def mute_unless_speaker(*, failed: bool, speaker: int = 0) -> None:
         rank, world = launcher_ranks()
     except BackendError:  # the ranks are unknown: each prints its own finding
         return
+    if failed:
+        START.leave()
     if world is not None and rank != speaker:
         sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if failed:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from .channels import Abort, LostError, end_group
+from .wait_clock import WaitClock
 
 __all__ = ["Replicas", "calls_of"]
 
@@ -42,7 +43,8 @@ class _BucketCollectives:
             while self.works:
                 work = self.works.pop()
                 if self.owner.host:
-                    work.wait(self.owner.deadline)
+                    with self.owner.waits.waiting():
+                        work.wait(self.owner.deadline)
                 else:
                     work.wait()
         except RuntimeError as error:
@@ -90,6 +92,7 @@ class Replicas:
         self.together = self.size == 2 if together is None else together
         self.host = host
         self.deadline = datetime.timedelta(seconds=deadline)
+        self.waits = WaitClock()  # of the host
         self._started: list[_BucketCollectives] = []
         self._ending: Abort | None = None
 

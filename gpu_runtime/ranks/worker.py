@@ -29,11 +29,13 @@ from ..step.clipping import Clipping, Norm
 from ..step.memory.digests import digests
 from ..step.optimizer import Optimizer
 from ..step.plan.rows import Row, walked
+from .bounded import bounded
 from .channels import (
     Channels,
     LostError,
     channels_of,
     end_group,
+    gloo_group,
     messages_of,
     transport_of,
 )
@@ -44,9 +46,12 @@ from .pipeline import Feed, Pipeline
 from .replicas import Replicas
 from .side_stream_feed import feed_for
 from .ties import Reducers, Tie, require_declared
+from .wait_clock import WaitClock
 
 __all__ = ["Worker"]
 
+#: Seconds past a deadline after which a store that does not answer is given up.
+_MARGIN_S = 5.0
 #: Numbers the workers of this process, equally on all ranks: each has store keys of its own.
 _WORKERS = itertools.count()
 
@@ -116,6 +121,7 @@ class Worker:
     ) -> None:
         self.member, self.limits = member, limits or Limits()
         self.mean, self.together = mean, together
+        self.waits = WaitClock()
         self.ties = tuple(ties)
         self.clipping = Clipping(
             max_norm=clip_norm,
@@ -310,34 +316,30 @@ class Worker:
     def _group_of(self, every: Iterable[Iterable[int]]) -> Any:
         """Make these groups on every rank; return the group that this rank is in, or None."""
         member, own = self.member, None
-        limit = datetime.timedelta(seconds=self.limits.message)
         for ranks in map(list, every):
-            group = dist.new_group(
-                ranks,
-                backend=transport_of(member.device),
-                timeout=limit if member.device.type == "cpu" else None,
-            )
+            if member.device.type == "cpu":
+                group = gloo_group(ranks, self.limits.message)
+            else:
+                group = dist.new_group(ranks, backend=transport_of(member.device))
             own = group if member.rank in ranks else own
             del group
         return own
 
     def _summing(self, group: Any, **options: Any) -> Replicas:
         host = self.member.device.type == "cpu"
-        return Replicas(group, host=host, deadline=self.limits.message, **options)
+        made = Replicas(group, host=host, deadline=self.limits.message, **options)
+        made.waits = self.waits
+        return made
 
     def _connect(self) -> Pipeline:
         member, limits = self.member, self.limits
         channels = Channels.open(
             self.every, device=member.device, deadline=limits.message, tagged=self.tagged
         )
-        channels.log = self.rank_log
+        channels.log, channels.waits = self.rank_log, self.waits
         group = None
         if member.world > 1:
-            group = dist.new_group(
-                list(range(member.world)),
-                backend="gloo",
-                timeout=datetime.timedelta(seconds=limits.start),
-            )
+            group = gloo_group(list(range(member.world)), limits.start)
         self.consent = Consent(
             PrefixStore(f"qeffect/{self.name}/{self.attempt}", member.store),
             group,
@@ -352,6 +354,7 @@ class Worker:
             replicas=self._reduces,
             log=self.rank_log,
         )
+        self.consent.waits = self.waits
         feed = feed_for(self.feed, member.device)
         return self._pipeline(
             self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping
@@ -437,16 +440,20 @@ class Worker:
         if epoch is not None and self.rank_log is not None:
             self.rank_log("report", epoch=epoch)
         store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
-        store.set(str(self.member.rank), "ready" if epoch is None else str(epoch))
         limit = datetime.timedelta(seconds=self.limits.start)
-        try:
+
+        def said_by_all() -> list[str]:
+            store.set(str(self.member.rank), "ready" if epoch is None else str(epoch))
             store.wait([str(rank) for rank in range(self.member.world)], limit)
-        except RuntimeError as error:
+            return [store.get(str(rank)).decode() for rank in range(self.member.world)]
+
+        try:
+            said = bounded(said_by_all, self.limits.start + _MARGIN_S)
+        except (RuntimeError, TimeoutError) as error:
             raise BackendError(
                 f"not every rank came back within {self.limits.start:g} s of the stop; relaunch, "
                 "and resume from a checkpoint"
             ) from error
-        said = [store.get(str(rank)).decode() for rank in range(self.member.world)]
         if odd := [rank for rank, word in enumerate(said) if word != said[0]]:
             raise StoppedError(
                 attrs.evolve(

@@ -12,6 +12,8 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import attrs
 import torch
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
+from qeffect.launched import START
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, require_place
 from qeffect.text import counted
@@ -30,8 +33,9 @@ from ..ranks.processes import join_ranks, process_count, report_once, stopped_ou
 from ..report import Report, environment
 from .assembly import JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints
-from .checkpoint.files import AWAY, checkpoint_name
+from .checkpoint.files import AWAY, checkpoint_folders, checkpoint_name
 from .checkpoint.lock import FolderLock
+from .checkpoint.status import write_status
 from .config import Config
 from .config_file import read
 from .divergence import DivergedError, UpdateWatch
@@ -157,6 +161,25 @@ def carry_out(
             lock.release()
 
 
+def _tell_start(config: Config, lock: FolderLock | None, text: str, kind: str) -> None:
+    """Write into the status file that the run ended in its start; only the lock's owner does."""
+    if lock is None:
+        return
+    folder = config.path(config.checkpoint.folder)
+    facts = {
+        "state": "ended",
+        "run": config.checkpoint.run or None,
+        "ended_by": kind,
+        "cause": text,
+        "resume": True,
+        "step": None,
+        "steps": config.run.steps,
+        "checkpoint": next((path.name for _, path in checkpoint_folders(folder)), None),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_status(folder, facts)
+
+
 def _lock(config: Config) -> FolderLock | None:
     """Lock the folder of checkpoints, before this process waits for any other."""
     folder = config.checkpoint.folder
@@ -179,7 +202,9 @@ def _carry_out(
     resume: bool,
 ) -> Outcome:
     deterministic = deterministic or config.run.deterministic
+    START.place, START.tell = "meeting the other ranks", partial(_tell_start, config, lock)
     member = join_ranks(config.run.device, config.waits(), deterministic=deterministic)
+    START.place = "building the model"
     config, data = measure_cut(member, config, data, resume=resume)
     job = data.job
     what = (

@@ -61,6 +61,9 @@ class Model:
         seed: Seed of the initial parameters.
         start: File of the weights that a run begins with, as `qeffect runtime export` writes it;
             empty draws them from the seed. Names, shapes and types must be those of the model.
+        start_names: The names that the weights have in that file: empty for the model's own, `gpt2`
+            for those of transformers' GPT2LMHeadModel, or the path of a file of lines `OURS =
+            THEIRS`, as for `qeffect runtime export --names`.
         history: Entries of each amax history.
         tied: Whether the token embedding and the head are one weight. A tied weight does not decay.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
@@ -76,6 +79,7 @@ class Model:
     sequence: int = whole(64, unit="tokens", resume=SAME)
     seed: int = whole(0, 0, _PART_SEED, resume=_WEIGHTS)
     start: str = text("", unit="path", resume=_WEIGHTS)
+    start_names: str = text("", unit="path", resume=_WEIGHTS)
     history: int = whole(16, unit="entries", resume=SAME)
     tied: bool = flag(False, resume=SAME)
     head: str = one_of("te", "te", "torchao", resume=SAME)
@@ -212,6 +216,10 @@ class Run:
             1. 0 looks only before a checkpoint and after a resume.
         tensorboard: Folder for TensorBoard; empty for none.
         event_logs: Folder for the event log of each rank; empty for none.
+        event_log_steps: Steps per file of an event log; the next file then continues it. 0 writes
+            one file.
+        event_log_keep: Files of an event log that stay per rank, the one being written included;
+            the oldest is removed when a further one begins. 0 keeps all.
         deterministic: Whether libraries may only use CUDA kernels that give the same bits each
             time. If not, a run that resumes may end with other bits than a run that never stopped.
             `--compare` always asks for such kernels.
@@ -230,6 +238,8 @@ class Run:
     look_every: int = whole(100, 0, COUNT, unit="steps")
     tensorboard: str = text("", unit="path")
     event_logs: str = text("", unit="path")
+    event_log_steps: int = whole(0, 0, COUNT, unit="steps")
+    event_log_keep: int = whole(0, 0, COUNT, unit="files")
     deterministic: bool = flag(True)
     retries: int = whole(0, 0, unit="attempts")
     max_seconds: float = number(0.0, unit="s")
@@ -275,12 +285,14 @@ class Waiting:
         commit_s: Time for all ranks to reach a commit, and for a rank's device to finish the work
             that the commit reads.
         grace_s: Time for all ranks to say why they stopped.
+        save_s: Time for all ranks to write or read their files of a checkpoint.
     """
 
     start_s: float = number(_DEFAULT.start, positive=True, unit="s")
     message_s: float = number(_DEFAULT.message, positive=True, unit="s")
     commit_s: float = number(_DEFAULT.commit, positive=True, unit="s")
     grace_s: float = number(_DEFAULT.grace, positive=True, unit="s")
+    save_s: float = number(_DEFAULT.save, positive=True, unit="s")
 
 
 @attrs.frozen(kw_only=True)
@@ -335,6 +347,7 @@ class Config:
             message=given.message_s,
             commit=given.commit_s,
             grace=given.grace_s,
+            save=given.save_s,
         )
 
     def require_drawn(self, what: str) -> None:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from qeffect.launched import START
+
 from ..ranks.worker import Worker
 
 __all__ = ["REASONS", "EndRequest"]
@@ -48,6 +50,7 @@ class EndRequest:
 
     def __enter__(self) -> EndRequest:
         if threading.current_thread() is threading.main_thread():
+            START.disarm()
             for number in _SIGNALS:
                 self._former[number] = signal.signal(number, self._take)
         return self

@@ -24,7 +24,9 @@ from ..ranks.one_launch import OneLaunch
 from ..ranks.worker import Worker
 from ..runtime import Mode, mode_on
 from ..step.clipping import DeviceNorm, Norm
+from .checkpoint.agreement import lost
 from .saturation import GradientScales
+from .step_times import StepTimes, Stopwatch
 
 __all__ = ["StepResult", "StepRunner", "mode_of"]
 
@@ -42,11 +44,13 @@ class StepResult:
         losses: By microbatch; empty on a rank without the last stage.
         norm: The norm of all ranks' gradients; None if it is neither clipped nor checked.
         saturation: With a norm, what `GradientScales.take` found on this rank.
+        times: The times of the step on this rank.
     """
 
     losses: list[float]
     norm: Norm | None
     saturation: tuple[float, int] = (0.0, 0)
+    times: StepTimes = attrs.field(factory=lambda: StepTimes(0.0), eq=False)
 
 
 def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
@@ -103,6 +107,8 @@ class StepRunner:
         self._left = False
         self._behind: dict[int, _PendingResults] = {}
         self._norms: dict[int, tuple[Norm | None, Tensor | None]] = {}
+        self._stopwatch = Stopwatch(worker)
+        self._times: dict[int, StepTimes] = {}
         self._results: dict[int, StepResult] = {}
 
     def step(self) -> None:
@@ -115,13 +121,18 @@ class StepRunner:
         """
         epoch, whole = self.worker.runtime.epoch, self.whole
         if whole is None:
-            self.worker.step()
+            with self._stopwatch.step(epoch):
+                self.worker.step()
+            self._times[epoch] = self._stopwatch.taken
             self._norms[epoch] = self.worker.norm, self._fall()
             return
         if self._left:
             whole.resume()
             self._left = False
-        whole.step()
+        with self._stopwatch.launch():
+            whole.step()
+        self._times[epoch] = self._stopwatch.taken
+        self._times[epoch].wait = whole.host_ms.get("step before", 0.0)
         if whole.graph is None:
             found = self.feed.losses.pop(epoch, {})
             self._behind[epoch] = _PendingResults.of(found, self.worker.norm, self._fall())
@@ -152,7 +163,9 @@ class StepRunner:
     def result(self, step: int) -> StepResult:
         """Return the result of a step that is `known`; a guarded step waits for the device."""
         if step not in self._results:
-            self._results[step] = self._result(step)
+            found = self._result(step)
+            times = self._times.pop(step, StepTimes(0.0)).read()
+            self._results[step] = attrs.evolve(found, times=times)
         return self._results[step]
 
     def _result(self, step: int) -> StepResult:
@@ -205,10 +218,13 @@ class StepRunner:
         Gather the same count of numbers from every rank between two steps; return them by rank.
 
         Raises:
-            StoppedError: A rank has stopped in the current launch.
+            StoppedError: A rank has stopped in the current launch, or is gone.
         """
         if self.whole is None:
-            return all_gather(self.worker.member, list(own))
+            try:
+                return all_gather(self.worker.member, list(own))
+            except RuntimeError as error:
+                raise self.stop(lost(error, "step")) from None
         found: list[list[float]] = self.whole.all_gather(
             torch.tensor(own, dtype=torch.float64)
         ).tolist()

@@ -5,6 +5,7 @@ The training loop: steps of the guarded pipeline, their log, evaluations and che
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, Final
 import attrs
 
 from qeffect.destination_registry import DestinationRegistry
+from qeffect.launched import START, trains
+from qeffect.log.rotation import Rotation
 from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
@@ -45,6 +48,7 @@ from .look import NonFinite, nonfinite
 from .metrics import Log, memory_bytes
 from .saturation import SATURATED, GradientScales
 from .start import load_start
+from .step_times import SlowestRank
 
 __all__ = ["Trainer"]
 
@@ -128,12 +132,15 @@ class Trainer:
             event_log=self._event_log(),
             registry=_DESTINATIONS,
         )
+        if trains(sys.argv):
+            START.arm()  # the worker's own handler names no cause before the first step
         self.losses: list[float] = []
         self.watch = UpdateWatch(config.optimizer.stop_after_skips)
         self.seconds = 0.0
         self.evaluations: dict[int, float] = {}
         self.began = 0
         if self.checkpoints is not None and self.found is not None:
+            START.place = f"loading {self.found.name}"
             self._go_on(self.checkpoints, self.found)
         elif config.model.start:
             self._take_start(config.path(config.model.start))
@@ -147,6 +154,7 @@ class Trainer:
         self._told = self.began  # steps whose losses were brought together
         self._since = 0.0  # when the first of the others began
         self._paces: deque[float] = deque(maxlen=_PACES)
+        self._slowest = SlowestRank()
         self._stops = 0  # in a row
         self._stopped_at = -1
 
@@ -192,7 +200,10 @@ class Trainer:
     def _take_start(self, path: Path) -> None:
         """Begin with the weights of a file."""
         where = f"{self.config.source}: [model] start"
-        count = load_start(self.worker, self.job.name_of, path, where)
+        names = self.config.model.start_names
+        count = load_start(
+            self.worker, self.job.name_of, path, where, names, self.config.source.parent
+        )
         if self.log is not None:
             self.log({"started_from": str(path), "weights": count})
             self.log.note(f"Weights of {path}: {counted(count, 'tensor')}")
@@ -200,7 +211,7 @@ class Trainer:
     def _must(self) -> dict[str, Any]:
         """The facts that must be equal in the saving run and the loading run."""
         model = attrs.asdict(self.config.model)
-        del model["seed"], model["start"]
+        del model["seed"], model["start"], model["start_names"]
         return {"model": model, "master": self.job.master}
 
     def _go_on(self, checkpoints: Checkpoints, path: Path) -> None:
@@ -244,6 +255,7 @@ class Trainer:
         Save after `step` steps; a failure is logged, and raised only after the last step.
         """
         told = self.checkpoints is not None and self.checkpoints.told
+        began = time.perf_counter()
         try:
             self.save()
         except BackendError as error:
@@ -252,6 +264,9 @@ class Trainer:
                 raise
             if self.log is not None and not (earlier and told):
                 self.log({"step": step - 1, "not_saved": str(error)})
+        spent = self.steps.all_gather([(time.perf_counter() - began) * 1e3])
+        if self.log is not None:
+            self.log({"step": step - 1, "save_ms": [round(ms, 3) for (ms,) in spent]})
 
     def _tell_failure(self, step: int) -> None:
         """Log that an asynchronous save has failed, at the first step after the failure."""
@@ -306,8 +321,9 @@ class Trainer:
             times = {name: getattr(parallel, name) for name in TIMES}
             self.log({"cut": list(self.job.cut), **times})
 
-    def _event_log(self) -> Path | None:
-        if not self.config.run.event_logs:
+    def _event_log(self) -> Path | Rotation | None:
+        run = self.config.run
+        if not run.event_logs:
             return None
         folder = self.config.path(self.config.run.event_logs)
         problem = ""
@@ -316,7 +332,9 @@ class Trainer:
         except OSError as error:
             problem = f"{self.config.source}: [run] event_logs: {folder}: {error.strerror or error}"
         agree_on(self.member, problem)
-        return folder / f"rank{self.member.rank}.jsonl"
+        path = folder / f"rank{self.member.rank}.jsonl"
+        rotates = bool(run.event_log_steps)
+        return Rotation(path, run.event_log_steps, run.event_log_keep) if rotates else path
 
     @property
     def tokens_a_step(self) -> int:
@@ -528,7 +546,9 @@ class Trainer:
         none = [0.0] * self.job.microbatches
         shares = [share for one in results for share in one.losses or none]
         falls = [number for one in results for number in one.saturation]
-        ranks = self.steps.all_gather([float(memory_bytes(self.member.device)), *shares, *falls])
+        times = [ms for one in results for ms in one.times.spent]
+        memory = float(memory_bytes(self.member.device))
+        ranks = self.steps.all_gather([memory, *shares, *falls, *times])
         each = (now - self._since) / len(steps)
         self._paces.append(each)
         pace = math.fsum(self._paces) / len(self._paces)
@@ -557,9 +577,24 @@ class Trainer:
                     line.update(norm=norm.total, skipped=norm.skipped, skipped_updates=skipped)
                     place = 1 + len(shares) + 2 * n
                     line.update(self._unusual(norm, [rank[place : place + 2] for rank in ranks]))
+                own_times = len(ranks[0]) - len(times) + 3 * n
+                line.update(self._times([rank[own_times : own_times + 3] for rank in ranks]))
                 self.log(line)
             self.watch.take(step, [rank[own] for rank in ranks], norm)
         self._told, self._since = end, now
+
+    def _times(self, ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """What the log says of a step's times, by rank, and of the slowest rank."""
+        computed, waited, launched = (
+            [round(ms, 3) if math.isfinite(ms) else None for ms in column]
+            for column in zip(*ranks, strict=True)
+        )
+        found: dict[str, Any] = {"compute_ms": computed, "wait_ms": waited}
+        if any(launched):
+            found = {"launch_ms": launched, "wait_ms": waited}
+        if (slowest := self._slowest.take([rank[0] for rank in ranks])) is not None:
+            found["slowest"] = {"rank": slowest[0], "times_median": round(slowest[1], 2)}
+        return found
 
     def _unusual(self, norm: Norm, falls: Sequence[Sequence[float]]) -> dict[str, Any]:
         """What the log says of gradients that are saturated or all zero."""

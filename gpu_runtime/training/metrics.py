@@ -37,6 +37,9 @@ def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"a gradient was {line['saturation']:.3g} times what its scale could hold, and was "
             f"clipped: {line['saturated']}",
         )
+    if "slowest" in line:
+        rank, factor = line["slowest"]["rank"], line["slowest"]["times_median"]
+        yield f"SLOW RANK {rank}", f"it computes {factor:.3g} times as long as the median rank"
     if stages := line.get("zero_stages"):
         named = within(", ".join(map(str, stages)), 60)
         yield "ALL ZERO", f"every gradient of {'stage' if len(stages) == 1 else 'stages'} {named}"

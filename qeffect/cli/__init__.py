@@ -19,6 +19,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ..launched import START, trains
 from ..refusals import Refused
 from ..report import commit
 from ..text import decoded, escaped
@@ -118,11 +119,15 @@ def main(argv: Sequence[str] | None = None, *, before: Sequence[str] = ()) -> in
     interrupts = Interrupts(partial(_interrupted, as_json))
     if argv is not None:
         return _main(given, as_json, interrupts)
+    if trains(given):
+        START.arm()
     return interrupts.run(partial(_main, given, as_json, interrupts))
 
 
 def _main(given: list[str], as_json: bool, interrupts: Interrupts) -> int:
     ending = _ending(given)
+    if trains(given):
+        START.leave()
     if ending is None and not interrupts.announced:
         return _interrupted(as_json)
     text = _text(ending, as_json) if isinstance(ending, Outcome) else ""

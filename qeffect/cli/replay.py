@@ -34,7 +34,7 @@ class Replay:
             nargs="+",
             metavar="LOG",
             help="event log or rank log in JSON Lines; give the logs of all ranks of one job to "
-            "replay them together",
+            "replay them together, and all files of a log that was written in several",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -42,6 +42,7 @@ class Replay:
         from ..log.joint import replay_together
         from ..log.rank_log import is_rank_log
         from ..log.replayer import LogError, replay
+        from ..log.series import series_of
 
         report: ReplayReport | JointReport
         rank_logs = [path for path in args.log if is_rank_log(path)]
@@ -52,7 +53,8 @@ class Replay:
                 ranks = _replay_ranks(rank_logs)
                 if not logs or ranks.clause is not None:
                     return Outcome(ranks.verdict, ranks.asdict(), (ranks.summary(),))
-            report = replay(logs[0]) if len(logs) == 1 else replay_together(logs)
+            series = series_of(logs)
+            report = replay(*series[0]) if len(series) == 1 else replay_together(series)
         except LogError as error:
             raise UnusableError(str(error)) from error
         if _truncated(report):

@@ -21,6 +21,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from ..schedule.transport import Transport
 from ..text import counted
 from .checker import LogError
 from .replayer import ReplayReport, replay
+from .rotation import CONTINUES
 
 __all__ = ["JointReport", "replay_together"]
 
@@ -103,12 +106,18 @@ class JointReport:
         )
 
 
-def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
+#: A log's file, or its files, oldest first.
+_Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def replay_together(paths: Sequence[_Files]) -> JointReport:
     """
     Replay each log alone, then all of them together.
 
     Args:
-        paths: The logs of all ranks of one pipeline, in any order.
+        paths: The logs of all ranks of one pipeline, in any order; a log of several files is a
+            sequence of them, oldest first. If the beginning of a log was rotated away, only the
+            epochs that all logs have are compared.
 
     Returns:
         The verdict. If one log alone is refused, the verdict has that log's clause.
@@ -118,7 +127,8 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
     """
     if isinstance(paths, str | os.PathLike) or not paths:
         raise LogError("expected the paths of the logs of all ranks, found one path or none")
-    reports = tuple(replay(path) for path in paths)
+    every = [_files(given) for given in paths]
+    reports = tuple(replay(*files) for files in every)
     for number, report in enumerate(reports):
         if report.clause is not None:
             rank = number if report.rank is None else report.rank
@@ -134,9 +144,11 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
                 found=report.found,
                 remedy=report.remedy,
             )
-    logs = sorted((_Log.of(path) for path in paths), key=lambda log: min(log.stages))
+    logs = sorted((_Log.of(files) for files in every), key=lambda log: min(log.stages))
     homes = _homes(logs)
     logs = [log if log.rank >= 0 else attrs.evolve(log, rank=n) for n, log in enumerate(logs)]
+    if any(report.trusted_epoch is not None for report in reports):
+        logs = _shared(logs)
     uneven = _uneven(logs)
     if uneven is not None:
         return attrs.evolve(uneven, ranks=reports)
@@ -214,12 +226,20 @@ class _Log:
     steps: tuple[_Step, ...]
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> _Log:
+    def of(cls, files: Sequence[str | os.PathLike[str]]) -> _Log:
         """Read a log that a replay accepted."""
+        path = files[0]
         try:
-            with Path(path).open(encoding="utf-8") as file:
-                header = json.loads(next(file))
-                committed = _committed(map(json.loads, file), header["epoch"])
+            with ExitStack() as stack:
+                opened = [stack.enter_context(Path(one).open(encoding="utf-8")) for one in files]
+                header, *_ = [json.loads(next(file)) for file in opened]
+                continues = header.get(CONTINUES)
+                epoch = continues["state"]["weight_epoch"][0] if continues else header["epoch"]
+                kept = {
+                    step["began"]: [a for event in step["events"] for a in _actions(event)]
+                    for step in (continues or {"steps": ()})["steps"]
+                }
+                committed = _committed(map(json.loads, chain(*opened)), epoch, kept)
         except (OSError, ValueError, StopIteration) as error:  # it was another file a moment ago
             raise LogError(f"{path}: changed while it was replayed: {error}") from error
         stages = {config["stage"]: config for config in header["stages"]}
@@ -232,13 +252,29 @@ class _Log:
 _Action = tuple[int, str, int, int, int]
 
 
-def _committed(events: Iterator[dict[str, Any]], epoch: int) -> list[tuple[int, _Step]]:
+def _actions(event: Mapping[str, Any]) -> list[_Action | str]:
+    """Return what a line stands for in a step; text ends a walk."""
+    transition = event.get("transition")
+    if transition in ("next_walk", "commit_update", "commit_epoch"):
+        return [transition]
+    if transition in _COMPUTED or transition in ("read", "post_receive", "finish_receive"):
+        assert transition is not None
+        _, stage, microbatch, *_ = event["key"]
+        bit = event.get("bit", event.get("message", 0))
+        return [(event["seq"], transition, stage, microbatch, bit)]
+    return []
+
+
+def _committed(
+    events: Iterator[dict[str, Any]], epoch: int, kept: Mapping[int, list[_Action | str]]
+) -> list[tuple[int, _Step]]:
     """
     Return every walk of the epochs that were committed and not undone by a restore.
 
     Args:
         events: The lines after the header; a repeated step stands for the lines of that step.
         epoch: The epoch in which the log begins.
+        kept: Recorded steps of earlier files.
 
     Returns:
         Epoch and actions of each walk; an epoch of several walks comes once for each.
@@ -247,7 +283,7 @@ def _committed(events: Iterator[dict[str, Any]], epoch: int) -> list[tuple[int, 
     walks: list[_Step] = []  # of the epoch under way
     found: list[tuple[int, _Step]] = []
     recorded: list[_Action | str] = []  # since the last step began; text ends a walk
-    steps: dict[int, list[_Action | str]] = {}
+    steps: dict[int, list[_Action | str]] = dict(kept)
     for event in events:
         transition = event.get("transition")
         if transition == "begin_step":
@@ -261,14 +297,10 @@ def _committed(events: Iterator[dict[str, Any]], epoch: int) -> list[tuple[int, 
         if transition == "repeat_step":
             again = steps[event["step"]]
             many = [a if isinstance(a, str) else (event["seq"], *a[1:]) for a in again]
-        elif transition in ("next_walk", "commit_update", "commit_epoch"):
-            many = [transition]
-        elif transition in _COMPUTED or transition in ("read", "post_receive", "finish_receive"):
-            _, stage, microbatch, *_ = event["key"]
-            bit = event.get("bit", event.get("message", 0))
-            many = [(event["seq"], transition, stage, microbatch, bit)]
         elif transition in ("keep_step", "drop_step"):
             recorded = []  # later lines do not belong to the step
+        else:
+            many = _actions(event)
         recorded += many
         for action in many:
             if not isinstance(action, str):
@@ -279,6 +311,21 @@ def _committed(events: Iterator[dict[str, Any]], epoch: int) -> list[tuple[int, 
             if action != "next_walk":
                 found += [(epoch, walk) for walk in walks]
                 walks, epoch = [], epoch + 1
+    return found
+
+
+def _files(given: _Files) -> tuple[str | os.PathLike[str], ...]:
+    return (given,) if isinstance(given, str | os.PathLike) else tuple(given)
+
+
+def _shared(logs: Sequence[_Log]) -> list[_Log]:
+    """Return the logs from the first epoch on that all of them have."""
+    first = max(log.epochs[0] if log.epochs else 0 for log in logs)
+    found = []
+    for log in logs:
+        pairs = [pair for pair in zip(log.epochs, log.steps, strict=True) if pair[0] >= first]
+        epochs, steps = tuple(e for e, _ in pairs), tuple(step for _, step in pairs)
+        found.append(attrs.evolve(log, epochs=epochs, steps=steps))
     return found
 
 

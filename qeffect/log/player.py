@@ -27,6 +27,7 @@ from .format import (
     COLUMNS_SINCE_SECOND,
     DIGEST_BYTES,
     FIRST,
+    KEPT_BEFORE_SKIPS,
     OF_STAGE_IN_FIRST,
     SECOND,
     SINCE_SECOND,
@@ -40,6 +41,7 @@ from .format import (
     upgraded_header_of_second,
 )
 from .reader import Converters
+from .rotation import CONTINUES, check_continues, differing, load_columns
 from .step_replay import RepeatError, StepReplay
 
 __all__ = ["MAX_LINE", "Player", "Violation"]
@@ -95,15 +97,25 @@ class Player:
 
     Args:
         name: What to call the log in a message.
+        before: The finished replay of the file that this one continues; None takes on trust the
+            state with which a continuing file begins.
 
     Attributes:
-        events: Events accepted so far.
+        events: Events accepted so far, those of earlier files included.
+        part: Number of the file in its series.
+        since: Events before this file.
+        began: Weight epoch with which the file begins.
         rank: Rank that the header names.
+        digest: Digest of the last line.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.events = 0
+    def __init__(self, name: str, before: Player | None = None) -> None:
+        self.name, self.before = name, before
+        self.events = self.part = self.since = self.began = 0
+        self.digest = ""
+        self.steps: StepReplay | None = None
+        self.converters: Converters | None = None
+        self._continues: dict[str, Any] | None = None
         self.rank: int | None = None
         self.contract: Contract | None = None
         self.version = VERSION
@@ -164,6 +176,7 @@ class Player:
         elif header.get("version") == SECOND and type(header["version"]) is int:
             self.version = SECOND
             header = self._upgraded(header, where, upgraded_header_of_second)
+        self._continues = header.pop(CONTINUES, None) if self.version == VERSION else None
         check_header(header, where)
         self.rank = header["rank"]
         try:
@@ -180,14 +193,91 @@ class Player:
                     f"{where}, field {name}: found {shown(header[name])}; a recorder "
                     f"describes this contract as {shown(value)}"
                 )
+        self.header = header
+        if self._continues is not None:
+            self._go_on(self._continues, self.contract, where)
+        if self.before is not None:
+            self._require_next(self.before, where)
+        self.began = self.contract.epoch
         return self.contract
+
+    # A file that continues another one
+
+    def _go_on(self, continues: Any, contract: Contract, where: str) -> None:
+        """Take the state with which a continuing file begins."""
+        try:
+            check_continues(continues)
+            load_columns(contract.memory, continues["state"], every=True)
+        except ValueError as error:
+            raise LogError(f"{where}, field {CONTINUES}: {error}") from None
+        self.part, self.since = continues["part"], continues["events"]
+        self.events = self.since
+
+    def _take_steps(self, steps: StepReplay, contract: Contract, where: str) -> None:
+        """Take the recorded steps that lines of a continuing file may repeat."""
+        for kept in (self._continues or {"steps": ()})["steps"]:
+            start = contract.memory.copy()
+            try:
+                load_columns(start, kept["state"], every=False)
+            except ValueError as error:
+                raise LogError(f"{where}, field {CONTINUES}: {error}") from None
+            for event in kept["events"]:
+                check_event(event, f"{where}, field {CONTINUES}")
+            try:
+                steps.take(kept["began"], start, kept["events"])
+            except (*_STUMBLES, RepeatError) as error:
+                raise LogError(
+                    f"{where}, field {CONTINUES}: step {kept['began']} is not a recorded step "
+                    f"({error})"
+                ) from None
+
+    def _require_next(self, before: Player, where: str) -> None:
+        """
+        Require that this file continues another one, whose replay has ended.
+
+        Raises:
+            LogError: The other file is of another log, or is not the file before this one.
+            Violation: The file begins with another state than the other one ended with.
+        """
+        assert self.contract is not None
+        assert before.contract is not None
+        if self._continues is None or self.header != before.header:
+            raise LogError(f"{where}: this file does not continue {before.name}")
+        if self.part != before.part + 1:
+            raise LogError(
+                f"{where}: this is file {self.part} of its log, {before.name} is file "
+                f"{before.part}; give the files between them too"
+            )
+        found, expected = self._continues["after"], before.digest
+        if found != expected:
+            raise Violation("log.chain", 1, f"{CONTINUES}.after", found, expected)
+        if self.since != before.events:
+            raise Violation(
+                "log.sequence",
+                1,
+                f"{CONTINUES}.events",
+                f"{self.since} events",
+                f"{before.events} events in the files before",
+            )
+        if name := differing(self.contract.memory, before.contract.memory):
+            raise Violation(
+                "log.state",
+                1,
+                f"{CONTINUES}.state.{name}",
+                f"{getattr(self.contract.memory, name)}",
+                f"{getattr(before.contract.memory, name)}, the state after the files before",
+            )
 
     def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:
         """Apply every line after the header; a replay spends its time in this loop."""
         st = contract.memory
-        converters = Converters(contract)
+        self.converters = converters = Converters(contract)
         former, first = self.former, self.first
-        steps = StepReplay(contract, converters.arguments, lambda: self.events + 1)
+        self.steps = steps = StepReplay(contract, converters.arguments, lambda: self.events + 1)
+        self._take_steps(steps, contract, self._where(1))
+        if self.before is not None:
+            self._join(self.before, steps, converters)
+        since = self.since
         plans = converters.plans(steps.functions(), former=former)
         update, hexdigest = chain.update, chain.hexdigest
         decode = json.JSONDecoder(parse_float=_stumble, parse_constant=_stumble).raw_decode
@@ -213,7 +303,7 @@ class Player:
                         raise ValueError(position)
                 for position, convert in converts:
                     values[position] = convert(values[position])
-                if values[0] != number - 1:
+                if values[0] != number - 1 + since:
                     self._out_of_sequence(number, event)
                 result = function(st, *values[2:stop])
             except RepeatError as refused:
@@ -234,7 +324,7 @@ class Player:
                 self._other_result(number, body, result)
             if steps.events is not None:
                 steps.note(event)
-            self.events = number - 1
+            self.events = number - 1 + since
         else:
             raise Violation(
                 "log.closing",
@@ -247,6 +337,21 @@ class Player:
         if more is not None:
             found = "another log's header" if more.startswith(_BEGIN) else "another line"
             raise Violation("log.closing", number + 1, "events", found, "the end of the log")
+        self.digest = _digest(sealed)
+
+    def _join(self, before: Player, steps: StepReplay, converters: Converters) -> None:
+        """Require the recorded steps of the files before, and take their incarnations."""
+        assert before.steps is not None
+        assert before.converters is not None
+        converters.begun |= before.converters.begun
+        if not steps.same(before.steps):
+            raise Violation(
+                "log.step",
+                1,
+                f"{CONTINUES}.steps",
+                "other recorded steps",
+                "the steps that the files before keep",
+            )
 
     # A log of a former version
 
@@ -338,7 +443,7 @@ class Player:
             number,
             "seq",
             f"event {event['seq']}",
-            f"event {number - 1}",
+            f"event {number - 1 + self.since}",
             event["transition"],
         )
 
@@ -400,6 +505,8 @@ class Player:
             return
         check_event(event, where)
         clause, field, expected = converters.unknown(event)
+        if field not in event:
+            raise LogError(f"{where} does not fit the state with which the file begins")
         if clause:
             raise Violation(clause, number, field, f"{event[field]}", expected, event["transition"])
         raise LogError(
@@ -418,6 +525,9 @@ class Player:
             old = {n: digest for n, digest in told if n not in COLUMNS_OF_FIRST}
             closing = {**closing, "state": old}
         lacks = COLUMNS_ADDED - closing["state"].keys()
+        if "skipped" in lacks and KEPT_BEFORE_SKIPS in closing["state"]:
+            own = {**closing["state"], KEPT_BEFORE_SKIPS: state[KEPT_BEFORE_SKIPS]}
+            closing = {**closing, "state": own}
         state = {name: digest for name, digest in state.items() if name not in lacks}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:
@@ -442,6 +552,11 @@ def _field(clause: str, event: Mapping[str, Any]) -> str:
         if name in event:
             return argument if name == argument.partition(".")[0] else name
     return "transition"
+
+
+def _digest(sealed: bytes) -> str:
+    """Return the digest at the end of a line."""
+    return sealed[len(_MARK) : -len(_TAIL)].decode()
 
 
 def _spelled(data: bytes) -> str:

@@ -20,8 +20,9 @@ from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..steps import RecordedStep, Recording
 from ..text import shown
-from .fields import OPTIONAL
+from .fields import MARKS, OPTIONAL
 from .format import DIGEST_BYTES, FIELDS, KEPT_STEPS, compact, describe, fingerprints
+from .rotation import CONTINUES, Rotation, columns_of
 
 __all__ = ["Recorder", "seal"]
 
@@ -50,7 +51,8 @@ class Recorder:
 
     Args:
         contract: The contract to observe, before its first transition.
-        file: Where to write: a path, a binary file, or None to keep the lines in memory.
+        file: Where to write: a path, a binary file, or None to keep the lines in memory; a
+            `Rotation` writes several files, one after the other.
         rank: Rank of the process, for the log's readers.
 
     Raises:
@@ -85,6 +87,14 @@ class Recorder:
         self.events = 0
         self._steps: dict[RecordedStep, int] = {}
         self._owned = isinstance(file, str | os.PathLike)
+        self._rotation = file if isinstance(file, Rotation) else None
+        self._header = header
+        self._part = self._taken = 0  # the file, and the steps in it
+        self._recorded: list[str] | None = None  # bodies of the step that is being recorded
+        self._start: dict[str, Any] = {}  # the state before it
+        self._kept: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        if self._rotation is not None:
+            self._rotation.clear()
         self._file: BinaryIO | None = (
             Path(file).open("wb")  # noqa: SIM115 - close() closes it
             if isinstance(file, str | os.PathLike)
@@ -118,11 +128,19 @@ class Recorder:
                 body += f',"{name}":{_TEXT.get(name, _integer)(value)}'
         if result is not None:
             body += f',"result":{result}'
+        if self._recorded is not None and transition not in MARKS:
+            self._recorded.append(body)
         self._write(body)
+        if transition == "commit_update":
+            self._taken += 1
+            if self._recorded is None:
+                self._rotate()
 
     def begin_step(self) -> int:
         """Write that a step begins which will be recorded; return the line's sequence number."""
         self("begin_step", (), None)
+        if self._rotation is not None:
+            self._recorded, self._start = [], columns_of(self.contract.memory)
         return self.events
 
     def keep_step(self, began: int, step: RecordedStep) -> None:
@@ -137,10 +155,17 @@ class Recorder:
         self._steps[step] = began
         for old in [*self._steps][:-KEPT_STEPS]:
             del self._steps[old]
+        if self._recorded is not None:
+            self._kept[began] = self._start, self._recorded
+            self._kept = {n: kept for n, kept in self._kept.items() if n in self._steps.values()}
+            self._recorded = None
+        self._rotate()
 
     def drop_step(self, began: int) -> None:
         """Write that the step which began is not kept."""
         self("drop_step", (), None)
+        self._recorded = None
+        self._rotate()
 
     def repeats(self, step: RecordedStep) -> bool:
         """Whether a step can be written in one line."""
@@ -149,6 +174,40 @@ class Recorder:
     def repeat_step(self, step: RecordedStep) -> None:
         """Write that a step was committed in one call."""
         self("repeat_step", (self._steps[step],), None)
+        self._taken += 1
+        self._rotate()
+
+    def _rotate(self) -> None:
+        """Begin the next file, if this one has its steps."""
+        rotation = self._rotation
+        if rotation is None or self._taken < rotation.steps:
+            return
+        after = self._close_file()
+        self._part, self._taken = self._part + 1, 0
+        state = columns_of(self.contract.memory)
+        steps = ",".join(
+            f'{{"began":{began},"state":{compact(_since(start, state))},'
+            f'"events":[{",".join(f"{body}}}" for body in bodies)}]}}'
+            for began, (start, bodies) in self._kept.items()
+        )
+        continues = (
+            f'{{"part":{self._part},"events":{self.events},"after":"{after}",'
+            f'"state":{compact(state)},"steps":[{steps}]}}'
+        )
+        self._file = rotation.part(self._part).open("wb")
+        self._chain = blake2b(digest_size=DIGEST_BYTES)
+        self._write(f'{compact(self._header)[:-1]},"{CONTINUES}":{continues}')
+        rotation.forget(self._part)
+
+    def _close_file(self) -> str:
+        """Write the closing line, and return its digest."""
+        state = compact(fingerprints(self.contract.snapshot()))
+        digest = self._write(f'{{"events":{self.events},"state":{state}')
+        if self._file is not None:
+            self._file.flush()
+            if self._owned:
+                self._file.close()
+        return digest
 
     def close(self) -> list[str]:
         """
@@ -162,12 +221,7 @@ class Recorder:
             recording.drop()
         if self.contract.observer is self:
             self.contract.observer = None
-            state = compact(fingerprints(self.contract.snapshot()))
-            self._write(f'{{"events":{self.events},"state":{state}')
-            if self._file is not None:
-                self._file.flush()
-                if self._owned:
-                    self._file.close()
+            self._close_file()
         return self.lines
 
     def __enter__(self) -> Recorder:
@@ -188,7 +242,8 @@ class Recorder:
             return str(st.buffer_of[key.cell])
         return compact(write_destinations(found))
 
-    def _write(self, body: str) -> None:
+    def _write(self, body: str) -> str:
+        """Write a line, and return its digest."""
         line = seal(body, self._chain)
         if self._file is None:
             self.lines.append(line)
@@ -199,6 +254,12 @@ class Recorder:
                 raise OSError(
                     errno.EIO, f"{written} of {len(data)} bytes of the event log were written"
                 )
+        return line[-2 - 2 * DIGEST_BYTES - 1 : -3]
+
+
+def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of an earlier state that differ from those of a later one."""
+    return {name: column for name, column in before.items() if now[name] != column}
 
 
 def _integer(value: int) -> str:

@@ -42,6 +42,10 @@ class ReplayReport:
         expected: What was expected.
         cause: The likely cause.
         remedy: What to do.
+        file: The refused file, in a log of several files; otherwise None.
+        trusted: Events before the first file that was given, as it says itself. None of them was
+            replayed, and the contract's state after them is taken on trust.
+        trusted_epoch: The weight epoch of that state; None if nothing is taken on trust.
     """
 
     verdict: str
@@ -57,6 +61,9 @@ class ReplayReport:
     expected: str | None = None
     cause: str | None = None
     remedy: str | None = None
+    file: str | None = None
+    trusted: int = 0
+    trusted_epoch: int | None = None
 
     def asdict(self) -> dict[str, Any]:
         """Return the report as a plain dictionary."""
@@ -66,21 +73,31 @@ class ReplayReport:
         """Return the result as one line."""
         if self.clause is None:
             events = counted(self.events, "event")
-            return f"accepted: {events}, up to weight epoch {self.epoch}"
+            said = f"accepted: {events}, up to weight epoch {self.epoch}"
+            if self.trusted_epoch is None:
+                return said
+            return (
+                f"{said}. The beginning of this log was rotated away: the state after its first "
+                f"{counted(self.trusted, 'event')}, at weight epoch {self.trusted_epoch}, is taken "
+                "on trust, as the first file given states it; nothing is known of how the log came "
+                "to that state, nor whether a restore reuses an incarnation from before"
+            )
         action = f", {self.action}" if self.action else ""
+        file = "" if self.file is None else f"{self.file}, "
         return (
-            f"refused: line {self.line}{action}, field {self.field}: {self.clause}: found "
+            f"refused: {file}line {self.line}{action}, field {self.field}: {self.clause}: found "
             f"{self.found}; expected {self.expected}. Likely cause: {self.cause} "
             f"What to do: {self.remedy}"
         )
 
 
-def replay(path: str | os.PathLike[str]) -> ReplayReport:
+def replay(path: str | os.PathLike[str], *further: str | os.PathLike[str]) -> ReplayReport:
     """
     Replay an event log.
 
     Args:
-        path: The log.
+        path: The log, or its oldest file.
+        further: The later files of a log of several files (`qeffect.log.rotation`), in order.
 
     Returns:
         The verdict, and where and why the log was refused.
@@ -88,9 +105,34 @@ def replay(path: str | os.PathLike[str]) -> ReplayReport:
     Raises:
         LogError: The file cannot be read, or is not an event log.
     """
+    first = player = None
+    for one in (path, *further):
+        player = Player(str(one), player)
+        first = first or player
+        report = _replay(one, player)
+        if report.clause is not None:
+            break
+    assert first is not None
+    if first.part:
+        report = attrs.evolve(
+            report,
+            events=report.events - first.since,
+            trusted=first.since,
+            trusted_epoch=first.began,
+        )
+    return attrs.evolve(report, file=str(one)) if further and report.clause else report
+
+
+def _replay(path: str | os.PathLike[str], player: Player) -> ReplayReport:
+    """
+    Replay one file.
+
+    Raises:
+        LogError: As `replay`.
+    """
     try:
         with Path(path).open("rb") as file:
-            return replay_lines(iter(lambda: file.readline(MAX_LINE), b""), name=str(path))
+            return _played(player, iter(lambda: file.readline(MAX_LINE), b""))
     except OSError as error:
         raise LogError(f"{path}: {unreadable(error)}") from error
     except ValueError as error:  # a path that no system call takes, with a zero byte for example
@@ -120,11 +162,15 @@ def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayRepor
     >>> replay_lines(log.lines).summary()
     'accepted: 1 event, up to weight epoch 0'
     """
-    player = Player(name)
+    return _played(Player(name), lines)
+
+
+def _played(player: Player, lines: Iterable[bytes | str]) -> ReplayReport:
+    """Replay the lines of one file."""
     try:
         player.play(line.encode() if isinstance(line, str) else line for line in lines)
     except UnicodeEncodeError as error:
-        raise LogError(f"{name} is not text: {error}") from None
+        raise LogError(f"{player.name} is not text: {error}") from None
     except Violation as violation:
         clause = CLAUSES[violation.clause]
         return ReplayReport(

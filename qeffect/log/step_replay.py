@@ -8,7 +8,7 @@ not use the comparison by which the contract itself saves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -84,6 +84,26 @@ class StepReplay:
             "repeat_step": self.repeat,
         }
 
+    def take(self, began: int, start: Memory, events: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Take a step that an earlier file recorded.
+
+        Args:
+            began: Sequence number of the line that began it.
+            start: The memory before it.
+            events: Its well-formed transitions.
+        """
+        known = tuple((event["transition"], self._arguments(event)) for event in events)
+        self._keep(began, start, known)
+
+    def same(self, other: StepReplay) -> bool:
+        """Whether another replay keeps the same steps."""
+        return [*self._steps] == [*other._steps] and all(
+            kept.events == other._steps[began].events
+            and kept.start.snapshot() == other._steps[began].start.snapshot()
+            for began, kept in self._steps.items()
+        )
+
     def note(self, event: Mapping[str, Any]) -> None:
         """Add an accepted line to the step that is being recorded."""
         name = event["transition"]
@@ -107,14 +127,17 @@ class StepReplay:
         if self.events is None or self._start is None:
             raise RepeatError("log.step", "a step is kept that never began", "a step that began")
         events, self.events = tuple(self.events), None
+        self._keep(self._began, self._start, events)
+
+    def _keep(self, began: int, start: Memory, events: tuple[Event, ...]) -> None:
         names = [name for name, _ in events]
         if {*names} - RECUR or names.count("commit_update") != 1:
             raise RepeatError(
                 "log.step", "a step that cannot recur is kept", "one update and no restart"
             )
-        self._steps[self._began] = _Kept(self._start, events)
-        for began in [*self._steps][:-KEPT_STEPS]:
-            del self._steps[began]
+        self._steps[began] = _Kept(start, events)
+        for old in [*self._steps][:-KEPT_STEPS]:
+            del self._steps[old]
 
     def repeat(self, st: Memory, step: int) -> None:
         """Run the transitions of a kept step, moved like the contract's counters."""

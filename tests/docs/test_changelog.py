@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from qeffect.gpu_runtime.renamed import MODULES, NAMES
+from qeffect.renamed import whole
 from tests.docs.blocks import CHANGELOG
 
 TEXT = CHANGELOG.read_text(encoding="utf-8")
@@ -58,7 +59,7 @@ def test_every_moved_name_of_the_runtime_is_listed() -> None:
 def test_a_new_name_of_the_runtime_imports(new: str) -> None:
     """By the name in the table."""
     for name in expanded(new):
-        assert found(f"qeffect.gpu_runtime.{name}")
+        assert found(whole("qeffect.gpu_runtime", name))
 
 
 @pytest.mark.parametrize("new", [new for _, new in rows("Elsewhere")])

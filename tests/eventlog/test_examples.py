@@ -20,6 +20,7 @@ from qeffect.log.checker import LogError
 from qeffect.log.fields import EVENT, HEADER, OPTIONAL
 from qeffect.log.format import FIELDS
 from qeffect.log.replayer import replay
+from qeffect.log.rotation import CONTINUES
 from qeffect.spec.clauses import CLAUSES
 from qeffect.verification.logs.__main__ import main
 from qeffect.verification.logs.edits import line_schema, schema, semantic_fields
@@ -173,7 +174,7 @@ class TestSchema:
         """Likewise the first and the last line."""
         defs = schema()["$defs"]
 
-        assert [*HEADER, "digest"] == list(defs["header"]["properties"])
+        assert [*HEADER, CONTINUES, "digest"] == list(defs["header"]["properties"])
         assert ["events", "state", "digest"] == list(defs["closing"]["properties"])
 
     @pytest.mark.parametrize("name", sorted({*EVENT} - {"transition"}))

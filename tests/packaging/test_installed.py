@@ -31,6 +31,7 @@ SOURCE = (
     "qeffect",
     "verification",
     "gpu_runtime",
+    "guards",
     "pyproject.toml",
     "setup.py",
     "MANIFEST.in",
@@ -38,7 +39,7 @@ SOURCE = (
     "LICENSE",
 )
 EXAMPLES = ("cpu", "h200", "h200_short", "h200_history", "h200_launched")
-LINKS = ("spec", "verification", "gpu_runtime")
+LINKS = ("spec", "verification", "gpu_runtime", "guards")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 #: What the dependencies are found by; none of it is in a standard library.
 DEPENDENCIES = ("attrs", "torch", "z3", "numpy", "setuptools")
@@ -139,7 +140,7 @@ def hostile(tmp_path: Path) -> Path:
     """A folder with modules of our old names, each of which raises when it is imported."""
     raises = "raise ImportError(f'{__name__} of the working folder was imported')\n"
     (tmp_path / "spec.py").write_text(raises)
-    for name in ("verification", "gpu_runtime", "tests"):
+    for name in ("verification", "gpu_runtime", "guards", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(raises)
     return tmp_path
@@ -184,7 +185,7 @@ class TestContents:
         assert data == kept | tables | texts | typed
         on_disk = source.joinpath("qeffect", "schedule", "fixtures").rglob("*.csv")
         assert len(list(on_disk)) == len(tables) > 20
-        assert 4 == len(typed)
+        assert 5 == len(typed)
 
     def test_a_wheel_of_the_source_distribution_has_the_same_files(
         self, wheel: Path, source: Path, tmp_path: Path
@@ -204,7 +205,7 @@ class TestHostileFolder:
 
     def test_the_folder_is_hostile(self, python: Path, hostile: Path) -> None:
         """Each of its modules is what an import finds, and raises."""
-        for name in ("spec", "verification", "gpu_runtime", "tests"):
+        for name in ("spec", "verification", "gpu_runtime", "guards", "tests"):
             done = run([python, "-c", f"import {name}"], hostile, code=1)
             assert f"{name} of the working folder was imported" in done.stderr
 

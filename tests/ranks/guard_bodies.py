@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import inspect
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action
 
 from qeffect.contract import Contract
-from qeffect.gpu_runtime.guards.pipelining import UNUSED, GuardedSchedule, guard
+from qeffect.guards.pipelining import UNUSED, GuardedSchedule, MeetingError, guard
 from qeffect.refusals import Refused
 from qeffect.stage_config import StageConfig
 
@@ -73,7 +74,16 @@ def _gradient_shapes(x: Tensor, index: int, total: int) -> dict[str, Any]:
 class Run:
     """One rank of a model cut into stages, under a schedule of torch's."""
 
-    def __init__(self, name: str, *, ranks: int = 2) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        ranks: int = 2,
+        block: Callable[[int], nn.Module] = Block,
+        stage: type[PipelineStage] = Stage,
+        microbatches: int = MICROBATCHES,
+        rows: int | None = None,
+    ) -> None:
         rank = dist.get_rank()
         own = [rank, rank + ranks]
         if name in SINGLE:
@@ -82,10 +92,10 @@ class Run:
             own = [rank, 2 * ranks - 1 - rank]
         total = ranks if name in SINGLE else 2 * ranks
         x = torch.zeros(2, WIDTH)
-        self.blocks = [Block(index) for index in own]
+        self.blocks = [block(index) for index in own]
         self.stages = [
-            Stage(
-                block,
+            stage(
+                part,
                 index,
                 total,
                 x.device,
@@ -93,16 +103,17 @@ class Run:
                 output_args=x.clone().requires_grad_(),
                 **_gradient_shapes(x, index, total),
             )
-            for block, index in zip(self.blocks, own, strict=True)
+            for part, index in zip(self.blocks, own, strict=True)
         ]
         made = getattr(torch_schedules, name)
         self.schedule = made(
             self.stages[0] if name in SINGLE else self.stages,
-            MICROBATCHES,
+            microbatches,
             loss_fn=nn.functional.mse_loss,
         )
-        self.own = own
-        parameters = [p for block in self.blocks for p in block.parameters()]
+        self.own, self.microbatches = own, microbatches
+        self.rows = 2 * microbatches if rows is None else rows
+        parameters = [p for part in self.blocks for p in part.parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     def alone(self) -> Run:
@@ -116,17 +127,18 @@ class Run:
         self.schedule._warmup_p2p = lambda *_: None
         return self
 
-    def step(self, number: int) -> list[str]:
+    def step(self, number: int, *, update: bool = True, **options: Any) -> list[str]:
         """Run a step; return the bits of losses, outputs, gradients and parameters, as digests."""
         generator = torch.Generator().manual_seed(number)
-        x, y = (torch.randn(2 * MICROBATCHES, WIDTH, generator=generator) for _ in range(2))
+        x, y = (torch.randn(self.rows, WIDTH, generator=generator) for _ in range(2))
         losses: list[Tensor] = []
         self.optimizer.zero_grad()
         given = (x,) if 0 in self.own else ()
-        out = self.schedule.step(*given, target=y, losses=losses)
-        gradients = [p.grad for block in self.blocks for p in block.parameters()]
-        self.optimizer.step()
-        kept = [p for block in self.blocks for p in block.parameters()]
+        out = self.schedule.step(*given, target=y, losses=losses, **options)
+        gradients = [p.grad for part in self.blocks for p in part.parameters()]
+        if update:
+            self.optimizer.step()
+        kept = [value for part in self.blocks for value in part.state_dict().values()]
         found = [*losses, *([] if out is None else [out]), *gradients, *kept]
         return [_digest(value) for value in found]
 
@@ -137,9 +149,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def join() -> None:
+def join(seconds: float = 30) -> None:
     """Enter the group of both ranks; whoever waits for a rank that is gone does not wait long."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
 
 
 def accepted(names: list[str], steps: int) -> dict[str, Any]:
@@ -303,3 +315,198 @@ def example(text: str) -> dict[str, Any]:
     scope: dict[str, Any] = {}
     exec(compile(text, "example", "exec"), scope)
     return {"epoch": scope["guarded"].contract.epoch}
+
+
+# Computations that are left out, after the guard was put on
+
+#: The schedules, and what each calls of its stages.
+LEFT_OUT = {
+    "forward_one_chunk": ("F", lambda stage, m: _forward_faked(stage, m)),
+    "backward_one_chunk": ("BI", lambda stage, m: _backward_faked(stage, m)),
+    "backward_weight_one_chunk": ("W", lambda stage, m: stage.backward_state.pop(m)),
+}
+
+
+def _forward_faked(stage: Any, m: int) -> Tensor:
+    """Leave what a forward leaves, of a tensor that the module never saw."""
+    given = torch.ones(2, WIDTH, requires_grad=True)
+    made = given * 1
+    stage.fwd_cache[m] = (made,), [given]
+    return made
+
+
+def _backward_faked(stage: Any, m: int) -> None:
+    """Consume what a backward consumes, and leave what it leaves."""
+    stage.fwd_cache.pop(m)
+    stage.bwd_cache[m] = (torch.zeros(2, WIDTH),)
+    stage.backward_state[m] = ((), [], None, None)
+    stage.dw_runner[m] = lambda: None
+
+
+def leave_out(run: Run, method: str, microbatch: int = 2) -> None:
+    """Replace a method of this rank's last stage by one that leaves a microbatch out."""
+    stage = run.stages[-1]
+    found, (_, fake) = getattr(stage, method), LEFT_OUT[method]
+
+    def replaced(m: int, *args: Any, **kwargs: Any) -> Any:
+        return fake(stage, m) if m == microbatch else found(m, *args, **kwargs)
+
+    setattr(stage, method, replaced)
+
+
+def left_out_over_ranks(name: str, method: str) -> list[Any]:
+    """A computation left out on rank 1, without a guard and with one: what became of each."""
+    join()
+    own, plain = Run(name), Run(name)
+    whole = own.step(0)
+    if dist.get_rank() == 1:
+        leave_out(plain, method)
+    without = plain.step(0)
+    run = Run(name)
+    guarded = guard(run.schedule)
+    run.step(0)
+    if dist.get_rank() == 1:
+        leave_out(run, method)
+    return [whole == without, outcome(run, guarded)]
+
+
+def reported(name: str, folder: str) -> dict[str, Any]:
+    """Two steps of three leave a backward of rank 1 out, under a guard that reports."""
+    join()
+    plain, run = Run(name), Run(name)
+    seen: list[list[Any]] = []
+    guarded = guard(
+        run.schedule,
+        manner="report",
+        on_violation=lambda v: seen.append([v.clause, v.rank, v.step, v.action]),
+        log=folder,
+    )
+    bits = [(plain.step(0), run.step(0))]
+    if dist.get_rank() == 1:
+        leave_out(plain, "backward_one_chunk")
+        leave_out(run, "backward_one_chunk")
+    bits += [(plain.step(n), run.step(n)) for n in (1, 2)]
+    guarded.remove()
+    return {"same": [a == b for a, b in bits], "seen": seen, "epoch": guarded.contract.epoch}
+
+
+def logged(name: str, folder: str) -> int:
+    """Three guarded steps with an event log."""
+    join()
+    run = Run(name)
+    guarded = guard(run.schedule, log=folder)
+    for number in range(3):
+        run.step(number)
+    guarded.remove()
+    return guarded.contract.epoch
+
+
+# Rebuilding over ranks
+
+
+def rebuilt(name: str) -> dict[str, Any]:
+    """
+    A step that rank 0 refuses after its messages; then all ranks rebuild and run the step again.
+
+    Before that rank 0 rebuilds alone, and rank 1 comes too late.
+    """
+    join()
+    plain, run = Run(name), Run(name)
+    guarded = guard(run.schedule)
+    bits = [(plain.step(0), run.step(0))]
+    kept = inject_missing(run)
+    try:
+        run.step(1, update=False)
+        ended = "passed"
+    except Refused as refused:
+        ended = refused.clause
+    epochs, errors = [guarded.contract.epoch], []
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["alone"])
+    began = time.monotonic()
+    try:
+        guarded.rebuild(timeout_s=1.0)
+    except MeetingError as error:
+        errors.append(str(error))
+    store.set("alone", "over")
+    seconds = time.monotonic() - began
+    guarded.rebuild(timeout_s=20)
+    epochs.append(guarded.contract.epoch)
+    if kept is not None:
+        run.schedule.pipeline_order_with_comms[0] = kept
+    bits += [(plain.step(n), run.step(n)) for n in (1, 2)]
+    return {
+        "ended": ended,
+        "epochs": [*epochs, guarded.contract.epoch],
+        "errors": errors,
+        "seconds": seconds,
+        "same": [a == b for a, b in bits],
+    }
+
+
+def inject_missing(run: Run) -> Any:
+    """Leave the last dW of rank 0's row out, behind its last message; return the whole row."""
+    if dist.get_rank():
+        return None
+    kept = run.schedule.pipeline_order_with_comms[0]
+    edit_row(run, lambda row: row.remove(_last_backward(row, 0)))
+    return kept
+
+
+def cut_between_messages(name: str) -> dict[str, Any]:
+    """Rank 0 refuses in mid-step, rank 1 waits for it until the group's timeout; both rebuild."""
+    join(3)
+    run = Run(name)
+    guarded = guard(run.schedule)
+    run.step(0)
+    inject(run, "doubled")
+    try:
+        run.step(1, update=False)
+        ended = "passed"
+    except Refused as refused:
+        ended = refused.clause
+    except RuntimeError as error:
+        ended = type(error).__name__
+    try:
+        guarded.rebuild(timeout_s=20)
+    except MeetingError as error:
+        return {"ended": ended, "error": str(error)}
+    return {"ended": ended, "error": ""}
+
+
+def uneven(names: list[str], microbatches: int) -> dict[str, Any]:
+    """Schedules with a number of microbatches, as far as torch takes it: bits and epochs."""
+    join()
+    said = {}
+    for name in names:
+        try:
+            plain, run = (Run(name, microbatches=microbatches) for _ in range(2))
+        except ValueError:  # torch wants another number
+            continue
+        guarded = guard(run.schedule)
+        bits = [(plain.step(n), run.step(n)) for n in range(2)]
+        said[name] = [all(a == b for a, b in bits), guarded.contract.epoch]
+    return said
+
+
+def evaluated(names: list[str], manner: Any) -> dict[str, Any]:
+    """Steps with evaluations between: whether bits are the same, epochs, and violations."""
+    join()
+    said = {}
+    for name in names:
+        plain, run = Run(name), Run(name)
+        guarded = guard(run.schedule, manner=manner)
+        found = []
+        for own in (plain, run):
+            bits: list[Any] = [_evaluation(own), own.step(0)]
+            with torch.no_grad():
+                bits.append(_evaluation(own))
+            found.append([*bits, own.step(1), _evaluation(own), own.step(2)])
+        said[name] = [found[0] == found[1], guarded.contract.epoch, len(guarded.violations)]
+    return said
+
+
+def _evaluation(run: Run) -> str:
+    x = torch.ones(run.rows, WIDTH)
+    return _digest(run.schedule.eval(*((x,) if 0 in run.own else ()), target=x))

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from qeffect.gpu_runtime.guards.pipelining import guard
+from qeffect.guards.pipelining import guard
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import ScheduleError
 from tests.docs.code import blocks
@@ -138,7 +138,7 @@ class TestOneRank:
         table[rank] = whole
         with pytest.raises(Refused, match="ownership"):
             run.step(1)
-        guarded.rebuild()
+        guarded.rebuild(alone=True)
         run.step(1)
 
         assert 2 == guarded.contract.epoch
@@ -183,7 +183,7 @@ class TestOneRank:
         assert () == guarded.contract.outstanding()
         with pytest.raises(Refused):
             run.step(0)
-        guarded.rebuild()
+        guarded.rebuild(alone=True)
         run.step(0)
 
         assert 1 == guarded.contract.epoch

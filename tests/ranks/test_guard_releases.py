@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.guards.pipelining import guard
+from qeffect.guards.pipelining import guard
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError
 from qeffect.schedule.tables import read_table

@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from qeffect.gpu_runtime.renamed import MODULES, NAMES
+from qeffect.renamed import whole
 from tests.profiles import few
 
 ROOT = Path(__file__).parents[2]
 RUNTIME = "qeffect.gpu_runtime"
 #: What the README and the runtime's page showed, and where the object is now.
 SHOWN = {
-    "parallel.guard.guard": "guards.pipelining.guard",
+    "parallel.guard.guard": "qeffect.guards.pipelining.guard",
+    "guards.pipelining.guard": "qeffect.guards.pipelining.guard",
     "parallel.world.Worker": "ranks.worker.Worker",
     "parallel.world.join": "ranks.membership.join",
     "parallel.consent.StoppedError": "ranks.consent.StoppedError",
@@ -40,7 +42,7 @@ def fresh(old: str) -> object:
     """Import a module by its old name as a process does for the first time; it has to warn."""
     name = f"{RUNTIME}.{old}"
     sys.modules.pop(name, None)
-    new = re.escape(f"{RUNTIME}.{MODULES[old]}")
+    new = re.escape(whole(RUNTIME, MODULES[old]))
     with pytest.warns(DeprecationWarning, match=f"^{re.escape(name)} is now {new};"):
         return importlib.import_module(name)
 
@@ -49,7 +51,7 @@ def fresh(old: str) -> object:
 def test_a_module_is_found_under_its_old_name(old: str) -> None:
     """Each public name of the new module is the same object under the old one."""
     module = fresh(old)
-    new = importlib.import_module(f"{RUNTIME}.{MODULES[old]}")
+    new = importlib.import_module(whole(RUNTIME, MODULES[old]))
 
     for name in getattr(new, "__all__", ()):
         if f"{old}.{name}" not in NAMES:
@@ -62,10 +64,10 @@ def test_a_name_is_found_in_its_old_module(old: str, new: str) -> None:
     module, _, name = old.rpartition(".")
     place, _, attribute = new.rpartition(".")
     sys.modules.pop(f"{RUNTIME}.{module}", None)
-    with pytest.warns(DeprecationWarning, match=re.escape(f"is now {RUNTIME}.")):
+    with pytest.warns(DeprecationWarning, match=r"is now qeffect\."):
         found = getattr(importlib.import_module(f"{RUNTIME}.{module}"), name)
 
-    assert found is getattr(importlib.import_module(f"{RUNTIME}.{place}"), attribute)
+    assert found is getattr(importlib.import_module(whole(RUNTIME, place)), attribute)
 
 
 def test_the_warning_points_at_the_import() -> None:
@@ -75,7 +77,7 @@ def test_the_warning_points_at_the_import() -> None:
         from qeffect.gpu_runtime.parallel.guard import guard  # type: ignore[import-not-found]
 
     assert [one.filename for one in caught] == [__file__]
-    assert guard.__module__ == f"{RUNTIME}.guards.pipelining"
+    assert guard.__module__ == "qeffect.guards.pipelining"
 
 
 def test_a_folder_that_is_gone_gives_its_modules_and_nothing_else() -> None:

@@ -23,7 +23,6 @@ ROOMS = (
     "runtime",
     "operators",
     "ranks",
-    "guards",
     "training",
     "doctor",
     "lab",

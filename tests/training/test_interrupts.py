@@ -4,6 +4,7 @@ Ctrl-C ends `qeffect runtime train` within two seconds, wherever it is, on one r
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from qeffect.cli.interrupts import INTERRUPTED, descendants
+from qeffect.gpu_runtime.training.checkpoint.lock import FolderLock
+from qeffect.gpu_runtime.training.checkpoint.status import STATUS
 from tests.cli.test_interrupts import LIMIT_S, START_S, alive, interrupted, pytestmark  # noqa: F401
 from tests.cli.test_interrupts import processes as processes
 from tests.profiles import few
@@ -29,6 +32,13 @@ from qeffect.cli import main
 from qeffect.gpu_runtime.ranks import membership
 
 meet, here = membership._meet, pathlib.Path(__file__).parent
+rank = os.environ.get("RANK", "0")
+
+class Importing:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            (here / rank).touch()
+            time.sleep(600)
 
 def meet_slowly(timeout):
     (here / os.environ["RANK"]).touch()
@@ -36,13 +46,19 @@ def meet_slowly(timeout):
         time.sleep(600)
     meet(timeout)
 
+if os.environ["SLOW"] == "import":
+    sys.meta_path.insert(0, Importing())
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        del sys.modules[name]
 if os.environ["SLOW"] == "start":
     membership._meet = meet_slowly
 if os.environ["SLOW"] == "save":
     # Only the checkpoint's own files: a lock and a status are written before the first step.
     sync = os.fsync
     os.fsync = lambda file: (
-        time.sleep(600) if ".partial-" in os.readlink(f"/proc/self/fd/{file}") else sync(file)
+        time.sleep(600)
+        if ".partial-" in os.readlink(f"/proc/self/fd/{file}") and rank in os.environ["SLEEPERS"]
+        else sync(file)
     )
 sys.exit(main())
 """
@@ -51,8 +67,32 @@ sys.exit(main())
 LONG_STEP = SMALL.replace("sequence = 16", "sequence = 8192").replace("heads = 2", "heads = 1")
 
 
-def started(folder: Path, slow: str, ranks: int) -> subprocess.Popen[str]:
-    """Start a run that stays where it is told to be slow."""
+def started(folder: Path, slow: str, ranks: int, *, sleepers: str = "01") -> subprocess.Popen[str]:
+    """Start a run that stays where it is told to be slow; in a save only the sleepers stay."""
+    program = configured(folder, slow, ranks)
+    command, environment = [sys.executable], {"SLOW": slow, "SLEEPERS": sleepers}
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    elif slow == "start":
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}
+    return begun([*command, *program], environment)
+
+
+def begun(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a process in a group of its own."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def configured(folder: Path, slow: str, ranks: int, limits: str = "") -> list[str]:
+    """Write a run and the program that makes it slow; return what starts them."""
     text(folder, repeats=1500)
     text(folder, "held.npy", repeats=1500)
     run = CONFIG + 'log = "log.jsonl"\n'
@@ -63,27 +103,14 @@ def started(folder: Path, slow: str, ranks: int) -> subprocess.Popen[str]:
     if slow == "evaluation":
         run += "evaluate_every = 1\nevaluate_windows = 1000000\n"
         run = run.replace('train = "train.npy"', 'train = "train.npy"\nheld_out = "held.npy"')
-    if slow == "save":
+    if slow in ("import", "start", "save"):
         run += '[checkpoint]\nfolder = "kept"\nevery = 1\n'
     if ranks > 1 or slow == "start":
         run = run.replace("[parallel]", "[parallel]\npp = 2")
-    (folder / "run.toml").write_text(run)
+    (folder / "run.toml").write_text(run + limits)
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    command, environment = [sys.executable], {"OMP_NUM_THREADS": "1", "SLOW": slow}
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    elif slow == "start":
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}
-    return subprocess.Popen(
-        [*command, str(program), "runtime", "train", str(folder / "run.toml")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        env={**os.environ, **environment},
-    )
+    return [str(program), "runtime", "train", str(folder / "run.toml")]
 
 
 def free_port() -> int:
@@ -98,6 +125,7 @@ def reached(folder: Path, slow: str) -> Callable[[], bool]:
     """Whether a run is at the place where it is slow, or a moment before it."""
     log, kept = folder / "log.jsonl", folder / "kept"
     return {
+        "import": lambda: (folder / "0").exists() and (folder / "1").exists(),
         "start": (folder / "0").exists,
         "step": log.exists,
         "evaluation": lambda: log.exists() and '"step"' in log.read_text(),
@@ -160,19 +188,77 @@ def test_two_ranks_end_at_once(
     assert 1 == err.count("qeffect: interrupted")
 
 
-@pytest.mark.parametrize("dead", few([0, 1], [0]))
-def test_a_death_in_an_evaluation_has_a_cause(
-    dead: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
+@pytest.mark.parametrize(
+    ("place", "dead"),
+    [("evaluation", 0), pytest.param("evaluation", 1, marks=pytest.mark.nightly),
+     pytest.param("save", 0, marks=pytest.mark.nightly),
+     pytest.param("save", 1, marks=pytest.mark.ci)]
+)  # fmt: skip
+def test_a_death_between_two_steps_has_a_cause(
+    place: str, dead: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     """The rank that is left says who is gone and where, and then ends."""
-    process = started(tmp_path, "evaluation", 2)
+    process = started(tmp_path, place, 2, sleepers=str(dead))
     processes.append(process)
-    wait(process, reached(tmp_path, "evaluation"))
+    wait(process, reached(tmp_path, place))
 
     os.kill(of_rank(dead, descendants(process.pid)), signal.SIGKILL)
     out, err = process.communicate(timeout=60)
 
-    assert f"Every rank stopped: rank {dead}, step 1, evaluation: the process has ended" in out, err
+    named = {"save": "checkpoint"}.get(place, place)
+    assert f"Every rank stopped: rank {dead}, step 1, {named}: the process has ended" in out, err
+    if place == "save" and dead:
+        told = json.loads((tmp_path / "kept" / STATUS).read_text())
+        assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "gone", True)
+        assert told["cause"].startswith("rank 1, step 1, checkpoint: the process has ended")
+
+
+@pytest.mark.parametrize(
+    ("place", "dead"),
+    [pytest.param("import", 0, marks=pytest.mark.ci), ("start", 1),
+     pytest.param("import", 1, marks=pytest.mark.nightly),
+     pytest.param("start", 0, marks=pytest.mark.nightly)]
+)  # fmt: skip
+def test_a_death_in_the_start_has_a_cause(
+    place: str, dead: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    """Before torch is imported, and while the ranks meet; the status file says it if rank 0 can."""
+    process = started(tmp_path, place, 2)
+    processes.append(process)
+    wait(process, reached(tmp_path, place))
+
+    os.kill(of_rank(dead, descendants(process.pid)), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+
+    doing = "importing" if place == "import" else "meeting the other ranks"
+    said = f"rank {dead}, start: the process has ended (rank {1 - dead} was {doing})"
+    assert [f"qeffect: Every rank stopped: {said}"] == [
+        line for line in err.splitlines() if line.startswith("qeffect: ")
+    ]
+    assert "" == out
+    if place == "start" and dead:
+        told = json.loads((tmp_path / "kept" / STATUS).read_text())
+        assert (told["state"], told["ended_by"], told["cause"]) == ("ended", "gone", said)
+        assert told["resume"]
+
+
+@pytest.mark.ci
+def test_a_rank_that_refuses_in_the_start_speaks_alone(
+    tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    """The other one, which torchrun then ends, does not say that a process has ended."""
+    (tmp_path / "kept").mkdir()
+    lock = FolderLock(tmp_path / "kept")
+    try:
+        process = started(tmp_path, "start", 2)
+        processes.append(process)
+        out, err = process.communicate(timeout=60)
+    finally:
+        lock.release()
+
+    assert "" == out
+    (line,) = [line for line in err.splitlines() if line.startswith("qeffect: ")]
+    assert "[checkpoint] folder" in line
 
 
 def of_rank(rank: int, ids: list[int]) -> int:

@@ -72,6 +72,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     """The lines of a log that have a loss, without what a clock and an allocator say."""
     every = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
     timed = ("step_ms", "tokens_per_s", "memory_bytes", "seconds_left")
+    timed += ("compute_ms", "wait_ms", "launch_ms", "slowest")
     return [{k: v for k, v in line.items() if k not in timed} for line in every if "loss" in line]
 
 
@@ -236,6 +237,26 @@ def test_event_logs_have_a_launch_in_one_line(tmp_path: Path) -> None:
     ((launched,),) = said.words.values()
     assert (launched["launches"], launched["rehearsed and as one"]) == (8, [2, 5])
     assert main(["replay", str(tmp_path / "events" / "rank0.jsonl"), "--quiet"]) == 0
+
+
+def test_a_launch_costs_less_than_a_kilobyte_of_a_rotating_log(tmp_path: Path) -> None:
+    """Per step and rank, with what each file begins and ends with; the files replay together."""
+    made = files(tmp_path, PIPE)
+    path = Path(made["launches"])
+    path.write_text(
+        path.read_text()
+        .replace("[run]", '[run]\nevent_logs = "events"\nevent_log_steps = 40')
+        .replace("steps = 9", "steps = 80")
+    )
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.in_turn, [(made["launches"], {})])
+    assert said.codes == [0, 0]
+    logs = sorted((tmp_path / "events").glob("rank*.jsonl"))
+    assert len(logs) == 3 * 2  # two of 40 steps, and one without any
+    for rank in range(2):
+        each = (tmp_path / "events" / f"rank{rank}.00001.jsonl").stat().st_size / 40
+        assert 70 < each < 1024, each
+    assert main(["replay", *map(str, logs), "--quiet"]) == 0
 
 
 def test_a_step_that_cannot_be_captured_is_replayed_from_there(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ _NUMBERS = ("updates", "scales", "draws")
 _EVERY = 8
 #: Supporting calls before the attempt of a rare refusal.
 _SUPPORT = 3
+#: The targets that an update's own ticket with a wrong epoch meets, and nothing else does.
+_DURING_UPDATE = (
+    ("commit_update", "epoch.unknown-ticket"),
+    ("abort_update", "epoch.unknown-ticket"),
+)
 #: What Python raises where a broken contract reads an unknown name instead of refusing.
 _BREAKDOWN = (LookupError, TypeError, ValueError, AttributeError)
 #: The targets that refuse only while something is in flight, half done or broken.
@@ -167,6 +172,8 @@ class Driver(RandomWalk):
         super().step(number)
         if number:
             self._aim_at(self._still_rare(), chooser(number))
+            if self.shadow.update is not None:
+                self._aim_at(_DURING_UPDATE, chooser(number))
         if self.focus:
             for call in aimed(self.shadow, chooser(0), self.checkpoints, self.fresh(), self.focus):
                 self.call(call)

@@ -99,6 +99,14 @@ PROCESSES: tuple[Process, ...] = (
         callers=("main", "wire"),
     ),
     Process(
+        "a chunk that sends to the next",
+        [
+            _stage(0, microbatches=2, sends_output=True, feeds=1),
+            _stage(1, microbatches=2, receives_input=True),
+        ],
+        callers=("main", "wire"),
+    ),
+    Process(
         "messages in a shared pool",
         [_stage(microbatches=2, pool="p", receives_gradient=True, **_SENDS)],
         capture_order=_BY_SLOT,

@@ -4,19 +4,15 @@ All ranks before a checkpoint: one epoch, nothing live or in flight, and one cau
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import torch.distributed as dist
 
 from ...backends.protocol import BackendError
-from ...ranks.channels import LostError, end_group
+from ...ranks.channels import LostError, end_group, gloo_group
 from ...ranks.worker import Worker
 
 __all__ = ["RankGroup", "SharedError", "consent", "lost", "raise_first", "stop"]
-
-#: Seconds that a rank waits for the files of the others. A dead rank is noticed at once.
-_FILES_S = 1800.0
 
 
 class RankGroup:
@@ -38,11 +34,7 @@ class RankGroup:
         made_for = worker.name, worker.attempt
         if self.handle is None or self._made_for != made_for:
             self.end()  # some ranks may have ended theirs when all stopped
-            self.handle = dist.new_group(
-                list(range(worker.member.world)),
-                backend="gloo",
-                timeout=datetime.timedelta(seconds=max(worker.limits.start, _FILES_S)),
-            )
+            self.handle = gloo_group(list(range(worker.member.world)), worker.limits.save)
             self._made_for = made_for
         found: list[Any] = [None] * worker.member.world
         dist.all_gather_object(found, own, group=self.handle)
@@ -120,6 +112,8 @@ def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
     """
     if isinstance(error, BackendError) or not isinstance(error, RuntimeError):
         return error
+    if isinstance(error, LostError):
+        return LostError(at, peer, error.late, error.library)
     library = str(error)
     return LostError(at, peer, "imed out" in library, library)
 

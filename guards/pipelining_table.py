@@ -22,7 +22,7 @@ class RowGuard(Protocol):
     def begin(self, step: int, action: Any) -> None:
         """Check an action of the row before torch runs it."""
 
-    def end(self, action: Any) -> None:
+    def end(self, step: int, action: Any) -> None:
         """Commit an action of the row after torch has run it."""
 
 
@@ -55,7 +55,7 @@ class GuardedRow(list[Any]):
         for step, action in enumerate(super().__iter__()):
             guard.begin(step, action)
             yield action
-            guard.end(action)
+            guard.end(step, action)
 
 
 def table_of(schedule: Any) -> Schedule | None:

@@ -1,0 +1,178 @@
+"""
+The times of a step on one rank: what it computed, and how long it waited for other ranks.
+
+No step waits for a device because of its times. On a CPU the host takes both times. On a GPU,
+events around F, dI and dW are recorded on the device in every 32nd guarded step; the host reads
+them when the device has passed them anyway. A launch is one graph, in which the device waits for
+messages too: two events around it give both together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+
+import attrs
+import torch
+
+from ..ranks.worker import Worker
+
+__all__ = ["SlowestRank", "StepTimes", "Stopwatch"]
+
+#: Guarded steps on a GPU per step whose actions are timed.
+_TIMED_EVERY: Final = 32
+#: Steps whose mean says which rank is slowest, and the fewest.
+_WINDOW, _LEAST = 10, 3
+#: How many times the median a rank takes that is named.
+_SLOW: Final = 1.5
+_TIMED = ("refresh", "forward", "dgrad", "wgrad")
+
+
+@attrs.define
+class StepTimes:
+    """
+    The times of a step on one rank, in milliseconds.
+
+    Args:
+        wait: The host's wait for other ranks; in a launch, for the verdict of the step before.
+        compute: On a CPU, the rest of the step. On a GPU, the device's time in F, dI and dW, once
+            it is read. NaN if nothing timed it.
+        launch: The device's time in a launch, its waits for messages included; NaN otherwise.
+        pairs: Events on the device around what is timed.
+    """
+
+    wait: float
+    compute: float = math.nan
+    launch: float = math.nan
+    pairs: list[tuple[Any, Any]] = attrs.Factory(list)
+    launched: bool = False
+
+    @property
+    def spent(self) -> tuple[float, float, float]:
+        """Compute, wait and launch."""
+        return self.compute, self.wait, self.launch
+
+    def read(self) -> StepTimes:
+        """Return the times with those of the device; the device has passed the events."""
+        if self.pairs and all(end.query() for _, end in self.pairs):
+            spent = math.fsum(begin.elapsed_time(end) for begin, end in self.pairs)
+            if self.launched:
+                self.launch = spent
+            else:
+                self.compute = spent
+            self.pairs = []
+        return self
+
+
+class Stopwatch:
+    """
+    Takes the times of a rank's steps.
+
+    Args:
+        worker: The rank.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.device = worker.member.device.type == "cuda"
+        self.taken = StepTimes(0.0)
+
+    @contextmanager
+    def step(self, epoch: int) -> Iterator[None]:
+        """Time a guarded step; `taken` then has its times."""
+        waits, pairs = self.worker.waits, list[tuple[Any, Any]]()
+        before, began = waits.seconds, time.perf_counter()
+        timed = self.device and epoch % _TIMED_EVERY == 0
+        with self._timed(pairs) if timed else nullcontext():
+            yield
+        spent, waited = time.perf_counter() - began, waits.seconds - before
+        compute = math.nan if self.device else (spent - waited) * 1e3
+        self.taken = StepTimes(waited * 1e3, compute, pairs=pairs)
+
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        """Time a launch on the current stream; `taken` then has its times, but for its wait."""
+        pairs = [(_event(), _event())] if self.device else []
+        for begin, _ in pairs:
+            begin.record()
+        yield
+        for _, end in pairs:
+            end.record()
+        self.taken = StepTimes(0.0, pairs=pairs, launched=True)
+
+    def _timed(self, pairs: list[tuple[Any, Any]]) -> AbstractContextManager[None]:
+        runtime = self.worker.runtime
+        performer: Any = runtime.performer
+        return runtime.performed_by(
+            attrs.evolve(performer, executor=_TimedExecutor(performer.executor, pairs))
+        )
+
+
+class _TimedExecutor:
+    """An executor that also records an event before and behind each action."""
+
+    def __init__(self, executor: Any, pairs: list[tuple[Any, Any]]) -> None:
+        self._executor, self._pairs = executor, pairs
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._executor, name)
+        if name not in _TIMED:
+            return found
+
+        def timed(*args: Any) -> Any:
+            begin, end = _event(), _event()
+            begin.record()
+            result = found(*args)
+            end.record()
+            self._pairs.append((begin, end))
+            return result
+
+        return timed
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class SlowestRank:
+    """
+    Names the rank that computes longest, if it takes 1.5 times the median of all ranks.
+
+    The mean of the last ten timed steps counts. With an even number of ranks the median is the
+    lower of the two in the middle. The first step does not count, because it also builds and warms.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[float]] = deque(maxlen=_WINDOW)
+        self._began = False
+
+    def take(self, compute: Sequence[float]) -> tuple[int, float] | None:
+        """
+        Take the times of a step by rank, and return the slowest rank with its factor.
+
+        Args:
+            compute: Milliseconds by rank; NaN where nothing timed the step.
+
+        >>> slowest = SlowestRank()
+        >>> [slowest.take(times) for times in [(9, 9, 9), (1, 1, 3), (1, 1, 3)]]
+        [None, None, None]
+        >>> slowest.take((1, 1, 3))
+        (2, 3.0)
+        """
+        if len(compute) < 2 or not all(map(math.isfinite, compute)):
+            return None
+        if not self._began:
+            self._began = True
+            return None
+        self._steps.append(compute)
+        if len(self._steps) < _LEAST:
+            return None
+        sums = [math.fsum(times) for times in zip(*self._steps, strict=True)]
+        longest = max(sums)
+        factor = longest / max(statistics.median_low(sums), 1e-9)
+        return (sums.index(longest), factor) if factor >= _SLOW else None

@@ -1,0 +1,188 @@
+"""
+What shows that a stage's computation ran, and on which weights.
+
+A stage's methods can be replaced, so none of them is a witness. These facts are autograd's and the
+tensors' own: a backward passes through the graph that its forward left, a module calls its hooks,
+and every write to a tensor raises the tensor's version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import attrs
+
+__all__ = ["BackwardPasses", "ForwardCalls", "GradientWrites", "Weights", "Written", "is_sharded"]
+
+
+def _nodes(value: Any) -> Iterator[Any]:
+    """Yield the graph node behind each tensor of a nested output."""
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from _nodes(part)
+    elif isinstance(value, Mapping):
+        yield from _nodes(list(value.values()))
+    elif (node := getattr(value, "grad_fn", None)) is not None:
+        yield node
+
+
+class BackwardPasses:
+    """Counts the backward passes through the outputs of each forward."""
+
+    def __init__(self) -> None:
+        self._passes: dict[Hashable, list[int]] = {}
+
+    def watch(self, work: Hashable, outputs: Any) -> None:
+        """
+        Count passes through a forward's outputs from now on.
+
+        Args:
+            work: Name of the forward.
+            outputs: What it returned: a tensor, or a nest of tuples, lists and mappings.
+        """
+        nodes = list(_nodes(outputs))
+        if not nodes:
+            return
+        passes = self._passes[work] = [0]
+
+        def count(_: Any) -> None:
+            passes[0] += 1
+
+        for node in nodes:
+            node.register_prehook(count)
+
+    def of(self, work: Hashable) -> int | None:
+        """Return the passes through a forward's outputs; None if none of them has a graph."""
+        passes = self._passes.get(work)
+        return None if passes is None else passes[0]
+
+    def clear(self) -> None:
+        """Forget every forward."""
+        self._passes.clear()
+
+
+class ForwardCalls:
+    """
+    Watches whether a module is called, while it is entered.
+
+    Args:
+        module: The module; None is never called.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._calls = 0
+        self._hook: Any = None
+        if module is not None:
+            self._hook = module.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._calls += 1
+
+    def seen(self) -> bool:
+        """Whether the module was called; stops watching."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        return self._calls > 0
+
+
+class GradientWrites:
+    """
+    Watches whether a gradient of a module's parameters is written.
+
+    Args:
+        module: The module; None has no parameters.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._parameters = [p for p in _parameters(module) if p.requires_grad]
+        self._before = self._now()
+
+    def _now(self) -> list[tuple[Any, int]]:
+        grads = [parameter.grad for parameter in self._parameters]
+        return [(grad, -1 if grad is None else grad._version) for grad in grads]
+
+    def seen(self) -> bool:
+        """Whether a gradient was written since, or the module has no trainable parameter."""
+        if not self._parameters:
+            return True
+        return any(
+            before[0] is not now[0] or before[1] != now[1]
+            for before, now in zip(self._before, self._now(), strict=True)
+        )
+
+
+@attrs.frozen
+class Written:
+    """
+    A weight that was written.
+
+    Args:
+        name: Name of the parameter in its module.
+        found: Its version.
+        expected: Its version when the weights were read first.
+    """
+
+    name: str
+    found: int
+    expected: int
+
+
+class Weights:
+    """
+    The version counters of a module's weights.
+
+    Watched are the parameters that are trained. Left out are those that a module writes by itself
+    in its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of a module that is
+    sharded by FSDP, which gathers them in place.
+
+    Args:
+        module: The module; None has no weights.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._parameters: list[Any] = []
+        own: list[Any] = []
+        for part in () if is_sharded(module) else module.modules():
+            listed = own if vars(part).get("max_norm") is not None else self._parameters
+            listed += [p for p in part._parameters.values() if p is not None and p.requires_grad]
+        if own:
+            left_out = set(map(id, own))
+            self._parameters = [p for p in self._parameters if id(p) not in left_out]
+        self._expected = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def written(self) -> Written | None:
+        """Return the first weight that was written since; None if there is none."""
+        found = self._versions()
+        if found == self._expected:
+            return None
+        parameter, now, before = next(
+            three
+            for three in zip(self._parameters, found, self._expected, strict=True)
+            if three[1] != three[2]
+        )
+        named = self._module.named_parameters()
+        return Written(next((n for n, p in named if p is parameter), "unnamed"), now, before)
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether FSDP shards a module or a part of it; so is what has no modules at all."""
+    if module is None:
+        return True
+    return any(map(_shards, set(map(type, module.modules()))))
+
+
+def _parameters(module: Any) -> list[Any]:
+    parameters: Callable[[], Any] | None = getattr(module, "parameters", None)
+    return [] if parameters is None else list(parameters())
+
+
+@cache
+def _shards(kind: type) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)

@@ -1,0 +1,79 @@
+"""A meeting of all ranks: all of them go on, or none does, within a limit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+__all__ = ["MeetingError", "Store", "meet"]
+
+
+class MeetingError(RuntimeError):
+    """The ranks did not do together what all of them have to do."""
+
+
+class Store(Protocol):
+    """What a meeting needs of a store of `torch.distributed`."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, once it is set."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; return its value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> Any:
+        """Set a key that is not set yet, if `expected` is empty."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Wait for keys; raises at the timeout."""
+
+
+_MET = "met"
+
+
+def meet(
+    store: Store, place: str, rank: int, ranks: Sequence[int], word: Any, *, timeout_s: float
+) -> dict[int, Any]:
+    """
+    Exchange a word with every rank; each rank calls this, within the limit.
+
+    Args:
+        store: A store that all ranks share.
+        place: A name that the ranks use for this meeting alone.
+        rank: This rank.
+        ranks: All ranks.
+        word: What this rank says, as data of JSON.
+        timeout_s: How long to wait for the others, in seconds.
+
+    Returns:
+        The words of all ranks.
+
+    Raises:
+        MeetingError: A rank did not come in time. Then no rank goes on: a rank that comes later
+            gets the same error at once.
+    """
+    verdict = f"{place}/verdict"
+    store.set(f"{place}/{rank}", json.dumps(word))
+    if store.add(f"{place}/arrived", 1) == len(ranks):
+        store.compare_set(verdict, "", _MET)
+    began = time.monotonic()
+    try:
+        store.wait([verdict], timedelta(seconds=timeout_s))
+    except Exception as error:  # each kind of store has an error of its own
+        if time.monotonic() - began < timeout_s / 2:
+            raise MeetingError(f"the store of the ranks does not answer: {error}") from error
+        late = [other for other in ranks if not store.check([f"{place}/{other}"])]
+        said = f"rank {rank} waited {timeout_s:g} s for ranks {late}"
+        store.compare_set(verdict, "", said)  # unless the last one came in the meantime
+    if (found := store.get(verdict).decode()) != _MET:
+        raise MeetingError(found)
+    return {other: json.loads(store.get(f"{place}/{other}")) for other in ranks}

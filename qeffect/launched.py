@@ -1,0 +1,157 @@
+"""
+A rank of torchrun that is ended in its start says why, before any step could say it.
+
+If a rank dies, torchrun sends SIGTERM to the others. In its first seconds a rank imports libraries
+or waits in them for the other ranks, so Python could not run a handler. Instead the signal wakes a
+thread, which looks which ranks of this host are gone. It is set up before anything else is imported
+(`qeffect.startup`), and ends with the start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["START", "Start", "trains"]
+
+#: Seconds for which a survivor stays, so that the others do not take it for the dead rank.
+_STAY_S = 2.0
+#: The file, beside torchrun's own, of a rank that ends by itself and says why.
+_SPOKEN = "qeffect.ended"
+
+
+def trains(argv: Sequence[str]) -> bool:
+    """
+    Whether these words begin a training under torchrun.
+
+    Args:
+        argv: The words of a command line, in any position.
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ and "train" in argv
+
+
+class Start:
+    """
+    The start of a rank, from its first import to its first step.
+
+    Attributes:
+        place: What the rank is doing, for the cause.
+        tell: Takes the cause and its kind on the rank that speaks; None tells nobody.
+    """
+
+    def __init__(self) -> None:
+        self.place = "importing"
+        self.tell: Callable[[str, str], object] | None = None
+        self._wakes: tuple[int, int] | None = None
+        self._spoke = False
+
+    def arm(self) -> None:
+        """Answer SIGTERM from now on; call it in the main thread, in a rank of torchrun."""
+        if threading.current_thread() is not threading.main_thread() or self._spoke:
+            return
+        if self._wakes is None:
+            self._wakes = os.pipe()
+            os.set_blocking(self._wakes[1], False)
+            # The thread inherits the mask: signals are for the other threads to take.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            threading.Thread(target=self._wait, name="qeffect-start", daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._noted)
+
+    def disarm(self) -> None:
+        """Leave SIGTERM to others; the start is over."""
+        if signal.getsignal(signal.SIGTERM) == self._noted:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._wakes is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+
+    def leave(self) -> None:
+        """End by oneself: this rank says why, and the others need not."""
+        self._spoke = True
+        self.disarm()
+        if (folder := _folder_of(int(os.environ.get("LOCAL_RANK", "0")))) is not None:
+            with suppress(OSError):
+                (folder / _SPOKEN).touch()
+
+    def _noted(self, *_: object) -> None:
+        """Python's handler; the thread has been woken by the time that this runs."""
+
+    def _wait(self) -> None:
+        """Wait for SIGTERM, say the cause, and end the process."""
+        assert self._wakes is not None
+        while signal.SIGTERM not in os.read(self._wakes[0], 64) or (
+            signal.getsignal(signal.SIGTERM) != self._noted
+        ):
+            pass
+        here, gone = _ranks()
+        spoken = [rank for rank in gone if _has_spoken(rank)]
+        rank = int(os.environ["RANK"])
+        if rank == min(here) and not spoken:
+            kind, text = _cause(rank, gone, self.place)
+            if self.tell is not None:
+                with suppress(Exception):  # the cause is said in any case
+                    self.tell(text, kind)
+            line = f"Every rank stopped: {text}"
+            if "--json" in sys.argv:
+                said = json.dumps({"verdict": "unusable", "error": line})
+                os.write(1, f"{said}\n".encode())
+            os.write(2, f"qeffect: {line}\n".encode())
+        time.sleep(_STAY_S)
+        os._exit(2)
+
+
+def _cause(rank: int, gone: Sequence[int], place: str) -> tuple[str, str]:
+    """Return the kind of a cause, and its words."""
+    if gone:
+        first, *more = gone
+        others = f", as have ranks {more}" if more else ""
+        return "gone", (
+            f"rank {first}, start: the process has ended{others} (rank {rank} was {place})"
+        )
+    return "ended", (
+        f"rank {rank}, start: the launcher ended it with SIGTERM while it was {place}; no rank of "
+        "this host had ended before"
+    )
+
+
+def _ranks() -> tuple[list[int], list[int]]:
+    """The ranks that torchrun started on this host: those that run, and those that are gone."""
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    every = range(rank - local, rank - local + int(os.environ["LOCAL_WORLD_SIZE"]))
+    running = {rank}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            state, parent = (
+                (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
+            )
+            if int(parent) != os.getppid() or state in "ZX":
+                continue
+            for word in (folder / "environ").read_bytes().split(b"\0"):
+                if word.startswith(b"RANK="):
+                    running.add(int(word[5:]))
+    here = sorted(running.intersection(every))
+    return here, [one for one in every if one not in running] if Path("/proc/self").exists() else []
+
+
+def _folder_of(local: int) -> Path | None:
+    """The folder of a rank of this host, in which torchrun looks for its error."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if not own else Path(own).parent.with_name(str(local))
+
+
+def _has_spoken(rank: int) -> bool:
+    local = rank - int(os.environ["RANK"]) + int(os.environ["LOCAL_RANK"])
+    folder = _folder_of(local)
+    return folder is not None and (folder / _SPOKEN).exists()
+
+
+START = Start()
+"""The start of this process."""

@@ -1,0 +1,59 @@
+"""
+The files of rotated event logs, put in order: each log's files together, oldest first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .checker import LogError
+from .player import MAX_LINE
+from .rotation import CONTINUES
+
+__all__ = ["series_of"]
+
+
+def series_of(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
+    """
+    Group paths into logs.
+
+    A file belongs to the log of the files whose header is the same, but for what it continues. A
+    file that cannot be read as an event log stands alone, so that its replay says what is wrong.
+
+    Args:
+        paths: Files of event logs, in any order.
+
+    Returns:
+        The files of each log, oldest first; logs in the order of their first path.
+
+    Raises:
+        LogError: A log has two files of one number.
+    """
+    found: dict[str, dict[int, Path]] = {}
+    for path in paths:
+        name, part = _place(path)
+        if not part and 0 in found.get(name, {}):
+            name = f"{name} {len(found)}"
+        files = found.setdefault(name, {})
+        if part in files:
+            raise LogError(f"{files[part]} and {path} are both file {part} of one log")
+        files[part] = path
+    return [tuple(files[part] for part in sorted(files)) for files in found.values()]
+
+
+def _place(path: Path) -> tuple[str, int]:
+    """Return what names a file's log, and the file's number."""
+    try:
+        with path.open("rb") as file:
+            header: Any = json.loads(file.readline(MAX_LINE))
+        continues = header.pop(CONTINUES, None)
+        del header["digest"]
+        part = 0 if continues is None else continues["part"]
+        if type(part) is not int or header["incarnation"] is None:
+            return f"{path}", 0
+        return json.dumps(header), part
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{path}", 0
