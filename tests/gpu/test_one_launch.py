@@ -55,6 +55,7 @@ def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
     """Parameters, AdamW with its step counts, scales and histories, after five of them."""
     said = launch(job.world, tmp_path, launch_bodies.launched, job, "cuda", STEPS, None, None, -1)
     assert said.codes == [0] * job.world
+    assert said.replay.launches == (STEPS - 1) * job.world  # of their rank logs
     for rank in range(job.world):
         word = said.words[rank]
         assert word["differ"] == []
