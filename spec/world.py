@@ -161,6 +161,7 @@ WORDS: Final[Mapping[str, Word]] = {
         updated_on="the calling stream that the latest optimizer update runs on",
         walks="the walks over all microbatches that are over since the weights last changed",
         optimizing="how many optimizer updates are in flight",
+        left_out="how many cells the walk under way leaves out",
         half_updated="1 when an update failed half way since the last restore",
         begun="how many reductions were started since the weights last changed",
         ref_slot="an arbitrary reference: its slot,",

@@ -245,7 +245,7 @@ def forget_walk(st: State, h: History) -> None:
     st.fill(h.gradient_read, 0)
     for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.num_skipped):
         st.fill(count, 0)
-    for count in (h.finals, h.updates_of_walk):
+    for count in (h.finals, h.updates_of_walk, h.left_out):
         st.fill(count, 0)
 
 

@@ -57,6 +57,7 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
     # did, then those whose F did, then the others.
     **_each("stage", "num_forwards", "num_dgrads", "num_wgrads", "num_skipped"),
+    **_each("one", "left_out"),
     # The F of the epoch, over all its walks; and the walks of the epoch that are over.
     **_each("stage", "forwards_of_epoch"),
     **_each("one", "walks"),

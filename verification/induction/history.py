@@ -84,6 +84,7 @@ def skip(st: State, h: History, key: Any) -> None:
     trade(h.place, h.placed, s, key.cell, h.num_skipped[s])
     h.skipped[key.cell] = h.skipped[key.cell] + 1
     h.num_skipped[s] = h.num_skipped[s] + 1
+    h.left_out[0] = h.left_out[0] + 1
 
 
 def bind(st: State, h: History, key: Any, destination: Any) -> None:
