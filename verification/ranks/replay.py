@@ -346,8 +346,8 @@ class _Job:
             if span.again and r in self._parts and self._parts[r].takes_part:
                 try:
                     LAUNCHES["rebuild"].run(self.state, r)
-                except (Refused, Impossible) as error:
-                    return _Found(self._op(span, span.first, "rebuild", lambda: None), error)
+                except (Refused, Impossible) as refusal:
+                    return _Found(self._op(span, span.first, "rebuild", lambda: None), refusal)
         name = "begin_again" if first.again else "begin_attempt"
         if not first.again and first.epoch != self.state.saved[0]:
             if first.load is not None and self.published and first.epoch not in self.published:
