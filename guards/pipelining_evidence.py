@@ -30,8 +30,8 @@ class StageEvidence:
 
     An action ran if the stage's own method ran, the one that the guard found. If another method
     has taken its place, something else has to show that the action ran: a call of the stage's
-    module for F, a backward through the graph of its forward for I and B, a written gradient for W
-    and for the scaling of gradients. In either case a backward that leaves the graph of its
+    module for F, a backward through the graph of its forward for I and B, a written gradient for B,
+    W and for the scaling of gradients. In either case a backward that leaves the graph of its
     forward untouched did not run.
 
     Args:
@@ -85,7 +85,7 @@ class StageEvidence:
 
     def watch(self, event: Event) -> None:
         """Watch an action whose method is no longer the guard's."""
-        kind, stage, microbatch = event
+        kind, stage, _ = event
         name = METHODS[kind]
         if vars(self._stages[stage]).get(name) is self._own.get((stage, name)):
             return
@@ -96,8 +96,20 @@ class StageEvidence:
         elif kind in ("W", "REDUCE_GRAD"):
             self._watched[event] = GradientWrites(self._module(stage)).seen
         else:
-            before = self._passes.of((stage, microbatch)) or 0
-            self._watched[event] = lambda: (self._passes.of((stage, microbatch)) or 0) > before
+            self._watched[event] = self._backward(event)
+
+    def _backward(self, event: Event) -> Callable[[], bool]:
+        """Return what tells whether a backward has passed, and a full one written gradients."""
+        kind, stage, microbatch = event
+        before = self._passes.of((stage, microbatch)) or 0
+        module = self._module(stage)
+        writes = GradientWrites(module) if kind == "B" and not is_sharded(module) else None
+
+        def seen() -> bool:
+            passed = (self._passes.of((stage, microbatch)) or 0) > before
+            return passed and (writes is None or writes.seen())
+
+        return seen
 
     def replaced(self, event: Event) -> bool:
         """Whether another method than the guard's was in its place, and showed nothing."""

@@ -172,6 +172,7 @@ def lay_out(
             "dgrad_at": dgrad_at,
             "destination_of": destination_of,
             "buffer_of": buffer_of,
+            "keeper_of": _keepers(buffer_of, len(shared_of), cells),
             "shared_of": shared_of,
             "sharer_of": by_stage(sharers),
             "pool_of": pools,
@@ -191,6 +192,14 @@ def lay_out(
         },
     )
     return ProcessLayout(memory, slots, domains, links, memory.buffer_of.keys(), buckets_of)
+
+
+def _keepers(buffer_of: Mapping[Cell, int], buffers: int, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the first cell that writes each buffer; any cell for a buffer that no cell owns."""
+    first: dict[int, Cell] = {}
+    for cell in cells:
+        first.setdefault(buffer_of[cell], cell)
+    return [first.get(buffer, cells[0]) for buffer in range(buffers)]
 
 
 def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, int]]:

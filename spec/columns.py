@@ -157,7 +157,23 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "cell -> int",
         NEVER,
         "epoch of the cell's last forward, set by its check; -1 before the first of a walk",
-        "check_forward next_walk restore",
+        "check_forward next_walk commit_update restore",
+    ),
+    _state(
+        "ownership",
+        "skipped",
+        "cell -> int",
+        NEVER,
+        "epoch of the last walk that left the cell out; -1 for none since `next_walk`",
+        "skip next_walk restore",
+    ),
+    _state(
+        "ownership",
+        "skips",
+        "one -> int",
+        0,
+        "cells that this walk leaves out",
+        "skip next_walk commit_update restore",
     ),
     # version
     _state(
@@ -239,8 +255,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "dgrads",
         "stage -> int",
         0,
-        "dI of the stage committed in this walk",
-        "commit_dgrad next_walk commit_update restore",
+        "dI of the stage committed in this walk, and cells that the walk leaves out",
+        "skip commit_dgrad next_walk commit_update restore",
     ),
     _state(
         "order",
@@ -519,8 +535,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "wgrads",
         "stage -> int",
         0,
-        "dW of the stage committed in this walk",
-        "commit_wgrad next_walk commit_update restore",
+        "dW of the stage committed in this walk, and cells that the walk leaves out",
+        "skip commit_wgrad next_walk commit_update restore",
     ),
     _state(
         "epoch",
@@ -641,6 +657,12 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "gradient destination of the cell, compared for equality",
     ),
     _configured("buffer_of", "cell -> buffer", "buffer that contains the cell's destination"),
+    _configured(
+        "keeper_of",
+        "buffer -> cell",
+        "cell that writes the buffer in every walk, so that a walk which leaves cells out still "
+        "fills it",
+    ),
     _configured(
         "shared_of",
         "buffer -> buffer",

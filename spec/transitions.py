@@ -36,6 +36,11 @@ def _transition(signature: str, when: str, relation: str = "") -> Transition:
 #: Every transition, in the order of an optimizer step.
 TRANSITIONS: tuple[Transition, ...] = (
     _transition("reserve(key, slot, link)", "Before a receive: claims a slot for a key's F."),
+    _transition(
+        "skip(key)",
+        "Before the first F of a walk: leaves the key's F, dI and dW out of the walk, which takes "
+        "fewer microbatches than configured.",
+    ),
     _transition("bind(key, destination)", "Before dI: binds the destination of its gradients."),
     _transition("check_refresh(stage, link)", "Before a refresh: reserves the domain.", "version"),
     _transition(

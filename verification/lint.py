@@ -30,6 +30,7 @@ BOUNDARY = frozenset(
         "finalize",
         "start_gradients_read",
         "next_walk",
+        "skip",
         "check_update",
         "commit_update",
         "abort_update",

@@ -16,6 +16,7 @@ from qeffect.counts import DeviceCounts
 from ..backends.protocol import BackendError
 from ..step.clipping import Norm
 from ..step.optimizer import Gradients, Optimizer
+from ..step.plan.order import Kind
 from .parts import RuntimeParts
 
 __all__ = ["EpochRuntime"]
@@ -129,6 +130,49 @@ class EpochRuntime(RuntimeParts):
         self._final.clear()
         self.actions._leave(link)
         return over
+
+    def shorten_walk(self, microbatches: int) -> None:
+        """
+        Take only the first microbatches in the walk that begins, as in a last, short batch.
+
+        Call it before the walk's first F, then run the order without the actions of the other
+        microbatches. The next walk takes all of them again; so does a rebuilt epoch.
+
+        Args:
+            microbatches: How many microbatches the walk takes, at least 1.
+
+        Raises:
+            BackendError: The configuration declares the order, has another rule than
+                ``accumulate``, ties weights of two stages, or runs a step as one launch; or the
+                order's first dW is of a microbatch that would be left out.
+            Refused: The walk has begun, or was shortened already.
+            TypeError, ValueError: The number is not an ``int``, or out of range.
+        """
+        obstacle = self._short_walk_obstacle()
+        if obstacle:
+            raise BackendError(f"shorten_walk: {obstacle}")
+        if type(microbatches) is int:
+            for index in self.memories:
+                first = self.order.microbatches(index, Kind.WGRAD)[0]
+                if first >= microbatches:
+                    raise BackendError(
+                        f"shorten_walk: stage {index} runs the dW of microbatch {first} first, "
+                        f"which overwrites the gradients, and a walk of {microbatches} leaves it "
+                        "out; take an order whose first dW is of microbatch 0"
+                    )
+        self.contract.shorten_walk(microbatches)
+
+    def _short_walk_obstacle(self) -> str:
+        """Why no walk of this runtime can be shortened; empty if walks can be."""
+        if self.config.rule != "accumulate":
+            return f"rule is {self.config.rule!r}; set rule='accumulate'"
+        if self.config.declared and "order" in self.relations:
+            return "the order of all microbatches is declared; set declared=False"
+        if self.config.mode == "one launch":
+            return "a step as one launch has all microbatches; set mode='replays'"
+        if self.tied.sharers:
+            return f"the stages {sorted(self.tied.sharers)} share tied weights"
+        return ""
 
     def finalize(self, *, caller: Hashable = "main") -> Gradients:
         """

@@ -62,6 +62,9 @@ class Model:
         seed: Seed of the initial parameters.
         start: File of the weights that a run begins with, as `qeffect runtime export` writes it;
             empty draws them from the seed. Names, shapes and types must be those of the model.
+        start_names: The names that the weights have in that file: empty for the model's own, `gpt2`
+            for those of transformers' GPT2LMHeadModel, or the path of a file of lines `OURS =
+            THEIRS`, as for `qeffect runtime export --names`.
         history: Entries of each amax history.
         tied: Whether the token embedding and the head are one weight. A tied weight does not decay.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
@@ -77,6 +80,7 @@ class Model:
     sequence: int = whole(64, unit="tokens", resume=SAME)
     seed: int = whole(0, 0, _PART_SEED, resume=_WEIGHTS)
     start: str = text("", unit="path", resume=_WEIGHTS)
+    start_names: str = text("", unit="path", resume=_WEIGHTS)
     history: int = whole(16, unit="entries", resume=SAME)
     tied: bool = flag(False, resume=SAME)
     head: str = one_of("te", "te", "torchao", resume=SAME)

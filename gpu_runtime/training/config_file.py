@@ -82,6 +82,11 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
                 f"{path}: [parallel] {name}: costs are for cut = 'balanced', found cut = {cut!r}; "
                 "leave it out, or set cut"
             )
+    if tables["model"].start_names and not tables["model"].start:
+        raise UnusableError(
+            f"{path}: [model] start_names: expected start beside it, found none; leave start_names "
+            "out, or set start"
+        )
     run = tables["run"]
     for name, wants in (("event_log_steps", "event_logs"), ("event_log_keep", "event_log_steps")):
         if getattr(run, name) and not getattr(run, wants):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError, require_place
@@ -11,6 +14,7 @@ from qeffect.text import counted
 
 from ..backends.protocol import BackendError
 from .export import FORMATS, read_weights, write_weights
+from .weight_names import GPT2, WeightNames, gpt2_config
 
 __all__ = ["add_export_arguments", "run_export"]
 
@@ -30,6 +34,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the file: safetensors (default), or torch for a dictionary that torch.load "
         "reads",
     )
+    parser.add_argument(
+        "--names",
+        metavar="gpt2|FILE",
+        help="other names of the weights: gpt2 for those of transformers' GPT2LMHeadModel, or a "
+        "file of lines OURS = THEIRS (default: the model's own)",
+    )
 
 
 def run_export(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -41,9 +51,15 @@ def run_export(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     require_place(args.out)
     progress.note(f"Reading {args.checkpoint}")
+    config: dict[str, Any] = {}
     try:
         weights, facts = read_weights(args.checkpoint)
         about = {"epoch": facts["epoch"], "model": facts["must"].get("given", {}).get("model")}
+        if args.names:
+            weights = WeightNames.of(args.names).renamed(weights)
+            about["names"] = args.names
+        if args.names == GPT2:
+            about["gpt2"] = config = _gpt2(facts)
         write_weights(args.out, weights, about, args.to)
     except BackendError as error:
         raise UnusableError(str(error)) from error
@@ -55,12 +71,30 @@ def run_export(args: argparse.Namespace, progress: Progress) -> Outcome:
         "step": facts["epoch"],
         "tensors": len(weights),
         "parameters": parameters,
+        **({"names": args.names} if args.names else {}),
+        **({"gpt2": config} if config else {}),
     }
-    return Outcome(
-        "accepted",
-        data,
-        [
-            f"{args.out}: {counted(len(weights), 'tensor')}, {parameters:,} parameters, after "
-            f"{counted(facts['epoch'], 'step')}"
-        ],
-    )
+    lines = [
+        f"{args.out}: {counted(len(weights), 'tensor')}, {parameters:,} parameters, after "
+        f"{counted(facts['epoch'], 'step')}"
+    ]
+    if config:
+        lines.append(f"  config.json of transformers: {json.dumps(config)}")
+    return Outcome("accepted", data, lines)
+
+
+def _gpt2(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The configuration of GPT-2 for a checkpoint.
+
+    Raises:
+        BackendError: The layers compute something else than GPT-2's.
+    """
+    backend, model = facts["must"].get("backend"), facts["must"].get("given", {}).get("model")
+    if backend != "reference" or model is None:
+        raise BackendError(
+            f"--names gpt2: expected a checkpoint of `runtime train` over the backend reference, "
+            f"found the backend {backend}, which orders queries, keys and values differently; "
+            "write a file of names"
+        )
+    return gpt2_config(model)

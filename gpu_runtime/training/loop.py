@@ -203,7 +203,10 @@ class Trainer:
     def _take_start(self, path: Path) -> None:
         """Begin with the weights of a file."""
         where = f"{self.config.source}: [model] start"
-        count = load_start(self.worker, self.job.name_of, path, where)
+        names = self.config.model.start_names
+        count = load_start(
+            self.worker, self.job.name_of, path, where, names, self.config.source.parent
+        )
         if self.log is not None:
             self.log({"started_from": str(path), "weights": count})
             self.log.note(f"Weights of {path}: {counted(count, 'tensor')}")
@@ -211,7 +214,7 @@ class Trainer:
     def _must(self) -> dict[str, Any]:
         """The facts that must be equal in the saving run and the loading run."""
         model = attrs.asdict(self.config.model)
-        del model["seed"], model["start"]
+        del model["seed"], model["start"], model["start_names"]
         return {"model": model, "master": self.job.master}
 
     def _go_on(self, checkpoints: Checkpoints, path: Path) -> None:

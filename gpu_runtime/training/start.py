@@ -7,7 +7,7 @@ Only weights come from the file: AdamW's state, scales and the position in the t
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..backends.protocol import BackendError, parameters
 from ..ranks.membership import agree_on, all_gather
 from ..ranks.worker import Worker
 from .state import Naming
+from .weight_names import WeightNames
 
 __all__ = ["StartingWeights", "load_start"]
 
@@ -66,6 +67,27 @@ class StartingWeights:
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise _unknown(path, within(str(error), 80)) from None
 
+    def named(self, names: WeightNames, needed: Iterable[str]) -> StartingWeights:
+        """
+        Return the same weights under the model's names.
+
+        Args:
+            names: The names that the file has for them.
+            needed: The model's weights.
+
+        Raises:
+            BackendError: A weight of the model has no other name.
+        """
+        others = names.others(sorted(needed))
+        held = frozenset(name for name, (theirs, _) in others.items() if theirs in self.names)
+        further = self.names - {theirs for theirs, _ in others.values()}
+
+        def read(name: str) -> Tensor:
+            theirs, turned = others[name]
+            return names.turned(name, self.read(theirs), turned=turned)
+
+        return StartingWeights(self.path, held | further, read)
+
     @classmethod
     def _of_torch(cls, path: Path) -> StartingWeights:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -91,7 +113,9 @@ def _unknown(path: Path, found: str) -> BackendError:
     )
 
 
-def load_start(worker: Worker, naming: Naming, path: Path, where: str) -> int:
+def load_start(
+    worker: Worker, naming: Naming, path: Path, where: str, names: str = "", folder: Path = Path()
+) -> int:
     """
     Write the weights of a file into a model before its first step; every rank calls it.
 
@@ -100,6 +124,9 @@ def load_start(worker: Worker, naming: Naming, path: Path, where: str) -> int:
         naming: The model's names.
         path: The file, which every rank reads.
         where: The field that names it, for messages.
+        names: The names that the file has for the weights, as for `WeightNames.of`; empty for the
+            model's own.
+        folder: The folder of a relative path in `names`.
 
     Returns:
         How many weights the file has.
@@ -114,14 +141,16 @@ def load_start(worker: Worker, naming: Naming, path: Path, where: str) -> int:
         for local, parameter in parameters(stage).items()
     ]
     found, problem = None, ""
+    own = [name for name, _ in into]
+    needed = {name for said in all_gather(worker.member, own) for name in said}
     try:
         found = StartingWeights.open(path)
+        if names:
+            found = found.named(WeightNames.of(names, folder), needed)
     except (BackendError, UnusableError) as error:
         problem = f"{where}: {error}"
     agree_on(worker.member, problem)
     assert found is not None
-    own = [name for name, _ in into]
-    needed = {name for names in all_gather(worker.member, own) for name in names}
     agree_on(worker.member, _odd(found, needed, into, where))
     worker.runtime.drain()
     with torch.no_grad():

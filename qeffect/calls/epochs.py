@@ -142,6 +142,36 @@ class EpochCalls(ContractParts):
         return self._epochs.next_walk(epoch)
 
     @exclusive_call
+    def shorten_walk(self, microbatches: int) -> None:
+        """
+        Take only the first microbatches in the walk that begins, as in a last, short batch.
+
+        Call it before the walk's first F: at the start of an epoch, or after `next_walk`. It leaves
+        the other microbatches of every stage out (`skip`). Every stage is final after the dW of
+        those that are left. The next walk takes all microbatches again.
+
+        Args:
+            microbatches: How many microbatches the walk takes, at least 1 and at most as many as
+                every stage is configured with.
+
+        Raises:
+            Refused: ``ownership.walk-begun`` after the walk's first F; ``ownership.skipped`` in a
+                walk that is shortened already; ``order.declared`` for a declared order;
+                ``epoch.sole-writer`` if each microbatch has destinations of its own. No microbatch
+                is left out then.
+            TypeError, ValueError: The number is not an ``int``, or out of range.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=4, slots=2)])
+        >>> contract.shorten_walk(3)
+        >>> contract.shorten_walk(2)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: ownership.skipped in skip: found ...
+        """
+        self._tapes.shorten(microbatches)
+
+    @exclusive_call
     def check_commit(
         self,
         epoch: int | None = None,

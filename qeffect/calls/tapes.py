@@ -34,6 +34,19 @@ class TapeCalls(ContractParts):
         """
         return self._tapes.reserve(key, slot, link)
 
+    @exclusive_call
+    def skip(self, key: TapeKey) -> None:
+        """
+        Leave one key's F, dI and dW out of the walk, before the walk's first F.
+
+        `shorten_walk` does this for all stages at once.
+
+        Raises:
+            Refused: ``ownership.walk-begun``, ``ownership.skipped``, ``order.declared``,
+                ``epoch.sole-writer`` and others.
+        """
+        self._tapes.skip(key)
+
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
         """
         Bind the destinations of a key's matrix gradients, before its dI (paper, III-D).

@@ -23,7 +23,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "forward": ("check_forward", "commit_forward", "abort_forward"),
     "dgrad": ("check_dgrad", "commit_dgrad", "abort_dgrad"),
     "wgrad": ("check_wgrad", "commit_wgrad", "abort_wgrad"),
-    "tapes": ("reserve", "bind", "drop", "invalidate"),
+    "tapes": ("reserve", "skip", "bind", "drop", "invalidate"),
     "transfers": ("post_receive", "finish_receive", "read", "finish_read"),
     "streams": ("submit", "join", "wait", "drain"),
     "epochs": (

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..relations.constants import ADDS, NEVER, OPENS
 from ..text import shown
-from .words import Arguments, Explanation, stage_of
+from .words import Arguments, Explanation, stage_of, with_skipped
 
 __all__ = ["EXPLANATIONS"]
 
@@ -111,7 +111,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "an overwriting first write in this epoch",
     ),
     "arena.incomplete": lambda st, a: (
-        f"{st.wgrads[_unwritten(st, a)]} weight-gradient writes{_tied(st, a)}",
+        f"{st.wgrads[_unwritten(st, a)]} weight-gradient writes{_tied(st, a)}"
+        + with_skipped(st, [_unwritten(st, a)]),
         f"{st.cells[_unwritten(st, a)]}, one for every configured key",
     ),
 }

@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from ..relations.constants import NO_STAGE
 from ..text import counted
-from .words import Arguments, Explanation, nonzero_entries, other_indices, stages_of
+from .words import (
+    Arguments,
+    Explanation,
+    asked,
+    nonzero_entries,
+    other_indices,
+    stages_of,
+    with_skipped,
+)
 
 __all__ = ["EXPLANATIONS"]
 
@@ -81,7 +89,8 @@ def _values(column: Any) -> Any:
 #: By clause.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "reduction.incomplete": lambda st, a: (
-        ", ".join(f"{st.wgrads[s]} weight gradients of stage {s}" for s in stages_of(st, a)),
+        ", ".join(f"{st.wgrads[s]} weight gradients of stage {s}" for s in stages_of(st, a))
+        + with_skipped(st, stages_of(st, a)),
         ", ".join(f"{st.cells[s]}" for s in stages_of(st, a)),
     ),
     "reduction.spoiled": lambda st, a: (
@@ -117,7 +126,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "an epoch in which no action failed",
     ),
     "epoch.incomplete": lambda st, a: (
-        f"{st.wgrads[a['stage']]} weight gradients",
+        f"{st.wgrads[a['stage']]} weight gradients{with_skipped(st, [a['stage']])}",
         f"{st.cells[a['stage']]}, one for every configured key",
     ),
     "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
@@ -136,6 +145,10 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "epoch.half-updated": lambda st, a: (
         f"{_asked(a)} over half-updated weights",
         "weights restored from a checkpoint after the failure",
+    ),
+    "epoch.sole-writer": lambda st, a: (
+        asked(a),
+        "a key whose destinations the first key that writes them still fills",
     ),
     "epoch.not-begun": lambda st, a: (
         f"a fault of epoch {a['epoch']} in stage {a['stage']}",

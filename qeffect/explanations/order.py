@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..text import counted
-from .words import Arguments, Explanation, asked, domain_of, nonzero_entries, slot_of
+from .words import Arguments, Explanation, asked, domain_of, nonzero_entries, slot_of, with_skipped
 
 __all__ = ["EXPLANATIONS"]
 
@@ -75,9 +75,13 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         ),
         f"the numbers of its own F, from position {st.drawn_at[a['slot']]}",
     ),
+    "order.declared": lambda st, a: (
+        asked(a),
+        f"a domain without a declared order; domain {domain_of(st, a)} declares one",
+    ),
     "order.incomplete": lambda st, a: (
         f"{counted(st.forwards[a['stage']], 'forward')} and "
-        f"{counted(st.dgrads[a['stage']], 'input gradient')}",
+        f"{counted(st.dgrads[a['stage']], 'input gradient')}{with_skipped(st, [a['stage']])}",
         f"{st.cells[a['stage']]} of each",
     ),
 }

@@ -14,11 +14,22 @@ from ..relations.constants import (
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    NEVER,
     OUT_BIT,
     RESERVED,
     WGRAD_BIT,
 )
-from .words import Arguments, Explanation, asked, nonzero_entries, slot_of, stage_of
+from ..text import counted
+from .words import (
+    Arguments,
+    Explanation,
+    asked,
+    entries_of,
+    nonzero_entries,
+    skipped_keys,
+    slot_of,
+    stage_of,
+)
 
 __all__ = ["EXPLANATIONS"]
 
@@ -107,6 +118,11 @@ def _ref(st: Any, a: Arguments) -> tuple[str, str]:
     return f"{a['key']} in {a['ref']}", f"what the slot holds: {_tape(st, a['ref'].slot)}"
 
 
+def _begun(st: Any) -> int:
+    """Return how many F of the walk were checked."""
+    return sum(epoch != NEVER for _, epoch in entries_of(st.forwarded))
+
+
 #: How many slots a message names before it counts the rest.
 _FEW: Final = 4
 
@@ -131,7 +147,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.slot-busy": lambda st, a: (f"{a['key']}", f"a free slot; {_tape(st, a['slot'])}"),
     "ownership.key-live": lambda st, a: (
-        f"{a['key']} in slot {a['slot']}",
+        f"{a['key']} in slot {a['slot']}" if "slot" in a else asked(a),
         f"a key that is not live; it is live in slot {st.slot_of[a['key'].cell]}",
     ),
     "ownership.generation-exhausted": lambda st, a: (
@@ -229,6 +245,15 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "ownership.live-tape": lambda st, a: (
         f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",
         "no tape that waits for a consumer",
+    ),
+    "ownership.skipped": lambda st, a: (
+        asked(a),
+        f"a key that the walk takes; it leaves out "
+        f"{counted(skipped_keys(st, a['key'].stage), 'key')} of stage {a['key'].stage}",
+    ),
+    "ownership.walk-begun": lambda st, a: (
+        f"{asked(a)} after {counted(_begun(st), 'forward')} of the walk",
+        "no forward of the walk yet",
     ),
     "ownership.repeated-forward": lambda st, a: (
         f"{a['key']} again",

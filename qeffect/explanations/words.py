@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..text import counted
+
 __all__ = [
     "Arguments",
     "Explanation",
@@ -15,9 +17,11 @@ __all__ = [
     "entries_of",
     "nonzero_entries",
     "other_indices",
+    "skipped_keys",
     "slot_of",
     "stage_of",
     "stages_of",
+    "with_skipped",
 ]
 
 #: A transition's arguments by name, with the transition's own name under ``transition``.
@@ -50,6 +54,18 @@ def asked(a: Arguments) -> str:
     if "key" in a:
         return f"{word} of {a['key']}"
     return f"{word} of stage {a['stage']}" if "stage" in a else word
+
+
+def skipped_keys(st: Any, stage: int) -> int:
+    """Return how many keys of a stage the walk under way leaves out."""
+    now = st.weight_epoch[stage]
+    return sum(cell[0] == stage and epoch == now for cell, epoch in entries_of(st.skipped))
+
+
+def with_skipped(st: Any, stages: Iterable[int]) -> str:
+    """Say that a count includes the keys that the walk leaves out; empty if it leaves out none."""
+    out = sum(skipped_keys(st, stage) for stage in stages)
+    return f", counting {counted(out, 'key')} that the walk leaves out" if out else ""
 
 
 def slot_of(a: Arguments) -> int:

@@ -119,6 +119,36 @@ class Tapes:
         self._runner.tell("reserve", (key, slot, link), None)
         return self._reference(slot)
 
+    def skip(self, key: TapeKey) -> None:
+        """Leave a key out of the walk that has not begun."""
+        self._arguments.key("skip", key)
+        self._runner.run("skip", key)
+
+    def shorten(self, microbatches: int) -> None:
+        """Leave every key from this microbatch on out of the walk, or none of them."""
+        self._arguments.integer("shorten_walk", "microbatches", microbatches)
+        most: dict[int, int] = {}
+        for stage, microbatch, *_ in self._arguments.cells:
+            most[stage] = max(most.get(stage, 0), microbatch + 1)
+        if not 1 <= microbatches <= min(most.values()):
+            raise ValueError(
+                f"shorten_walk: expected from 1 to {min(most.values())} microbatches, as every "
+                f"stage is configured with, got {microbatches}"
+            )
+        st = self._memory
+        left_out = (cell for cell in self._arguments.cells if cell[1] >= microbatches)
+        keys = [TapeKey(st.weight_epoch[cell[0]], *cell) for cell in left_out]
+        rehearsal = st.copy()
+        for key in keys:
+            try:
+                self._runner.transitions.skip(rehearsal, key)
+            except Refused as refused:
+                raise explain(refused, "skip", rehearsal, (key,)) from None
+        for key in keys:
+            self._runner.apply("skip", key)
+        for key in keys:
+            self._runner.tell("skip", (key,), None)
+
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None) -> None:
         """Bind a key's destinations; by default the configured destinations."""
         if key.__class__ is not TapeKey or key.cell not in self._arguments.cells:

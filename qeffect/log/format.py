@@ -110,8 +110,13 @@ COLUMNS_ADDED: Final = frozenset(
         "recomputes_draws",
         "drawn",
         "drawn_at",
+        "keeper_of",
+        "skipped",
+        "skips",
     }
 )
+#: A column that a commit did not reset in logs without the column ``skipped``.
+KEPT_BEFORE_SKIPS: Final = "forwarded"
 #: Transitions that name a stage in the first version, and no link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: The second version. Its `commit_epoch` is the check and the commit of an update in one line, and
@@ -125,6 +130,7 @@ SINCE_SECOND: Final = frozenset(
         "start_gradients_read",
         "finish_gradients_read",
         "next_walk",
+        "skip",
         "check_evaluation",
         "commit_evaluation",
         "abort_evaluation",

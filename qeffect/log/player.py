@@ -27,6 +27,7 @@ from .format import (
     COLUMNS_SINCE_SECOND,
     DIGEST_BYTES,
     FIRST,
+    KEPT_BEFORE_SKIPS,
     OF_STAGE_IN_FIRST,
     SECOND,
     SINCE_SECOND,
@@ -524,6 +525,9 @@ class Player:
             old = {n: digest for n, digest in told if n not in COLUMNS_OF_FIRST}
             closing = {**closing, "state": old}
         lacks = COLUMNS_ADDED - closing["state"].keys()
+        if "skipped" in lacks and KEPT_BEFORE_SKIPS in closing["state"]:
+            own = {**closing["state"], KEPT_BEFORE_SKIPS: state[KEPT_BEFORE_SKIPS]}
+            closing = {**closing, "state": own}
         state = {name: digest for name, digest in state.items() if name not in lacks}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:

@@ -57,6 +57,7 @@ CONFIG = {
     "dgrad_at": Column("cell", "int", None),  # declared position of the cell's dI
     "destination_of": Column("cell", "opaque", None),
     "buffer_of": Column("cell", "buffer", None),
+    "keeper_of": Column("buffer", "cell", None),  # its writer that no walk leaves out
     "shared_of": Column("buffer", "buffer", None),  # the one that a sharer writes too, or itself
     "sharer_of": Column("stage", "stage", None),  # the stage that writes it too, or itself
     "pool_of": Column("slot", "pool", None),

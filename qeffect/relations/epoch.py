@@ -10,10 +10,11 @@ from .columns import Column
 from .constants import NEVER, State
 
 #: ``weight_epoch`` counts a stage's optimizer updates, ``walk`` the walks of the epoch that are
-#: over, and ``wgrads`` the dW of the walk under way; ``spoiled`` and ``final`` are the last epoch
-#: in which a stage was spoiled or finalized. ``optimizing`` is the ticket of the update in flight,
-#: or 0; ``half_updated`` is 1 from a failed update, or a late fault of an epoch whose update began,
-#: until the next restore. ``evaluating`` is the ticket of a stage's evaluation in flight, or 0.
+#: over, and ``wgrads`` the dW of the walk under way with those left out; ``spoiled`` and ``final``
+#: are the last epoch in which a stage was spoiled or finalized. ``optimizing`` is the ticket of the
+#: update in flight, or 0; ``half_updated`` is 1 from a failed update, or a late fault of an epoch
+#: whose update began, until the next restore. ``evaluating`` is the ticket of a stage's evaluation
+#: in flight, or 0.
 #:
 #: While an update is in flight, every action of the epoch ran. So other clauses refuse each F, dI
 #: and dW. A refresh and a bind need guards here, for a stage that leaves out order or the arena.
@@ -169,6 +170,17 @@ def start_gradients_read_guards(st: State, stage, link):
         raise Refused("epoch.half-updated")
     if st.final[stage] != st.weight_epoch[stage]:
         raise Refused("epoch.not-final")
+
+
+def skip_guards(st: State, key):
+    c = key.cell
+    if st.keeper_of[st.buffer_of[c]] == c:
+        raise Refused("epoch.sole-writer")
+
+
+def skip_writes(st: State, key):
+    s = key.stage
+    st.wgrads[s] = st.wgrads[s] + 1
 
 
 def next_walk_guards(st: State, epoch):

@@ -10,10 +10,10 @@ from .columns import Column
 from .constants import NEVER, State
 
 #: ``busy`` is the serial of the F, dI, refresh or evaluation in flight on a domain, or 0;
-#: ``position`` counts the updates of this walk, and ``dgrads`` its dI; ``forwards`` counts the F of
-#: the epoch. ``scaled_at`` is the token at which a tape's F ran, ``rolled_at`` the token at which
-#: the domain's latest F ran. ``drawn_at`` is the position of the random generator at which a tape's
-#: F began to draw, ``drawn`` that of the domain's latest F.
+#: ``position`` counts the updates of this walk, and ``dgrads`` its dI with those left out;
+#: ``forwards`` counts the F of the epoch. ``scaled_at`` is the token at which a tape's F ran,
+#: ``rolled_at`` the token at which the domain's latest F ran. ``drawn_at`` is the position of the
+#: random generator at which a tape's F began to draw, ``drawn`` that of the domain's latest F.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),
@@ -190,6 +190,17 @@ def finalize_guards(st: State, stage, link):
     # Every dI follows its F, so the count of dI implies the count of F.
     if st.dgrads[stage] != st.cells[stage]:
         raise Refused("order.incomplete")
+
+
+def skip_guards(st: State, key):
+    d = st.domain_of[key.stage]
+    if st.declared[d] != 0:
+        raise Refused("order.declared")
+
+
+def skip_writes(st: State, key):
+    s = key.stage
+    st.dgrads[s] = st.dgrads[s] + 1
 
 
 def next_walk_writes(st: State, epoch):

@@ -25,11 +25,10 @@ from .constants import (
 )
 
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
-#: ``forwarded`` is the epoch of a cell's last forward in the
-#: current walk. ``moving`` is the mask of transfers under
-#: way out of a slot and into it, which continue after their tape is aborted; ``arrived`` is the
-#: mask of messages that a live tape has received, with
-#: the copy of its input.
+#: ``forwarded`` is the epoch of a cell's last forward in the current walk, ``skipped`` the epoch of
+#: the walk that left the cell out, and ``skips`` counts the cells left out. ``moving`` is the mask
+#: of transfers under way out of a slot and into it, which continue after their tape is aborted;
+#: ``arrived`` is the mask of messages that a live tape has received, with the copy of its input.
 STATE = {
     "consumers": Column("slot", "mask"),
     "generation": Column("slot", "generation"),
@@ -40,6 +39,8 @@ STATE = {
     "arrived": Column("slot", "mask"),
     "slot_of": Column("cell", "slot", NO_SLOT),
     "forwarded": Column("cell", initial=NEVER),
+    "skipped": Column("cell", initial=NEVER),
+    "skips": Column("one"),
 }
 
 
@@ -101,6 +102,8 @@ def reserve_guards(st: State, key, slot, link):
         raise Refused("ownership.key-live")
     if st.forwarded[c] == e:
         raise Refused("ownership.repeated-forward")
+    if st.skips[0] != 0 and st.skipped[c] == e:
+        raise Refused("ownership.skipped")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
@@ -137,6 +140,8 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.key-live")
     if st.forwarded[c] == e:
         raise Refused("ownership.repeated-forward")
+    if st.skips[0] != 0 and st.skipped[c] == e:
+        raise Refused("ownership.skipped")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
@@ -430,6 +435,24 @@ def drop_writes(st: State, key, ref):
     release(st, slot)
 
 
+def skip_guards(st: State, key):
+    e = key.epoch
+    c = key.cell
+    if not st.every(st.forwarded, NEVER):
+        raise Refused("ownership.walk-begun")
+    if st.slot_of[c] != NO_SLOT:
+        raise Refused("ownership.key-live")
+    if st.skipped[c] == e:
+        raise Refused("ownership.skipped")
+
+
+def skip_writes(st: State, key):
+    e = key.epoch
+    c = key.cell
+    st.skipped[c] = e
+    st.skips[0] = st.skips[0] + 1
+
+
 def next_walk_guards(st: State, epoch):
     if not st.every(st.consumers, 0):
         raise Refused("ownership.live-tape")
@@ -437,11 +460,18 @@ def next_walk_guards(st: State, epoch):
 
 def next_walk_writes(st: State, epoch):
     st.fill(st.forwarded, NEVER)
+    st.fill(st.skipped, NEVER)
+    st.skips[0] = 0
 
 
 def check_update_guards(st: State, epoch, caller):
     if not st.every(st.consumers, 0):
         raise Refused("ownership.live-tape")
+
+
+def commit_update_writes(st: State, epoch, ticket):
+    st.fill(st.forwarded, NEVER)
+    st.skips[0] = 0
 
 
 def restore_guards(st: State, epoch, incarnation):
@@ -456,3 +486,5 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.generation, 0)
     st.fill(st.slot_of, NO_SLOT)
     st.fill(st.forwarded, NEVER)
+    st.fill(st.skipped, NEVER)
+    st.skips[0] = 0

@@ -158,6 +158,13 @@ def bind_guards(st: State, key, destination):
         raise Refused("version.wrong-epoch")
 
 
+def skip_guards(st: State, key):
+    s = key.stage
+    e = key.epoch
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+
+
 def invalidate_guards(st: State, stage):
     if st.refreshing[stage] != 0 or st.filling[stage] != 0:
         raise Refused("version.in-flight")

@@ -67,6 +67,7 @@ COUNTERS: Final[Mapping[str, Counter]] = {
         for name in (
             "epoch_at",
             "forwarded",
+            "skipped",
             "cache_epoch",
             "bound",
             "opened",

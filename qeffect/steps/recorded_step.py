@@ -38,6 +38,7 @@ __all__ = ["RECUR", "RecordedStep"]
 RECUR: Final = frozenset(
     {
         "reserve",
+        "skip",
         "bind",
         "check_refresh",
         "commit_refresh",

@@ -31,6 +31,12 @@ walks before. Each walk is finalized, in its declared order if there is one. A r
 earlier walk stays refused, because its tape was released. The caller says which walk is the last:
 it commits the update.
 
+A walk may take fewer microbatches than configured, as the last batch of a data set does. Before the
+walk's first F the caller leaves each other key out (`skip`; `shorten_walk` does so for all stages).
+A key that is left out has no F, dI and dW in that walk. The counts that finalize and reductions
+compare include it, so that a stage is final after the dW of all other keys. The next walk takes
+every microbatch again.
+
 From its check to its commit the update may write any weight. Every action of the epoch has run
 then, so each F, dI and dW is refused. A bind, a refresh, a second update, a restore and a
 checkpoint have clauses of their own. An update that fails half way leaves some weights updated
@@ -266,6 +272,20 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             "restore.",
             remedy="Name the epoch in which the action ran; leave the argument out for the current "
             "one.",
+        ),
+        Clause(
+            id="epoch.sole-writer",
+            number="8.13",
+            title="Every destination keeps a writer",
+            invariant="A walk never leaves out the first cell that writes a gradient destination.",
+            transitions=("skip",),
+            argument="key",
+            unchanged="The destinations, and every stage's ledger.",
+            section="design",
+            cause="Each microbatch has a destination of its own, which would keep the gradients of "
+            "an earlier epoch; or the first microbatch was left out.",
+            remedy="Let all microbatches accumulate into one destination for each matrix, and "
+            "leave out the last microbatches.",
         ),
     ),
 )

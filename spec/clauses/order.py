@@ -188,5 +188,19 @@ numerical state of the last commit is restored. Abort never rewinds the token.""
             remedy="Keep the generator's state with the tape in F, and set it for the "
             "recomputation; then restore the last commit.",
         ),
+        Clause(
+            id="order.declared",
+            number="3.11",
+            title="A declared order runs whole",
+            invariant="No key is left out of a walk in a domain that declares the order of its F "
+            "and dI.",
+            transitions=("skip",),
+            argument="key",
+            unchanged=_TOKEN,
+            section="design",
+            cause="The order was declared for all microbatches, and the batch is short.",
+            remedy="Make the contract without a declared order, or with one of as many "
+            "microbatches as the batch has.",
+        ),
     ),
 )

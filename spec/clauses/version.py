@@ -29,10 +29,10 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.wrong-epoch",
             number="2.1",
             title="A key's epoch is the weight epoch",
-            invariant="F, dI, dW, a bind and a reservation carry a key of the stage's weight "
-            "epoch. For dI and dW `ownership.wrong-key` ensures this: their key belongs to a "
-            "live tape, and no tape outlives its epoch.",
-            transitions=("reserve", "bind", "check_forward"),
+            invariant="F, dI, dW, a bind, a reservation and a skip carry a key of the stage's "
+            "weight epoch. For dI and dW `ownership.wrong-key` ensures this: their key belongs to "
+            "a live tape, and no tape outlives its epoch.",
+            transitions=("reserve", "skip", "bind", "check_forward"),
             argument="key.epoch",
             unchanged="The weight epochs, the slots and the bindings.",
             section="III-C",

@@ -195,8 +195,26 @@ def forward_once(st: State, h: History, a: Args) -> Truth:
     return h.ran_forward[a.key.cell] == 0
 
 
+@STEPS("ownership.left-out-stays-out", "reserve", "skip", "check_forward")
+def left_out_stays_out(st: State, h: History, a: Args) -> Truth:
+    """A key that the walk leaves out has no slot and no forward, and is left out once."""
+    return h.skipped[a.key.cell] == 0
+
+
+@STEPS("ownership.left-out-first", "skip", c="cell")
+def left_out_first(st: State, h: History, a: Args, c: Index) -> Truth:
+    """A key is left out before any forward of the walk."""
+    return h.ran_forward[c] == 0
+
+
 @STEPS(
-    "version.weights-of-the-key", "reserve", "bind", "check_forward", "check_dgrad", "check_wgrad"
+    "version.weights-of-the-key",
+    "reserve",
+    "skip",
+    "bind",
+    "check_forward",
+    "check_dgrad",
+    "check_wgrad",
 )
 def weights_of_the_key(st: State, h: History, a: Args) -> Truth:
     """An action runs on the weights that its key names."""
@@ -321,11 +339,18 @@ def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.sound-at-finalize", "finalize")
 def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only after all its F and dI ran, and if no failure left scales half
-    updated."""
-    n = st.cells[a.stage]
+    """A stage is finalized only after all its F and dI ran that the walk does not leave out, and if
+    no failure left scales half updated."""
+    n = st.cells[a.stage] - h.num_skipped[a.stage]
     ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
     return ran & (h.broken[st.domain_of[a.stage]] == 0)
+
+
+@STEPS("order.declared-whole", "finalize")
+def declared_whole(st: State, h: History, a: Args) -> Truth:
+    """If an order is declared, a stage is finalized only after the F of all its cells."""
+    whole = h.num_forwards[a.stage] == st.cells[a.stage]
+    return implies(st.declared[st.domain_of[a.stage]] != 0, whole)
 
 
 @STEPS("arena.bound-destination", "check_dgrad")
@@ -370,23 +395,38 @@ def bind_once(st: State, h: History, a: Args) -> Truth:
 # A stage is final
 
 
+def _done(h: History, cell: Index) -> Truth:
+    """Whether a cell's dW ran, or the walk leaves the cell out."""
+    return (h.ran_wgrad[cell] == 1) | (h.skipped[cell] == 1)
+
+
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, each of its cells' F, dI and dW ran once, over every matrix."""
+    """When a stage is finalized, each of its cells' F, dI and dW ran once, over every matrix, or
+    the walk left the cell out and none ran."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
+    none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
     ours = st.stage_of[c] == a.stage
-    return implies(ours, once & (h.covered[c] == st.matrices[a.stage]))
+    whole = once & (h.covered[c] == st.matrices[a.stage]) & (h.skipped[c] == 0)
+    return implies(ours, whole | (none & (h.skipped[c] == 1)))
+
+
+@STEPS("epoch.written", "finalize", c="cell")
+def written(st: State, h: History, a: Args, c: Index) -> Truth:
+    """When a stage is finalized, the first cell that writes each of its destinations ran its dW."""
+    first = st.keeper_of[st.buffer_of[c]]
+    return implies(st.stage_of[c] == a.stage, h.ran_wgrad[first] == 1)
 
 
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
-    """When a stage is finalized, every dW that writes its destinations ran once, also the dW of a
-    stage that shares them. No failed dW left a destination half written."""
+    """When a stage is finalized, every dW that writes its destinations ran once or was left out,
+    also the dW of a stage that shares them. No failed dW left a destination half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
     sound = h.half_written[st.stage_of[k]] != h.weights[0]
-    return implies(onto, (h.ran_wgrad[k] == 1) & sound)
+    return implies(onto, _done(h, k) & sound)
 
 
 @STEPS("epoch.not-spoiled", "finalize")
@@ -536,9 +576,10 @@ def gradients_reader_running(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.whole-gradients-read", "start_gradients_read", c="cell")
 def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
-    """A reader finds the stage's gradients whole: each cell ran its dW, over every matrix."""
+    """A reader finds the stage's gradients whole: each cell ran its dW, over every matrix, or was
+    left out."""
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[a.stage])
-    return implies(st.stage_of[c] == a.stage, once)
+    return implies(st.stage_of[c] == a.stage, once | (h.skipped[c] == 1))
 
 
 @STEPS("completion.reader-after-gradients", "start_gradients_read")
@@ -620,10 +661,10 @@ def _writes(st: State, bucket: Index, stage: Index) -> Truth:
 @STEPS("reduction.of-whole-gradients", "start_reduction", c="cell")
 def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
     """A reduction starts after each cell that writes the bucket ran its dW, once and over every
-    matrix."""
+    matrix, or was left out."""
     ours = _writes(st, a.bucket, st.stage_of[c])
     once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[st.stage_of[c]])
-    return implies(ours, once)
+    return implies(ours, once | (h.skipped[c] == 1))
 
 
 @STEPS("reduction.of-written-buffers", "start_reduction", needs="arena", c="cell")
@@ -667,8 +708,9 @@ def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("reduction.never-rebound", "bind", needs="arena", b="bucket")
 def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No destination is bound after its reduction began."""
-    return implies(_writes(st, b, a.key.stage), h.reduction[b] == NONE)
+    """No destination is bound after its reduction began, unless the walk leaves the key out."""
+    runs = _writes(st, b, a.key.stage) & (h.skipped[a.key.cell] == 0)
+    return implies(runs, h.reduction[b] == NONE)
 
 
 @STEPS("reduction.undisturbed", "drop", b="bucket")
@@ -683,16 +725,18 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """An update begins only when every dW ran, no tape is live, and nothing was spoiled."""
-    ran = h.ran_wgrad[c] == 1
+    """An update begins only when every dW ran that the walk does not leave out, no tape is live,
+    and nothing was spoiled."""
+    ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
 
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
 def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """A walk ends only when every dW ran, no tape is live, and nothing was spoiled."""
-    ran = h.ran_wgrad[c] == 1
+    """A walk ends only when every dW ran that it does not leave out, no tape is live, and nothing
+    was spoiled."""
+    ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
 
@@ -714,7 +758,7 @@ def commit_whole(st: State, h: History, a: Args, c: Index, s: Index) -> Truth:
     """No action came between the check and the end of an update. The update names the weights that
     it replaces."""
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
-    return (h.ran_wgrad[c] == 1) & idle & (a.epoch == h.weights[0])
+    return _done(h, c) & idle & (a.epoch == h.weights[0])
 
 
 @STEPS("order.commit", "check_update", "commit_update", d="domain")

@@ -44,6 +44,18 @@ def once(st: State, h: History, c: Index) -> Truth:
     return (0 <= wgrads) & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards <= 1)
 
 
+@WORLD("ownership.left-out-never-runs", c="cell")
+def left_out_never_runs(st: State, h: History, c: Index) -> Truth:
+    """A cell that the walk leaves out runs nothing in it."""
+    return implies(h.skipped[c] != 0, h.ran_forward[c] == 0)
+
+
+@WORLD("ownership.left-out-counted")
+def left_out_counted(st: State, h: History) -> Truth:
+    """The contract counts the cells that the walk leaves out."""
+    return st.skips[0] == h.left_out[0]
+
+
 @WORLD("ownership.covered-whole", c="cell")
 def covered_whole(st: State, h: History, c: Index) -> Truth:
     """A dW that ran covered every matrix."""

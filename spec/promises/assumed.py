@@ -101,6 +101,13 @@ def sharers_at_home(st: State, g: Index) -> Truth:
     return (st.sharer_of[g] != NO_STAGE) & there
 
 
+@CONFIGURATION("epoch.keepers-write", c="cell")
+def keepers_write(st: State, c: Index) -> Truth:
+    """The cell that keeps a buffer filled is of the buffer's stage, and writes it."""
+    keeper = st.keeper_of[st.buffer_of[c]]
+    return (st.buffer_of[keeper] == st.buffer_of[c]) & (st.stage_of[keeper] == st.stage_of[c])
+
+
 @CONFIGURATION("capture.pools-apart", a="slot", b="slot")
 def pools_apart(st: State, a: Index, b: Index) -> Truth:
     """State domains do not share capture memory."""
@@ -138,13 +145,13 @@ def messages_have_readers(st: State, h: History, a: Args) -> Truth:
 # The caller's arguments
 
 
-@ASSUMED("ownership.epochs-from-zero", "reserve", "bind", "check_forward")
+@ASSUMED("ownership.epochs-from-zero", "reserve", "skip", "bind", "check_forward")
 def epochs_from_zero(st: State, h: History, a: Args) -> Truth:
     """Keys count epochs from zero."""
     return 0 <= a.key.epoch
 
 
-@ASSUMED("ownership.keys-of-now", "reserve", "bind", "check_forward", without="version")
+@ASSUMED("ownership.keys-of-now", "reserve", "skip", "bind", "check_forward", without="version")
 def keys_of_now(st: State, h: History, a: Args) -> Truth:
     """If version is left out, the caller's keys name the current weights."""
     return a.key.epoch == h.weights[0]

@@ -75,9 +75,10 @@ def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
 
 @LEGAL("ownership.forward-next", "check_forward")
 def forward_next(st: State, h: History, a: Args) -> Truth:
-    """The key's F has not run in this walk, and nothing spoiled the stage's epoch."""
+    """The key's F has not run in this walk, which does not leave the key out, and nothing spoiled
+    the stage's epoch."""
     sound = (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
-    return (h.ran_forward[a.key.cell] == 0) & sound
+    return (h.ran_forward[a.key.cell] == 0) & (h.skipped[a.key.cell] == 0) & sound
 
 
 @LEGAL("ownership.generation-left", "check_forward")

@@ -71,7 +71,7 @@ OPTIONS = {
         *("--out", "--tokenizer", "--vocabulary", "--end", "--any-version"),
         *("--text", "--weights", "--field", "--held-out"),
     },
-    "runtime export": {"checkpoint", "--out", "--to"},
+    "runtime export": {"checkpoint", "--out", "--to", "--names"},
     "runtime bisect": {"first", "second"},
     "runtime generate": {
         *("checkpoint", "--prompt", "--tokens", "--temperature", "--seed", "--corpus"),

@@ -57,6 +57,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "the ends of transfers": (
         "calls.tapes.TapeCalls.reserve",
+        "calls.tapes.TapeCalls.skip",
         "calls.tapes.TapeCalls.bind",
         "calls.tapes.TapeCalls.post_receive",
         "calls.tapes.TapeCalls.finish_receive",
@@ -68,6 +69,8 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     "purge": (
         "calls.tapes.TapeCalls.purge",
         "ledgers.tapes.Tapes.purge",
+        "calls.epochs.EpochCalls.shorten_walk",
+        "ledgers.tapes.Tapes.shorten",
         "calls.epochs.EpochCalls.check_commit",
         "calls.restarts.RestartCalls.check_checkpoint",
         "ledgers.restarts.Restarts.check_checkpoint",

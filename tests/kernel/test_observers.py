@@ -153,6 +153,7 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
         yield partial(c.wait, rig.link(s))
         yield partial(c.finalize, s, rig.link(s))
     yield lambda: c.next_walk()
+    yield lambda: c.shorten_walk(1)
     # An update that fails half way, after a whole epoch.
     yield back
     yield partial(_whole, rig)

@@ -19,6 +19,12 @@ from qeffect.steps import BASES, COUNTERS, RecordedStep
 from .helpers import Rig, refused, stage
 
 TIED = {"tied": ("w0",), "buffers": {"w0": "table"}}
+
+
+class ShortRig(Rig):
+    """A rig whose steps leave one microbatch out."""
+
+
 CONTRACTS: dict[str, Callable[[], Rig]] = {
     "one stage": lambda: Rig(),
     "one slot": lambda: Rig(stage(slots=1, microbatches=3)),
@@ -29,6 +35,7 @@ CONTRACTS: dict[str, Callable[[], Rig]] = {
     "tied": lambda: Rig(stage(0, **TIED), stage(1, **TIED)),
     "stages with a gap": lambda: Rig(stage(2), stage(5, domain="other")),
     "counted": lambda: Rig(counted=True, late=True),
+    "short": lambda: ShortRig(stage(microbatches=3)),
     **{
         f"without {name}": (lambda name=name: Rig(omit=(name,)))  # type: ignore[misc]
         for name in sorted(OPTIONAL)
@@ -41,10 +48,13 @@ def run(rig: Rig) -> None:
     contract = rig.contract
     if contract.counts_awaited:
         contract.present_counts(contract.committed_counts())
+    short = isinstance(rig, ShortRig)
+    if short:
+        contract.shorten_walk(2)
     for config in contract.stages:
         contract.submit()
         contract.join(rig.link(config.stage))
-        for microbatch in range(config.microbatches):
+        for microbatch in range(config.microbatches - short):
             rig.microbatch(microbatch, config.stage)
             contract.join(rig.link(config.stage))
     for config in contract.stages:
@@ -136,7 +146,8 @@ def test_every_counter_is_of_a_family_with_a_base() -> None:
     assert all(COUNTERS[name].through in (None, ()) for name in BASES.values())
 
 
-@pytest.mark.parametrize("column", sorted({*COUNTERS} - {"spoiled"}))
+# No step here begins in mid-walk, with cells forwarded before; the proofs need that column.
+@pytest.mark.parametrize("column", sorted({*COUNTERS} - {"forwarded", "spoiled"}))
 def test_no_counter_is_an_entry_that_stays(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for one, some contract's step is not made, or does not recur."""
     left = {name: counter for name, counter in COUNTERS.items() if name != column}

@@ -211,6 +211,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "finish_gradients_read": (0,),
     "fail": (0,),
     "next_walk": (),
+    "skip": (None,),
+    "shorten_walk": (0,),
     "check_commit": (),
     "check_update": (),
     "commit_epoch": (),

@@ -155,10 +155,40 @@ class TestLeftOut:
         assert "epoch.device-count" == refused.clause
         assert "REDUCE_GRAD of stage 0: its computation did not run" == str(refused.found)
 
-    @pytest.mark.parametrize("method", [BACKWARD, WEIGHT])
-    def test_over_ranks(self, method: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", [IL, "ScheduleLoopedBFS"])
+    def test_a_backward_of_inputs_alone(self, name: str) -> None:
+        """A full backward that makes no gradient of a weight is short of it, and refused."""
+
+        def half(run: Run) -> None:
+            stage, found = run.stages[0], run.stages[0].backward_one_chunk
+
+            def backward(m: int, *args: Any, **kwargs: Any) -> Any:
+                if m != 2:
+                    return found(m, *args, **kwargs)
+                outputs, _ = stage.fwd_cache.pop(m)
+                given = stage._retrieve_recv_grads(m)
+                weight = run.blocks[0].norm.weight
+                torch.autograd.grad(outputs, weight, given)  # passes, and writes nothing
+                return None
+
+            stage.backward_one_chunk = backward
+
+        whole, plain, run = own_run(name), own_run(name), own_run(name)
+        half(plain)
+        assert whole.step(0) != plain.step(0)
+        guard(run.schedule)
+        half(run)
+        refused = refusal(run, 0)
+
+        assert "epoch.device-count" == refused.clause
+        assert "B of stage 0, microbatch 2: its computation did not run" == str(refused.found)
+
+    @pytest.mark.parametrize(
+        ("name", "method"), [(IL, BACKWARD), *((ZBV, method) for method in LEFT_OUT)]
+    )
+    def test_over_ranks(self, name: str, method: str, tmp_path: Path) -> None:
         """Rank 1 leaves a microbatch out: torch says nothing, the guard refuses it on rank 1."""
-        said = launch(2, tmp_path, bodies.left_out_over_ranks, ZBV, method).words
+        said = launch(2, tmp_path, bodies.left_out_over_ranks, name, method).words
 
         assert said[1][0] is False  # the gradients are short of it, and nothing was raised
         assert "epoch.device-count" == said[1][1]["refused"]

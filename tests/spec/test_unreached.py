@@ -145,6 +145,12 @@ def _reduced(rig: Rig) -> Callable[[], Any]:
     return rig.contract.next_walk
 
 
+def _begun(rig: Rig) -> Callable[[], Any]:
+    """A walk whose first F ran."""
+    rig.microbatch(0)
+    return lambda: rig.contract.shorten_walk(1)
+
+
 #: For each clause without a rejected log, how to come before a call that it refuses.
 SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.device-count": _counting(0, 3),
@@ -152,6 +158,7 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.uncounted": _counting(0, None),
     "epoch.in-flight": _updating,
     "reduction.begun": _reduced,
+    "ownership.walk-begun": _begun,
     "completion.gradients-in-use": _gradients,
     "order.scales-moved": _overtaken,
     "persistence.live-tape": _live,

@@ -391,4 +391,6 @@ def test_a_field_that_must_stay_is_compared_with_the_checkpoint() -> None:
     """What the page promises on resume of the model is what a load requires."""
     said = {field.name: field.metadata["resume"] for field in attrs.fields(config.Model)}
 
-    assert {"seed", "start"} == {name for name, resume in said.items() if resume != fields.SAME}
+    assert {"seed", "start", "start_names"} == {
+        name for name, resume in said.items() if resume != fields.SAME
+    }

@@ -188,8 +188,12 @@ def test_two_ranks_end_at_once(
     assert 1 == err.count("qeffect: interrupted")
 
 
-@pytest.mark.parametrize("dead", few([0, 1], [0]))
-@pytest.mark.parametrize("place", ["evaluation", pytest.param("save", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    ("place", "dead"),
+    [("evaluation", 0), pytest.param("evaluation", 1, marks=pytest.mark.nightly),
+     pytest.param("save", 0, marks=pytest.mark.nightly),
+     pytest.param("save", 1, marks=pytest.mark.ci)]
+)  # fmt: skip
 def test_a_death_between_two_steps_has_a_cause(
     place: str, dead: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -209,8 +213,12 @@ def test_a_death_between_two_steps_has_a_cause(
         assert told["cause"].startswith("rank 1, step 1, checkpoint: the process has ended")
 
 
-@pytest.mark.parametrize("dead", few([0, 1], [1]))
-@pytest.mark.parametrize("place", [pytest.param("import", marks=pytest.mark.ci), "start"])
+@pytest.mark.parametrize(
+    ("place", "dead"),
+    [pytest.param("import", 0, marks=pytest.mark.ci), ("start", 1),
+     pytest.param("import", 1, marks=pytest.mark.nightly),
+     pytest.param("start", 0, marks=pytest.mark.nightly)]
+)  # fmt: skip
 def test_a_death_in_the_start_has_a_cause(
     place: str, dead: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:

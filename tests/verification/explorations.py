@@ -29,6 +29,8 @@ SMALL = (
     "domains-messages",
     "stage-buckets",
     "callers-update",
+    "stage-skips-epochs",
+    "stage-skips-declared",
     "stage-evaluated",
     "stage-evaluated-reports",
     "domains-evaluated",

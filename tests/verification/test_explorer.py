@@ -43,6 +43,9 @@ COUNTS = {
     "callers-weights": (4_578, 40_766, 90_092, 23),
     "callers-gradients": (1_545, 17_356, 78_968, 21),
     "stage-gradients": (94, 420, 3_294, 24),
+    "stage-skips": (10_580, 23_009, 486_912, 29),
+    "stage-skips-epochs": (465, 2_039, 15_013, 19),
+    "stage-skips-declared": (12, 16, 304, 3),
     "stage-evaluated": (932, 5_828, 46_916, 20),
     "stage-evaluated-reports": (21, 44, 592, 6),
     "domains-evaluated": (320, 2_528, 7_200, 10),
@@ -331,7 +334,13 @@ def _drop_that_writes_first(st, key, ref):  # type: ignore[no-untyped-def]
 def test_moves_follow_from_parameters() -> None:
     """Every transition is presented with right arguments and, where it has any, wrong ones."""
     space = Space(
-        evolve(standard_scopes()["stage-tickets"], reduces=True, walks=2, only=tuple(TRANSITIONS))
+        evolve(
+            standard_scopes()["stage-tickets"],
+            reduces=True,
+            walks=2,
+            skips=True,
+            only=tuple(TRANSITIONS),
+        )
     )
     right = Counter(move.label for move in space.moves if move.right)
     wrong = Counter(move.label for move in space.moves if not move.right)

@@ -226,5 +226,5 @@ def restore_writes(st, epoch, incarnation):
     def test_only_the_ends_of_an_epoch_quantify_over_a_column(self) -> None:
         """Only the ends of an epoch may quantify over a column."""
         updates = {"check_update", "commit_update", "abort_update"}
-        ends = {"finalize", "start_gradients_read", "next_walk", "checkpoint", "restore"}
+        ends = {"finalize", "start_gradients_read", "next_walk", "skip", "checkpoint", "restore"}
         assert ends | updates == BOUNDARY

@@ -19,7 +19,7 @@ from qeffect.verification.walks.schedules import Schedule
 from .strategies import Illegal, illegal_schedules, legal_schedules
 
 _FIND = settings(
-    max_examples=300,
+    max_examples=3_000,
     database=None,
     deadline=None,
     phases=(Phase.generate, Phase.shrink),

@@ -54,6 +54,8 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "epoch_at": epoch,
         "slot_of": (-1, n["slot"] - 1),
         "forwarded": epoch,
+        "skipped": epoch if scope.skips else (-1, -1),
+        "skips": (0, n["cell"] if scope.skips else 0),
         "cache_epoch": now,
         "refreshed": (-1, n["stage"] - 1),
         "weight_epoch": (0, scope.epochs),

@@ -47,6 +47,7 @@ class Scope:
         callers: Streams that call into the graph streams; each has a link to every domain.
         epochs: Number of epochs whose keys are presented; the weight epoch reaches this number.
         walks: Walks of an epoch; with one, the default, `next_walk` does not take part.
+        skips: Walks may leave cells out; by default `skip` does not take part.
         generation_max: The last generation that a slot may reach.
         omit: Relations left out.
         only: Transitions that take part; all by default, but for evaluations.
@@ -82,6 +83,7 @@ class Scope:
     callers: int = field(default=1, validator=_count)
     epochs: int = field(default=1, validator=_count)
     walks: int = field(default=1, validator=_count)
+    skips: bool = False
     generation_max: int = field(default=2, validator=_count)
     omit: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
@@ -142,12 +144,15 @@ class Scope:
         Names of the transitions that take part.
 
         A composition without version has no cache and refuses the cache's transitions in every
-        state, so that these are not explored. Nor is `next_walk` in a scope of one walk.
+        state, so that these are not explored. Nor is `next_walk` in a scope of one walk, or `skip`
+        in a scope whose walks are whole.
         """
         chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
         absent = _CACHE if "version" in self.omit else frozenset()
         if self.walks == 1:
             absent |= {"next_walk"}
+        if not self.skips:
+            absent |= {"skip"}
         return tuple(name for name in chosen if name not in absent)
 
     @property
@@ -222,6 +227,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
     else:
         pools = list(range(n["slot"]))
         ranks = [[kind] * n["slot"] for kind in range(3)]
+    buffer_of = list(stage_of) if scope.accumulate else list(range(n["cell"]))
     return {
         "stage_of": stage_of,
         "generation_max": [scope.generation_max],
@@ -247,7 +253,8 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         if scope.declared
         else [-1] * n["cell"],
         "destination_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
-        "buffer_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
+        "buffer_of": buffer_of,
+        "keeper_of": [buffer_of.index(b) if b in buffer_of else 0 for b in range(n["buffer"])],
         "shared_of": [len(scope.slots) if scope.tied and b < 2 else b for b in range(n["buffer"])],
         "sharer_of": [1 - s if scope.tied and s < 2 else s for s in range(n["stage"])],
         "pool_of": pools,

@@ -73,7 +73,9 @@ def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
     """Where a first F must come next, only that F or a refresh of its stage is in flight."""
     g = st.refreshed[d]
     flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
-    return implies(flying, (h.fill_of_epoch[g] != NEVER) & (h.num_dgrads[g] < st.cells[g]))
+    return implies(
+        flying, (h.fill_of_epoch[g] != NEVER) & (h.num_dgrads[g] + h.num_skipped[g] < st.cells[g])
+    )
 
 
 @HISTORY("epoch.first-forward-before-final", d="domain")

@@ -239,11 +239,13 @@ def forget_epoch(st: State, h: History) -> None:
 
 def forget_walk(st: State, h: History) -> None:
     """Every microbatch comes again: all counts of the walk start again."""
-    for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
+    for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds, h.skipped):
         st.fill(count, 0)
     st.fill(h.output_read, 0)
     st.fill(h.gradient_read, 0)
-    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.updates_of_walk):
+    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.num_skipped):
+        st.fill(count, 0)
+    for count in (h.finals, h.updates_of_walk, h.left_out):
         st.fill(count, 0)
 
 

@@ -50,13 +50,14 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("slot", "drew_at", initial=NEVER),
     # How often each action of a cell succeeded in this walk, where it was bound, and what its dW
     # covered.
-    **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
+    **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds", "skipped"),
     **_each("cell", "bound_to", "covered", values="opaque", initial=None),
     # Whether a read of the cell's output, and of its input gradient, began since then.
     **_each("cell", "output_read", "gradient_read", values="flag"),
     # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
     # did, then those whose F did, then the others.
-    **_each("stage", "num_forwards", "num_dgrads", "num_wgrads"),
+    **_each("stage", "num_forwards", "num_dgrads", "num_wgrads", "num_skipped"),
+    **_each("one", "left_out"),
     # The F of the epoch, over all its walks; and the walks of the epoch that are over.
     **_each("stage", "forwards_of_epoch"),
     **_each("one", "walks"),

@@ -34,20 +34,25 @@ HISTORY = Register()
 
 @HISTORY("epoch.counts", g="stage")
 def wgrads(st: State, h: History, g: Index) -> Truth:
-    """The count of dW is of those that ran: of no more than dI, no more than F, than cells."""
-    forwards, dgrads = h.num_forwards[g], h.num_dgrads[g]
-    first = (st.wgrads[g] == h.num_wgrads[g]) & (0 <= st.wgrads[g]) & (st.wgrads[g] <= dgrads)
-    return first & (dgrads <= forwards) & (forwards <= st.cells[g])
+    """The count of dW is of those that ran and of the cells left out: no more dW ran than dI, no
+    more dI than F, no more F than cells that were not left out."""
+    forwards, dgrads, wgrads = h.num_forwards[g], h.num_dgrads[g], h.num_wgrads[g]
+    skipped = h.num_skipped[g]
+    first = (st.wgrads[g] == wgrads + skipped) & (0 <= wgrads) & (0 <= skipped)
+    return first & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards + skipped <= st.cells[g])
 
 
 @HISTORY("epoch.every-cell-placed", c="cell")
 def every_cell_placed(st: State, h: History, c: Index) -> Truth:
-    """Every cell has a place of its own, below each count exactly when that action ran."""
+    """Every cell has a place of its own: those left out first, then each below a count exactly when
+    that action ran."""
     g, place = st.stage_of[c], h.place[c]
+    out, first = h.skipped[c] == 1, h.num_skipped[g]
     ran = (
-        ((place < h.num_forwards[g]) == (h.ran_forward[c] == 1))
-        & ((place < h.num_dgrads[g]) == (h.ran_dgrad[c] == 1))
-        & ((place < h.num_wgrads[g]) == (h.ran_wgrad[c] == 1))
+        ((place < first) == out)
+        & ((place < first + h.num_forwards[g]) == (out | (h.ran_forward[c] == 1)))
+        & ((place < first + h.num_dgrads[g]) == (out | (h.ran_dgrad[c] == 1)))
+        & ((place < first + h.num_wgrads[g]) == (out | (h.ran_wgrad[c] == 1)))
     )
     return (0 <= place) & (place < st.cells[g]) & (h.placed[g, place] == c) & ran
 
@@ -57,6 +62,24 @@ def every_place_taken(st: State, h: History, g: Index, i: Index) -> Truth:
     """Every place has a cell of the stage."""
     cell = h.placed[g, i]
     return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
+
+
+@HISTORY("epoch.keeper-runs", c="cell")
+def keeper_runs(st: State, h: History, c: Index) -> Truth:
+    """The first cell that writes a buffer is never left out."""
+    return h.skipped[st.keeper_of[st.buffer_of[c]]] == 0
+
+
+@HISTORY("epoch.one-cell-runs", g="stage")
+def one_cell_runs(st: State, h: History, g: Index) -> Truth:
+    """No walk leaves out every cell of a stage."""
+    return h.num_skipped[g] < st.cells[g]
+
+
+@HISTORY("order.declared-is-whole", g="stage")
+def declared_is_whole(st: State, h: History, g: Index) -> Truth:
+    """No cell is left out of a declared order."""
+    return implies(st.declared[st.domain_of[g]] != 0, h.num_skipped[g] == 0)
 
 
 @HISTORY("epoch.spoiled-is-marked", g="stage")

@@ -78,6 +78,15 @@ def reserve(st: State, h: History, key: Any, slot: Any, link: Any) -> None:
     issue(st, h, key, slot)
 
 
+def skip(st: State, h: History, key: Any) -> None:
+    """The cells that a walk leaves out take the first places of their stage."""
+    s = key.stage
+    trade(h.place, h.placed, s, key.cell, h.num_skipped[s])
+    h.skipped[key.cell] = h.skipped[key.cell] + 1
+    h.num_skipped[s] = h.num_skipped[s] + 1
+    h.left_out[0] = h.left_out[0] + 1
+
+
 def bind(st: State, h: History, key: Any, destination: Any) -> None:
     h.binds[key.cell] = h.binds[key.cell] + 1
     h.bound_to[key.cell] = destination
@@ -170,7 +179,7 @@ def commit_forward(
     h.rolls[st.domain_of[s]] = h.rolls[st.domain_of[s]] + 1
     h.rolls_seen[slot] = h.rolls[st.domain_of[s]]
     end_update(h, st.domain_of[s], choose(st.reports_updates[s] != 0, updates, 1))
-    trade(h.place, h.placed, s, cell, h.num_forwards[s])
+    trade(h.place, h.placed, s, cell, h.num_skipped[s] + h.num_forwards[s])
     h.ran_forward[cell] = h.ran_forward[cell] + 1
     h.num_forwards[s] = h.num_forwards[s] + 1
     h.forwards_of_epoch[s] = h.forwards_of_epoch[s] + 1
@@ -258,7 +267,7 @@ def commit_dgrad(
     enqueue(h, st.domain_of[s])
     replayed_on(h, slot)
     end_update(h, st.domain_of[s], choose(st.reports_updates[s] != 0, updates, 1))
-    trade(h.place, h.placed, s, cell, h.num_dgrads[s])
+    trade(h.place, h.placed, s, cell, h.num_skipped[s] + h.num_dgrads[s])
     h.ran_dgrad[cell] = h.ran_dgrad[cell] + 1
     h.num_dgrads[s] = h.num_dgrads[s] + 1
     h.queued[slot] = queued
@@ -299,7 +308,7 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
     h.content[st.buffer_of[cell]] = h.tenant_epoch[slot]
     h.content[st.shared_of[st.buffer_of[cell]]] = h.tenant_epoch[slot]
     h.covered[cell] = covered
-    trade(h.place, h.placed, s, cell, h.num_wgrads[s])
+    trade(h.place, h.placed, s, cell, h.num_skipped[s] + h.num_wgrads[s])
     h.num_wgrads[s] = h.num_wgrads[s] + 1
     h.ran_wgrad[cell] = h.ran_wgrad[cell] + 1
     h.seen_gradients[0] = choose(s == h.stage[0], 0, h.seen_gradients[0])
@@ -353,7 +362,8 @@ def drop(st: State, h: History, key: Any, ref: Any) -> None:
 def invalidate(st: State, h: History, stage: Any) -> None:
     h.cached[stage] = NEVER
     h.lost[stage] = 1
-    needed = (h.fill_of_epoch[stage] != NEVER) & (h.num_dgrads[stage] != st.cells[stage])
+    left = h.num_dgrads[stage] + h.num_skipped[stage] != st.cells[stage]
+    needed = (h.fill_of_epoch[stage] != NEVER) & left
     h.lost_in_use[stage] = choose(needed, h.weights[0], h.lost_in_use[stage])
 
 
@@ -520,6 +530,7 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
     function.__name__: function
     for function in (
         reserve,
+        skip,
         bind,
         check_refresh,
         commit_refresh,

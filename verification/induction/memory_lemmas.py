@@ -15,6 +15,7 @@ from qeffect.spec.constants import (
     IN_BIT,
     INPUT_BITS,
     NEVER,
+    NO_SLOT,
     NO_STAGE,
     READ_BITS,
     RESERVED,
@@ -123,8 +124,29 @@ def one_epoch(st: State, a: Index, b: Index) -> Truth:
 
 @MEMORY("ownership.forwarded-by-now", c="cell")
 def forwarded_by_now(st: State, c: Index) -> Truth:
-    """No cell was forwarded in an epoch to come."""
-    return st.forwarded[c] <= st.weight_epoch[st.stage_of[c]]
+    """Every mark of a forward is of the current epoch."""
+    return (st.forwarded[c] == NEVER) | (st.forwarded[c] == st.weight_epoch[st.stage_of[c]])
+
+
+@MEMORY("ownership.skipped-by-now", c="cell")
+def skipped_by_now(st: State, c: Index) -> Truth:
+    """No cell was left out in an epoch to come."""
+    return st.skipped[c] <= st.weight_epoch[st.stage_of[c]]
+
+
+@MEMORY("ownership.skipped-is-counted", c="cell")
+def skipped_is_counted(st: State, c: Index) -> Truth:
+    """Where no cell is counted as left out, none is."""
+    none = st.skipped[c] != st.weight_epoch[st.stage_of[c]]
+    return (0 <= st.skips[0]) & implies(st.skips[0] == 0, none)
+
+
+@MEMORY("ownership.skipped-is-idle", c="cell")
+def skipped_is_idle(st: State, c: Index) -> Truth:
+    """A cell that the walk leaves out has no tape and no forward."""
+    now = st.weight_epoch[st.stage_of[c]]
+    idle = (st.slot_of[c] == NO_SLOT) & (st.forwarded[c] != now)
+    return implies(st.skipped[c] == now, idle)
 
 
 @MEMORY("arena.bound-by-now", c="cell")

@@ -148,7 +148,9 @@ def broken(st: State, h: History, d: Index) -> Truth:
 @HISTORY("order.counts", g="stage")
 def counts(st: State, h: History, g: Index) -> Truth:
     """F are counted over the epoch, dI over the walk."""
-    counted = (st.forwards[g] == h.forwards_of_epoch[g]) & (st.dgrads[g] == h.num_dgrads[g])
+    counted = (st.forwards[g] == h.forwards_of_epoch[g]) & (
+        st.dgrads[g] == h.num_dgrads[g] + h.num_skipped[g]
+    )
     return counted & (h.num_forwards[g] <= h.forwards_of_epoch[g])
 
 

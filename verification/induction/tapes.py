@@ -45,6 +45,13 @@ def ran_is_marked(st: State, h: History, c: Index) -> Truth:
     return implies(h.ran_forward[c] != 0, st.forwarded[c] == now(st, st.stage_of[c]))
 
 
+@HISTORY("ownership.skipped-is-marked", c="cell")
+def skipped_is_marked(st: State, h: History, c: Index) -> Truth:
+    """A cell is marked as left out exactly if it was, and it is left out at most once."""
+    marked = st.skipped[c] == now(st, st.stage_of[c])
+    return ((h.skipped[c] == 0) | (h.skipped[c] == 1)) & (marked == (h.skipped[c] == 1))
+
+
 @HISTORY("ownership.progress", s="slot")
 def progress(st: State, h: History, s: Index) -> Truth:
     """What a slot's mask says of its cell is what ran."""

@@ -27,6 +27,7 @@ UNREACHED: Final = frozenset(
         "ownership.duplicate-dgrad",
         "ownership.wgrad-before-dgrad",
         "ownership.duplicate-wgrad",
+        "ownership.walk-begun",
         "persistence.action-in-flight",
         "persistence.reduction-in-flight",
         "persistence.configuration",

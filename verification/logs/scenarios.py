@@ -681,6 +681,33 @@ def accumulated_walks() -> list[str]:
     return d.log.close()
 
 
+def short_walk() -> list[str]:
+    """
+    Three microbatches in a declared order, and two of three in a domain without one.
+
+    The next walk takes all three.
+    """
+    actions = [(what, (0, m, 0, 0)) for m in range(3) for what in ("F", "dI")]
+    stages = [
+        StageConfig(s, 3, 1, domain=s, matrices=MATRICES, destinations=placed(None, base))
+        for s, base in ((0, 4096), (1, 8192))
+    ]
+    d = RecordedCaller(stages, incarnation=0x5EED_1200, declared={0: actions})
+    for taken in (2, 3):
+        if taken == 2:
+            d.contract.skip(d.key(1, 2))
+            for stage in (0, 1):
+                d.refresh(stage)
+        else:
+            d.contract.next_walk()
+        for stage, most in ((0, 3), (1, taken)):
+            for microbatch in range(most):
+                d.whole(stage, microbatch)
+            d.finalize(stage)
+    d.commit()
+    return d.log.close()
+
+
 def recurring_steps() -> list[str]:
     """A step that is recorded and then committed as one, twice, with a drain between."""
     d = RecordedCaller(
@@ -737,6 +764,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         evaluations,
         evaluations_side_by_side,
         accumulated_walks,
+        short_walk,
         recurring_steps,
     )
 }

@@ -59,6 +59,7 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
             given = {"key": key, "slot": slot, "token": st.token[domain], "link": link}
             yield "reserve", given
             yield "check_forward", {**given, "refresh": stale}
+            yield "skip", given
             yield "bind", {"key": key, "destination": st.destination_of[cell]}
         at = {"stage": stage, "link": link}
         yield "check_refresh", at

@@ -135,6 +135,11 @@ def _reserve(shadow: Shadow, pick: Pick) -> Call:
     return _twisted(call, [*_wrong_keys(shadow, key), *_slots(shadow), *_links(shadow)], pick)
 
 
+def _skip(shadow: Shadow, pick: Pick) -> Call:
+    key = _any_key(shadow, pick)
+    return _twisted(Call("skip", {"key": key}), _wrong_keys(shadow, key), pick)
+
+
 def _bind(shadow: Shadow, pick: Pick) -> Call:
     key = _any_key(shadow, pick)
     twists = [*_wrong_keys(shadow, key), ("destination", (_STRANGER,))]
@@ -361,6 +366,7 @@ def _restores(
 
 _ATTEMPTS: dict[str, Callable[[Shadow, Pick], Call | None]] = {
     "reserve": _reserve,
+    "skip": _skip,
     "bind": _bind,
     "check_refresh": _refresh,
     "check_forward": _forward,

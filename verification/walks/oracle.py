@@ -97,6 +97,8 @@ def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) ->
         yield "ownership.key-live"
     if shadow.forwarded.get(key.cell) == key.epoch:
         yield "ownership.repeated-forward"
+    if key.cell in shadow.skipped and key.epoch == shadow.epoch:
+        yield "ownership.skipped"
     if place.releases == shadow.process.generation_max:
         yield "ownership.generation-exhausted"
     if place.moving:
@@ -288,6 +290,26 @@ def _place_to_reserve(
     if slot is None and own is not None and free:
         return (shadow.free(key.stage) or free)[0], []
     return seat(shadow, key, slot)
+
+
+def _skip(shadow: Shadow, key: TapeKey) -> Findings:
+    """A key is left out before anything of the walk ran, and every destination keeps a writer."""
+    if not _known(shadow, key):
+        yield "ownership.unknown-key"
+        return
+    if shadow.forwarded:
+        yield "ownership.walk-begun"
+    if shadow.slot_of(key.cell) is not None:
+        yield "ownership.key-live"
+    if key.cell in shadow.skipped and key.epoch == shadow.epoch:
+        yield "ownership.skipped"
+    if key.epoch != shadow.epoch:
+        yield "version.wrong-epoch"
+    if shadow.process.declared.get(shadow.configs[key.stage].domain):
+        yield "order.declared"
+    own = shadow.buffers(key.cell)[0]
+    if key.cell == next(cell for cell in shadow.cells if shadow.buffers(cell)[0] == own):
+        yield "epoch.sole-writer"
 
 
 def _bind(shadow: Shadow, key: TapeKey, destination: Any) -> Findings:
@@ -619,7 +641,8 @@ def _finalize(shadow: Shadow, stage: int, link: int) -> Findings:
     sharer, lacks = shadow.stages[other], len(shadow.configs[other].cells())
     if shadow.domain(stage).poisoned:
         yield "order.poisoned"
-    if it.forwards < whole or it.dgrads < whole:
+    left_out = sum(cell[0] == stage for cell in shadow.skipped)
+    if it.forwards + left_out < whole or it.dgrads < whole:
         yield "order.incomplete"
     if it.spoiled or sharer.spoiled:
         yield "arena.spoiled"
@@ -827,6 +850,7 @@ def _restore(shadow: Shadow, checkpoint: Any, incarnation: int, fresh: bool) -> 
 
 _RULES: Mapping[str, Callable[..., Findings]] = {
     "reserve": _reserve,
+    "skip": _skip,
     "bind": _bind,
     "check_refresh": _check_refresh,
     "check_forward": _check_forward,

@@ -231,7 +231,7 @@ def _forwards(shadow: Shadow) -> Iterator[Call]:
         keys = [
             TapeKey(shadow.epoch, *cell)
             for cell in it.config.cells()
-            if shadow.forwarded.get(cell) != shadow.epoch
+            if shadow.forwarded.get(cell) != shadow.epoch and cell not in shadow.skipped
         ]
         for key in keys[:2]:
             reserves = it.config.receives_input or it.config.copies_input
@@ -401,6 +401,7 @@ def support(shadow: Shadow, pick: Pick) -> Plan | None:
         *_gradients_reads(shadow),
         *_evaluations(shadow),
         *_reservations(shadow),
+        *_skips(shadow),
         *_binds(shadow),
         *_reads(shadow),
     ]
@@ -444,10 +445,18 @@ def _gradients_reads(shadow: Shadow) -> Iterator[Call]:
         yield Call("finish_gradients_read", given)
 
 
+def _skips(shadow: Shadow) -> Iterator[Call]:
+    """Leave the last cell of a stage out of a walk that has not begun."""
+    if not shadow.forwarded:
+        for it in shadow.stages.values():
+            cells = [cell for cell in it.config.cells() if cell not in shadow.skipped]
+            yield Call("skip", {"key": TapeKey(shadow.epoch, *cells[-1])})
+
+
 def _reservations(shadow: Shadow) -> Iterator[Call]:
     for it in shadow.stages.values():
         for cell in it.config.cells():
-            if shadow.forwarded.get(cell) != shadow.epoch:
+            if shadow.forwarded.get(cell) != shadow.epoch and cell not in shadow.skipped:
                 key, link = TapeKey(shadow.epoch, *cell), a_link(shadow, cell[0])
                 yield Call("reserve", {"key": key, "slot": None, "link": link})
                 break

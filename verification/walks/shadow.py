@@ -90,6 +90,8 @@ class Shadow:
         ]
         self.flights: dict[int, Flight] = {}
         self.forwarded: dict[Cell, int] = {}
+        #: Cells that the walk leaves out.
+        self.skipped: set[Cell] = set()
         #: Cells whose dI has succeeded in this walk.
         self.backward: set[Cell] = set()
         self.bound: set[Cell] = set()
@@ -209,6 +211,12 @@ class Shadow:
             place.ended = (link, self.clock)
             self.links[link].submitted = self.clock
             self.domain(key.stage).device = True
+
+    def _skip(self, _: Any, key: TapeKey) -> None:
+        self.skipped.add(key.cell)
+        stage = self.stages[key.stage]
+        stage.dgrads += 1
+        stage.wgrads += 1
 
     def _bind(self, _: Any, key: TapeKey, destination: Any) -> None:
         self.bound.add(key.cell)
@@ -478,11 +486,12 @@ class Shadow:
     def _next_walk(self, _: Any, epoch: int) -> None:
         """F are counted over the whole epoch, and its gradients stay in their buffers."""
         self.walks += 1
-        self.forwarded.clear()  # the same keys come again
         self._walk_again()
 
     def _walk_again(self) -> None:
         """Every microbatch comes again."""
+        self.forwarded.clear()
+        self.skipped.clear()
         for stage in self.stages.values():
             stage.dgrads = stage.wgrads = 0
             stage.final = False

@@ -32,7 +32,7 @@ from .forward import abort_forward, check_forward, commit_forward
 from .refresh import abort_refresh, check_refresh, commit_refresh
 from .restarts import checkpoint, restore
 from .streams import drain, join, submit, wait
-from .tapes import bind, drop, invalidate, reserve
+from .tapes import bind, drop, invalidate, reserve, skip
 from .transfers import finish_read, finish_receive, post_receive, read
 from .wgrad import abort_wgrad, check_wgrad, commit_wgrad
 
@@ -74,6 +74,7 @@ __all__ = [
     "read",
     "reserve",
     "restore",
+    "skip",
     "start_gradients_read",
     "start_reduction",
     "start_weights_read",

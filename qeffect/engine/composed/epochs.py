@@ -277,6 +277,8 @@ def next_walk(st, epoch):
         raise Refused("reduction.begun")
     # ownership.next_walk_writes
     st.fill(st.forwarded, NEVER)
+    st.fill(st.skipped, NEVER)
+    st.skips[0] = 0
     # order.next_walk_writes
     st.fill(st.position, 0)
     st.fill(st.dgrads, 0)
@@ -344,13 +346,16 @@ def commit_update(st, epoch, ticket):
     After the update was enqueued whole: starts every stage's next epoch.
 
     Guards: epoch.
-    Writes: order, completion, reduction, epoch.
+    Writes: ownership, order, completion, reduction, epoch.
     """
     # epoch.commit_update_guards
     if st.optimizing[0] == 0 or st.optimizing[0] != ticket:
         raise Refused("epoch.unknown-ticket")
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.unknown-ticket")
+    # ownership.commit_update_writes
+    st.fill(st.forwarded, NEVER)
+    st.skips[0] = 0
     # order.commit_update_writes
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)

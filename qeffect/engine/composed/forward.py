@@ -37,6 +37,8 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("ownership.key-live")
     if st.forwarded[c] == e:
         raise Refused("ownership.repeated-forward")
+    if st.skips[0] != 0 and st.skipped[c] == e:
+        raise Refused("ownership.skipped")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:

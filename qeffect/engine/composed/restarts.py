@@ -76,6 +76,8 @@ def restore(st, epoch, incarnation):
     st.fill(st.generation, 0)
     st.fill(st.slot_of, NO_SLOT)
     st.fill(st.forwarded, NEVER)
+    st.fill(st.skipped, NEVER)
+    st.skips[0] = 0
     # version.restore_writes
     st.fill(st.cache_epoch, NEVER)
     st.fill(st.refreshed, NO_STAGE)

@@ -1,0 +1,190 @@
+"""
+The names that other programs have for a model's weights: `gpt2`, or those of a file.
+
+A line ``OURS = THEIRS`` names one weight. A ``*`` stands for the number of a layer on both sides.
+``transposed`` behind THEIRS turns a matrix over. Lines that begin with ``#`` are comments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+from torch import Tensor
+
+from qeffect.text import unreadable
+
+from ..backends.protocol import BackendError
+
+__all__ = ["GPT2", "WeightNames", "gpt2_config"]
+
+GPT2: Final = "gpt2"
+"""The names, and the turned matrices, of `GPT2LMHeadModel` of the package transformers."""
+
+_GPT2: Final = """
+embedding.weight = transformer.wte.weight
+embedding.position = transformer.wpe.weight
+layers.*.norm1.weight = transformer.h.*.ln_1.weight
+layers.*.norm1.bias = transformer.h.*.ln_1.bias
+layers.*.qkv.weight = transformer.h.*.attn.c_attn.weight transposed
+layers.*.qkv.bias = transformer.h.*.attn.c_attn.bias
+layers.*.proj.weight = transformer.h.*.attn.c_proj.weight transposed
+layers.*.proj.bias = transformer.h.*.attn.c_proj.bias
+layers.*.norm2.weight = transformer.h.*.ln_2.weight
+layers.*.norm2.bias = transformer.h.*.ln_2.bias
+layers.*.fc1.weight = transformer.h.*.mlp.c_fc.weight transposed
+layers.*.fc1.bias = transformer.h.*.mlp.c_fc.bias
+layers.*.fc2.weight = transformer.h.*.mlp.c_proj.weight transposed
+layers.*.fc2.bias = transformer.h.*.mlp.c_proj.bias
+head.norm.weight = transformer.ln_f.weight
+head.norm.bias = transformer.ln_f.bias
+head.weight = lm_head.weight
+"""
+_LINE: Final = re.compile(r"(\S+)\s*=\s*(\S+)(\s+transposed)?")
+
+
+@attrs.frozen
+class WeightNames:
+    """
+    Other names for a model's weights.
+
+    Args:
+        source: Where the names come from, for messages.
+        lines: By name of ours, the other name, and whether the matrix is turned over.
+    """
+
+    source: str
+    lines: Mapping[str, tuple[str, bool]]
+
+    @classmethod
+    def of(cls, name: str, folder: Path = Path()) -> WeightNames:
+        """
+        Return the names that an option or a field names.
+
+        Args:
+            name: ``gpt2``, or the path of a file.
+            folder: The folder of a relative path.
+
+        Raises:
+            BackendError: The file cannot be read, or a line is malformed.
+        """
+        if name == GPT2:
+            return cls.read(_GPT2, GPT2)
+        path = folder / name
+        try:
+            return cls.read(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, ValueError) as error:
+            raise BackendError(
+                f"{path}: {unreadable(error)}; expected {GPT2}, or a file of lines OURS = THEIRS"
+            ) from None
+
+    @classmethod
+    def read(cls, text: str, source: str) -> WeightNames:
+        """
+        Read lines.
+
+        >>> names = WeightNames.read("layers.*.fc1.weight = h.*.up transposed", "a file")
+        >>> names.other("layers.12.fc1.weight")
+        ('h.12.up', True)
+
+        Raises:
+            BackendError: A line is malformed, or two name one weight.
+        """
+        lines: dict[str, tuple[str, bool]] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            found = _LINE.fullmatch(line)
+            if found is None or found[1].count("*") != found[2].count("*") or "**" in line:
+                raise BackendError(
+                    f"{source}, line {number}: expected OURS = THEIRS, each with or without one *, "
+                    f"found {line!r}"
+                )
+            if found[1].count("*") > 1 or found[1] in lines:
+                why = "two * in a name" if "*" in found[1] else "a second line"
+                raise BackendError(f"{source}, line {number}: {why} for {found[1]}")
+            lines[found[1]] = found[2], found[3] is not None
+        return cls(source, lines)
+
+    def other(self, name: str) -> tuple[str, bool]:
+        """
+        Return a weight's other name, and whether it is turned over.
+
+        Raises:
+            BackendError: No line names the weight.
+        """
+        for ours, (theirs, turned) in self.lines.items():
+            pattern = re.escape(ours).replace(r"\*", r"(\d+)")
+            if (found := re.fullmatch(pattern, name)) is not None:
+                return theirs.replace("*", found[1]) if "*" in ours else theirs, turned
+        raise BackendError(f"{self.source}: no line names {name}; add {name} = ITS-OTHER-NAME")
+
+    def others(self, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
+        """
+        Return the other name of each weight.
+
+        Raises:
+            BackendError: No line names a weight, or two weights have one other name.
+        """
+        found = {name: self.other(name) for name in names}
+        taken: dict[str, str] = {}
+        for name, (theirs, _) in found.items():
+            if theirs in taken:
+                raise BackendError(
+                    f"{self.source}: {taken[theirs]} and {name} would both be {theirs}"
+                )
+            taken[theirs] = name
+        return found
+
+    def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """
+        Return weights under their other names.
+
+        Raises:
+            BackendError: As `others`, or a vector is to be turned over.
+        """
+        found = {}
+        for name, (theirs, turned) in self.others(weights).items():
+            found[theirs] = self.turned(name, weights[name], turned=turned)
+        return found
+
+    def turned(self, name: str, weight: Tensor, *, turned: bool) -> Tensor:
+        """Return a weight as the other side has it; turning twice gives the same bits."""
+        if not turned:
+            return weight
+        if weight.dim() != 2:
+            raise BackendError(
+                f"{self.source}: {name} has {weight.dim()} dimensions; only a matrix is transposed"
+            )
+        return weight.t().contiguous()
+
+
+def gpt2_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return the configuration with which `GPT2LMHeadModel` computes what this model does.
+
+    GPT-2 itself has another GELU (``gelu_new``).
+
+    Args:
+        model: The table `[model]` of the run.
+    """
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": model["vocabulary"],
+        "n_positions": model["sequence"],
+        "n_embd": model["hidden"],
+        "n_layer": model["layers"],
+        "n_head": model["heads"],
+        "n_inner": model["ffn"],
+        "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": model["tied"],
+    }
