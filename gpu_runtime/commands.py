@@ -155,6 +155,11 @@ class RuntimeCommands:
                 "training.export_command",
             ),
             (
+                "bisect",
+                "name the step and the gradients in which two runs first differ",
+                "training.bisect_command",
+            ),
+            (
                 "generate",
                 "continue a prompt with the model of a checkpoint, on the CPU",
                 "training.generate_command",

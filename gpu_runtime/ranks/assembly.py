@@ -33,6 +33,7 @@ def build_worker(
     clip_norm: float | None = None,
     skip_nonfinite: bool = False,
     registry: DestinationRegistry | None = None,
+    gradient_digests: bool = False,
 ) -> Worker:
     """
     Build this rank's guarded pipeline of a job, ready for its first step; every rank calls it.
@@ -50,6 +51,7 @@ def build_worker(
         clip_norm: As for `Worker`; None takes the job's.
         skip_nonfinite: As for `Worker`; the job's counts too.
         registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
+        gradient_digests: As for `Worker`.
 
     Raises:
         ScheduleError: The table is refused.
@@ -80,6 +82,7 @@ def build_worker(
         skip_nonfinite=skip_nonfinite or job.clipping.skip_nonfinite,
         ties=job.ties,
         registry=registry,
+        gradient_digests=gradient_digests,
     )
     worker.heed_termination()
     return worker

@@ -23,6 +23,7 @@ from qeffect.schedule.actions import Atom, Kind
 from ..backends.protocol import BackendError, StageBackend
 from ..runtime import Runtime
 from ..step.clipping import Clipping, Norm, square_sums
+from ..step.memory.gradient_digests import GradientDigests
 from ..step.optimizer import Gradients, Optimizer
 from ..step.performer import Performer
 from ..step.plan.rows import Row
@@ -155,6 +156,7 @@ class Pipeline:
         self.consent = consent
         self.clipping = clipping or Clipping()
         self.norm: Norm | None = None  # of the last step, if clipping needs it
+        self.digests: GradientDigests | None = None  # if digests of gradients are kept
         self.position = 0
         self.walk = 0  # of the step under way
         self.launched = False  # whether messages are posted by a graph
@@ -316,8 +318,11 @@ class Pipeline:
             self.log.place = p.ref.slot, p.ref.generation
 
     def finalize(self) -> Gradients:
-        """Whole and reduced gradients of every stage."""
-        return self.runtime.finalize()
+        """Whole and reduced gradients of every stage; takes their digests, if they are kept."""
+        gradients = self.runtime.finalize()
+        if self.digests is not None:
+            self.digests.take(gradients)
+        return gradients
 
     def _stopped(self, error: Exception, epoch: int, *, told: int | None = None) -> StoppedError:
         """

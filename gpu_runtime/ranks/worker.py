@@ -27,6 +27,7 @@ from ..backends.protocol import BackendError, StageBackend, matrices, parameters
 from ..runtime import Runtime, RuntimeConfig
 from ..step.clipping import Clipping, Norm
 from ..step.memory.digests import digests
+from ..step.memory.gradient_digests import GradientDigests
 from ..step.optimizer import Optimizer
 from ..step.plan.rows import Row, walked
 from .bounded import bounded
@@ -87,6 +88,8 @@ class Worker:
         ties: Tied weights; the gradients of their copies are added before the update
             (`qeffect.gpu_runtime.ranks.ties`).
         registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
+        gradient_digests: Take the digest of each gradient in every step, before the update
+            (`Worker.gradient_digests.values`).
 
     Raises:
         ScheduleError: The table is refused, before any rank begins.
@@ -118,6 +121,7 @@ class Worker:
         together: bool | None = None,
         ties: Sequence[Tie] = (),
         registry: DestinationRegistry | None = None,
+        gradient_digests: bool = False,
     ) -> None:
         self.member, self.limits = member, limits or Limits()
         self.mean, self.together = mean, together
@@ -168,6 +172,9 @@ class Worker:
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         if config.mode == "one launch":
             self.optimizer.make_capturable()
+        self.gradient_digests = (
+            GradientDigests(self.optimizer.places, member.device) if gradient_digests else None
+        )
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
         self._stepping = False
@@ -356,9 +363,11 @@ class Worker:
         )
         self.consent.waits = self.waits
         feed = feed_for(self.feed, member.device)
-        return self._pipeline(
+        made = self._pipeline(
             self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping
         )
+        made.digests = self.gradient_digests
+        return made
 
     @property
     def norm(self) -> Norm | None:

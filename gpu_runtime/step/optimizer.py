@@ -89,6 +89,11 @@ class Optimizer:
             capturable=capturable,
         )
 
+    @property
+    def places(self) -> list[tuple[int, str]]:
+        """Stage and name of each parameter that it owns."""
+        return [(index, name) for index, own in self._targets.items() for name, _ in own]
+
     def make_capturable(self) -> None:
         """Let a graph hold the update; a worker in mode ``one launch`` calls it."""
         self.capturable = True

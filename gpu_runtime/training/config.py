@@ -28,6 +28,7 @@ __all__ = [
     "Checkpointing",
     "Config",
     "Data",
+    "Guarding",
     "Model",
     "Optimizing",
     "Parallel",
@@ -296,6 +297,19 @@ class Waiting:
 
 
 @attrs.frozen(kw_only=True)
+class Guarding:
+    """
+    Table `[guard]`: what a run keeps to find silent corruption.
+
+    Args:
+        digests: Whether the log has a digest of each gradient of every step, before the update.
+            `qeffect runtime bisect` compares the digests of two logs.
+    """
+
+    digests: bool = flag(False)
+
+
+@attrs.frozen(kw_only=True)
 class Config:
     """
     A training run.
@@ -309,6 +323,7 @@ class Config:
         run: Length, device, log and evaluation.
         checkpoint: Saves.
         limits: How long ranks wait for one another.
+        guard: What the run keeps to find silent corruption.
     """
 
     source: Path = Path("train.toml")
@@ -319,6 +334,7 @@ class Config:
     run: Run = attrs.field(factory=Run)
     checkpoint: Checkpointing = attrs.field(factory=Checkpointing)
     limits: Waiting = attrs.field(factory=Waiting)
+    guard: Guarding = attrs.field(factory=Guarding)
 
     def path(self, name: str) -> Path:
         """Return a path of the file, taken from the file's own folder."""
@@ -379,4 +395,5 @@ TABLES: Mapping[str, type] = {
     "run": Run,
     "checkpoint": Checkpointing,
     "limits": Waiting,
+    "guard": Guarding,
 }

@@ -94,6 +94,11 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
                 f"{path}: [run] {name}: expected {wants} beside it, found none; leave {name} out, "
                 f"or set {wants}"
             )
+    if tables["guard"].digests and not run.log:
+        raise UnusableError(
+            f"{path}: [guard] digests: expected [run] log, where the digests are written, found "
+            "none; set log, or leave digests out"
+        )
     rates = tables["optimizer"]
     if rates.least_rate > rates.rate:
         own = "" if "least_rate" in given.get("optimizer", {}) else ", its default"

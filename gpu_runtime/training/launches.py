@@ -45,11 +45,13 @@ class StepResult:
         norm: The norm of all ranks' gradients; None if it is neither clipped nor checked.
         saturation: With a norm, what `GradientScales.take` found on this rank.
         times: The times of the step on this rank.
+        digests: The digests of this rank's gradients, if they are kept.
     """
 
     losses: list[float]
     norm: Norm | None
     saturation: tuple[float, int] = (0.0, 0)
+    digests: tuple[int, ...] = ()
     times: StepTimes = attrs.field(factory=lambda: StepTimes(0.0), eq=False)
 
 
@@ -107,6 +109,7 @@ class StepRunner:
         self._left = False
         self._behind: dict[int, _PendingResults] = {}
         self._norms: dict[int, tuple[Norm | None, Tensor | None]] = {}
+        self._digests: dict[int, Tensor] = {}
         self._stopwatch = Stopwatch(worker)
         self._times: dict[int, StepTimes] = {}
         self._results: dict[int, StepResult] = {}
@@ -125,6 +128,8 @@ class StepRunner:
                 self.worker.step()
             self._times[epoch] = self._stopwatch.taken
             self._norms[epoch] = self.worker.norm, self._fall()
+            if (taken := self._taken()) is not None:
+                self._digests[epoch] = taken.clone()
             return
         if self._left:
             whole.resume()
@@ -135,10 +140,12 @@ class StepRunner:
         self._times[epoch].wait = whole.host_ms.get("step before", 0.0)
         if whole.graph is None:
             found = self.feed.losses.pop(epoch, {})
-            self._behind[epoch] = _PendingResults.of(found, self.worker.norm, self._fall())
+            self._behind[epoch] = _PendingResults.of(
+                found, self.worker.norm, self._fall(), self._taken()
+            )
         else:
             self._behind[epoch] = _PendingResults.of_launch(
-                whole.feed.losses, whole.device_norm, self._fall()
+                whole.feed.losses, whole.device_norm, self._fall(), self._taken()
             )
 
     def stop(self, error: Exception) -> StoppedError:
@@ -153,6 +160,11 @@ class StepRunner:
     def _fall(self) -> Tensor | None:
         """How far the scales of gradients fell in the step that was just queued."""
         return None if self.scales is None else self.scales.take()
+
+    def _taken(self) -> Tensor | None:
+        """The digests of the step that was just queued; the next step overwrites them."""
+        kept = self.worker.gradient_digests
+        return None if kept is None else kept.values
 
     @property
     def known(self) -> int:
@@ -174,7 +186,13 @@ class StepRunner:
             losses = self.feed.losses_of(step)
             self.feed.losses.pop(step, None)
             norm, fall = self._norms.pop(step, (None, None))
-            return StepResult(losses, norm, _saturation(() if fall is None else fall.tolist()))
+            taken = self._digests.pop(step, None)
+            return StepResult(
+                losses,
+                norm,
+                _saturation(() if fall is None else fall.tolist()),
+                () if taken is None else tuple(taken.tolist()),
+            )
         self.launches += behind.launched
         return behind.result(self.worker.limits.commit)
 
@@ -275,9 +293,9 @@ class _PendingResults:
     Copies of a step's results in host memory, complete once an event has happened.
 
     Args:
-        groups: The copied scalars, grouped by dtype: the losses by microbatch; how far scales fell.
-            For a launch whose norm is checked, also the norm with the stages' parts, the gradients'
-            factor, and whether the update was skipped.
+        groups: The copied scalars, grouped by dtype: the losses by microbatch; how far scales fell;
+            the digests of gradients. For a launch whose norm is checked, also the norm with the
+            stages' parts, the gradients' factor, and whether the update was skipped.
         held: The copies.
         done: The event.
         norm: The norm of a guarded step, which the host already has.
@@ -292,19 +310,29 @@ class _PendingResults:
 
     @classmethod
     def of(
-        cls, losses: Mapping[int, Tensor], norm: Norm | None, fall: Tensor | None
+        cls,
+        losses: Mapping[int, Tensor],
+        norm: Norm | None,
+        fall: Tensor | None,
+        digests: Tensor | None,
     ) -> _PendingResults:
         """Queue the copies of a guarded step on the current stream, without waiting."""
-        return cls._of([_in_order(losses), _each(fall)], norm, launched=False)
+        groups = [_in_order(losses), _each(fall), _each(digests)]
+        return cls._of(groups, norm, launched=False)
 
     @classmethod
     def of_launch(
-        cls, losses: Mapping[int, Tensor], norm: DeviceNorm | None, fall: Tensor | None
+        cls,
+        losses: Mapping[int, Tensor],
+        norm: DeviceNorm | None,
+        fall: Tensor | None,
+        digests: Tensor | None,
     ) -> _PendingResults:
         """Queue the copies of a launch; the current stream must be after this launch, and before
         the next."""
         looked = [] if norm is None else [[norm.total, *norm.parts], [norm.factor, norm.skip]]
-        return cls._of([_in_order(losses), _each(fall), *looked], None, launched=True)
+        groups = [_in_order(losses), _each(fall), _each(digests), *looked]
+        return cls._of(groups, None, launched=True)
 
     @classmethod
     def _of(
@@ -319,12 +347,12 @@ class _PendingResults:
     def result(self, deadline: float) -> StepResult:
         """Wait for the event and return the results."""
         wait_for(self.done, None, deadline=deadline, grace=0.0)
-        losses, fall, *looked = (one.tolist() for one in self.held)
+        losses, fall, digests, *looked = (one.tolist() for one in self.held)
         norm = self.norm
         if looked:
             (total, *parts), (factor, skip) = looked
             norm = Norm(total, 1.0 if skip else factor, bool(skip), tuple(parts))
-        return StepResult(losses, norm, _saturation(fall))
+        return StepResult(losses, norm, _saturation(fall), tuple(digests))
 
 
 def _saturation(fall: Sequence[float]) -> tuple[float, int]:
@@ -335,8 +363,9 @@ def _saturation(fall: Sequence[float]) -> tuple[float, int]:
     return (factor if factor >= 0.0 else 0.0), int(place)
 
 
-def _each(fall: Tensor | None) -> list[Tensor]:
-    return [] if fall is None else list(fall)
+def _each(found: Tensor | None) -> list[Tensor]:
+    """The scalars of a tensor of one dimension."""
+    return [] if found is None else list(found)
 
 
 def _in_order(losses: Mapping[int, Tensor]) -> list[Tensor]:

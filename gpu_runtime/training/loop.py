@@ -39,6 +39,7 @@ from .checkpoint.status import write_status
 from .config import Config
 from .config_file import differences
 from .data import DataError
+from .digest_log import DIGESTS, MATRICES, joined, padded
 from .divergence import DivergedError, UpdateWatch, diverged
 from .ending import REASONS, EndRequest
 from .evaluate import evaluate
@@ -131,6 +132,7 @@ class Trainer:
             limits=config.waits(),
             event_log=self._event_log(),
             registry=_DESTINATIONS,
+            gradient_digests=config.guard.digests,
         )
         if trains(sys.argv):
             START.arm()  # the worker's own handler names no cause before the first step
@@ -149,6 +151,7 @@ class Trainer:
         if self._lock is not None and self.checkpoints is not None:
             self._lock.say(run=self.checkpoints.run[0])
         self._scales = all_gather(member, [] if scales is None else scales.names)
+        self._tell_matrices()
         if config.parallel.mode == "one launch":
             self._tell_launches()
         self._told = self.began  # steps whose losses were brought together
@@ -320,6 +323,17 @@ class Trainer:
         if self.log is not None and parallel.cut == "measured":
             times = {name: getattr(parallel, name) for name in TIMES}
             self.log({"cut": list(self.job.cut), **times})
+
+    def _tell_matrices(self) -> None:
+        """Log, once, which gradients the digests of each step are of, by rank."""
+        kept, naming = self.worker.gradient_digests, self.job.name_of
+        if kept is None:
+            self._matrices = [0] * self.member.world
+            return
+        every = all_gather(self.member, [(s, naming(s, name)) for s, name in kept.names])
+        self._matrices = [len(own) for own in every]
+        if self.log is not None:
+            self.log({MATRICES: every})
 
     def _event_log(self) -> Path | Rotation | None:
         run = self.config.run
@@ -548,7 +562,8 @@ class Trainer:
         falls = [number for one in results for number in one.saturation]
         times = [ms for one in results for ms in one.times.spent]
         memory = float(memory_bytes(self.member.device))
-        ranks = self.steps.all_gather([memory, *shares, *falls, *times])
+        digests = padded([one.digests for one in results], max(self._matrices))
+        ranks = self.steps.all_gather([memory, *shares, *falls, *digests, *times])
         each = (now - self._since) / len(steps)
         self._paces.append(each)
         pace = math.fsum(self._paces) / len(self._paces)
@@ -562,7 +577,7 @@ class Trainer:
             self.losses.append(loss)
             norm = results[n].norm
             if self.log is not None:
-                line = {
+                line: dict[str, Any] = {
                     "step": step,
                     "loss": loss,
                     "rate": self.job.rate.at(step),
@@ -577,6 +592,12 @@ class Trainer:
                     line.update(norm=norm.total, skipped=norm.skipped, skipped_updates=skipped)
                     place = 1 + len(shares) + 2 * n
                     line.update(self._unusual(norm, [rank[place : place + 2] for rank in ranks]))
+                if any(self._matrices):
+                    place = 1 + len(shares) + len(falls) + n * len(digests) // len(steps)
+                    line[DIGESTS] = [
+                        joined(rank[place : place + 2 * own])
+                        for rank, own in zip(ranks, self._matrices, strict=True)
+                    ]
                 own_times = len(ranks[0]) - len(times) + 3 * n
                 line.update(self._times([rank[own_times : own_times + 3] for rank in ranks]))
                 self.log(line)

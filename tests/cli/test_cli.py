@@ -72,6 +72,7 @@ OPTIONS = {
         *("--text", "--weights", "--field", "--held-out"),
     },
     "runtime export": {"checkpoint", "--out", "--to", "--names"},
+    "runtime bisect": {"first", "second"},
     "runtime generate": {
         *("checkpoint", "--prompt", "--tokens", "--temperature", "--seed", "--corpus"),
     },
