@@ -1,6 +1,6 @@
 """
-Where a command's schedule comes from: a CSV table, a torch or DeepSpeed class by name, Megatron-core's
-loops, or a TE order list; and how the runtime carries its messages.
+Where a command's schedule comes from: a CSV table, a torch or DeepSpeed class by name,
+Megatron-core's loops, or a TE order list; and how the runtime carries its messages.
 """
 
 from __future__ import annotations

@@ -441,8 +441,8 @@ class _Process:
             tenant = None if slot is None else self.tenants.get(slot)
             if record.clause == "ownership.slot-busy" and self.schedule.buffers and tenant:
                 message = (
-                    f"{atom.action} writes buffer {self.schedule.buffers[work]}, which still holds the tape of stage "
-                    f"{tenant[0]} and microbatch {tenant[1]}"
+                    f"{atom.action} writes buffer {self.schedule.buffers[work]}, which still holds "
+                    f"the tape of stage {tenant[0]} and microbatch {tenant[1]}"
                 )
                 related = self._places({Kind.FORWARD}, (tenant, "first"))
         epoch = self.contract.epoch

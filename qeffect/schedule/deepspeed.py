@@ -31,6 +31,7 @@ from ..text import counted
 from .actions import RECEIVES, Action, Kind, Schedule, ScheduleError, shorten
 from .infer import MAX_ENTRIES, schedule_of
 from .own_class import import_class
+from .pairing import Work
 
 __all__ = ["deepspeed_schedule"]
 
@@ -45,16 +46,14 @@ _MESSAGES = {
 _BUFFERED = {*_MESSAGES, "LoadMicroBatch", "ForwardPass", "BackwardPass"}
 _INSTRUCTIONS = {*_BUFFERED, "CommitP2P", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
 
-Work = tuple[int, int]
-"""A stage and a microbatch."""
-
 
 def deepspeed_schedule(name: str | type, *, stages: int, microbatches: int) -> Schedule:
     """
     Return the table of a DeepSpeed schedule class.
 
     Args:
-        name: `module:Class`, the name of a class of `deepspeed.runtime.pipe.schedule`, or the class.
+        name: `module:Class`, the name alone of a class of `deepspeed.runtime.pipe.schedule`, or
+            the class itself.
         stages: Number of pipeline ranks, as DeepSpeed's own `stages`.
         microbatches: Number of microbatches per step.
 
@@ -135,7 +134,9 @@ class _Stream:
             for number, step in enumerate(made.steps()):
                 total += len(step) + 1
                 if total > MAX_ENTRIES:
-                    raise ScheduleError(f"{self.source}: more than {MAX_ENTRIES} entries, the limit")
+                    raise ScheduleError(
+                        f"{self.source}: more than {MAX_ENTRIES} entries, the limit"
+                    )
                 read.append([self._known(number, instruction) for instruction in step])
             buffers = int(made.num_pipe_buffers())
         except (ScheduleError, KeyboardInterrupt):
@@ -193,7 +194,9 @@ class _Stream:
             for name, given in step:
                 self._at = (number, name)
                 if updated and name in _BUFFERED:
-                    raise self._error(number, name, "expected nothing of the step after OptimizerStep")
+                    raise self._error(
+                        number, name, "expected nothing of the step after OptimizerStep"
+                    )
                 if name in _MESSAGES:
                     (batch if queued else row).append(self._message(name, given))
                 elif name == "CommitP2P":
@@ -280,4 +283,3 @@ class _Stream:
                 self._awaiting[buffer].remove(work)
         self._left[name, buffer] = work
         return Action(Kind.FORWARD if name == "ForwardPass" else Kind.BACKWARD, *work)
-

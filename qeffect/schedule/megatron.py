@@ -41,15 +41,13 @@ import attrs
 
 from .actions import Action, Kind, Schedule, ScheduleError
 from .infer import MAX_ENTRIES, schedule_of
+from .pairing import Work
 
 __all__ = ["MESSAGES", "Messages", "megatron_schedule", "schedule_table"]
 
 Messages = Literal["batched", "overlapped", "plain"]
 #: The manners of exchange.
 MESSAGES: tuple[str, ...] = get_args(Messages)
-
-Work = tuple[int, int]
-"""A stage and a microbatch."""
 
 
 def megatron_schedule(
@@ -143,7 +141,9 @@ class _Shape:
 
     def __str__(self) -> str:
         group = "" if self.given_group is None else f" group={self.given_group}"
-        return f"pp={self.pp} vpp={self.vpp} microbatches={self.microbatches}{group} {self.messages}"
+        return (
+            f"pp={self.pp} vpp={self.vpp} microbatches={self.microbatches}{group} {self.messages}"
+        )
 
     def __attrs_post_init__(self) -> None:
         for name in ("pp", "vpp", "microbatches", "group"):
@@ -181,8 +181,9 @@ class _Shape:
     def _check_interleaved(self) -> None:
         if not self.pp <= self.group <= self.microbatches:
             raise ScheduleError(
-                f"Megatron-core refuses {self}: microbatch_group_size_per_vp_stage is {self.group}; "
-                f"expected at least pp={self.pp} and at most microbatches={self.microbatches}"
+                f"Megatron-core refuses {self}: microbatch_group_size_per_vp_stage is "
+                f"{self.group}; expected at least pp={self.pp} and at most "
+                f"microbatches={self.microbatches}"
             )
         rest = self.microbatches % self.group
         if 0 < rest < self.pp:
@@ -229,9 +230,7 @@ class _Rank:
 
     def backward(self, chunk: int) -> Work:
         self.inputs[chunk].pop(0)
-        return self.compute(
-            Kind.BACKWARD, self.outputs[chunk].pop(0), self.gradients[chunk].pop(0)
-        )
+        return self.compute(Kind.BACKWARD, self.outputs[chunk].pop(0), self.gradients[chunk].pop(0))
 
     def exchange(
         self,

@@ -56,7 +56,8 @@ def load(source: Path, version: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(
             "streams.pipe.schedule", Path(scratch) / member
         )
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module

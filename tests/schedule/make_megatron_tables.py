@@ -1,14 +1,14 @@
 """
 Record what the loops of a Megatron-core release run and send, rank by rank, as tables.
 
-    python -m tests.schedule.make_megatron_tables megatron_core-0.19.2-....whl [more wheels or folders]
+    python -m tests.schedule.make_megatron_tables megatron_core-0.19.2-....whl [more wheels]
 
-The release's own `forward_backward_pipelining_with_interleaving` and `..._without_interleaving` run,
-and its own `P2PCommunicator` and functions that post messages. Replaced are: F and B, which only
-note that they ran; `torch.distributed`, which only notes what was posted; and the device, which is a
-CPU. So one process runs the ranks one after the other. Messages get their names as in
-`qeffect.schedule.megatron`: a sent tensor from the F or B that made it, a received one from the F or
-B that took it.
+The release's own `forward_backward_pipelining_with_interleaving` and `..._without_interleaving`
+run, and its own `P2PCommunicator` and functions that post messages. Replaced are: F and B, which
+only note that they ran; `torch.distributed`, which only notes what was posted; and the device,
+which is a CPU. So one process runs the ranks one after the other. Messages get their names as in
+`qeffect.schedule.megatron`: a sent tensor from the F or B that made it, a received one from the F
+or B that took it. A folder that holds the package `megatron` may stand for a wheel.
 
 Needs torch. The tables go to `megatron_tables/<version>/`.
 """
@@ -51,9 +51,7 @@ POSTS = ("_batched_p2p_ops", "_p2p_ops")
 NEEDS_TRITON = "megatron.core.transformer.moe.ops.paged_stash"
 
 
-def name_of(
-    pp: int, vpp: int, microbatches: int, group: int | None, messages: str
-) -> str:
+def name_of(pp: int, vpp: int, microbatches: int, group: int | None, messages: str) -> str:
     """Return the name of a table's file."""
     grouped = "" if group is None else f"_n{group}"
     return f"pp{pp}_vpp{vpp}_m{microbatches}{grouped}.{messages}.csv"
@@ -132,8 +130,8 @@ def _on_a_cpu() -> Iterator[None]:
 
     with (
         AsCpu(),
-        mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
-        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize"),
     ):
         yield
 

@@ -4,6 +4,7 @@ DeepSpeed's instruction streams: those of a release as it wrote them, and what g
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -151,7 +152,7 @@ def swapped(first: str, second: str) -> Edit:
 
     def edit(_: int, steps: list[list[list[Any]]]) -> list[list[list[Any]]]:
         for step in steps:
-            for i, (one, other) in enumerate(zip(step, step[1:], strict=False)):
+            for i, (one, other) in enumerate(itertools.pairwise(step)):
                 if (one[0], other[0]) == (first, second):
                     step[i], step[i + 1] = other, one
         return steps
