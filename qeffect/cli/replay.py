@@ -39,6 +39,7 @@ class Replay:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Replay and report."""
+        from ..log.beside import compare_commits
         from ..log.joint import replay_together
         from ..log.rank_log import is_rank_log
         from ..log.replayer import LogError, replay
@@ -64,6 +65,10 @@ class Replay:
             return Outcome("unusable", {**data, "error": said}, (f"unusable: {said}",))
         if ranks is None:
             return Outcome(report.verdict, report.asdict(), (report.summary(),))
+        if report.clause is None:
+            unlike = compare_commits(series, rank_logs)
+            if unlike is not None:
+                return Outcome(unlike.verdict, unlike.asdict(), (unlike.summary(),))
         data = {**report.asdict(), "rank_logs": ranks.asdict()}
         return Outcome(report.verdict, data, (report.summary(), ranks.summary()))
 

@@ -43,7 +43,7 @@ from .checker import LogError
 from .replayer import ReplayReport, replay
 from .rotation import CONTINUES
 
-__all__ = ["JointReport", "replay_together"]
+__all__ = ["JointReport", "kept_epochs", "replay_together", "span_of"]
 
 #: How an event stands in a table: what computes, and messages by their bit.
 _COMPUTED = {"check_forward": "F", "check_dgrad": "I", "check_wgrad": "W"}
@@ -224,6 +224,7 @@ class _Log:
     stages: Mapping[int, Mapping[str, Any]]
     epochs: tuple[int, ...]
     steps: tuple[_Step, ...]
+    whole: bool = True
 
     @classmethod
     def of(cls, files: Sequence[str | os.PathLike[str]]) -> _Log:
@@ -245,7 +246,7 @@ class _Log:
         stages = {config["stage"]: config for config in header["stages"]}
         epochs, steps = tuple(e for e, _ in committed), tuple(step for _, step in committed)
         rank = -1 if header["rank"] is None else header["rank"]
-        return cls(str(path), rank, stages, epochs, steps)
+        return cls(str(path), rank, stages, epochs, steps, whole=not continues)
 
 
 #: An action of a log: its line's sequence number, transition, stage, microbatch and bit.
@@ -381,16 +382,30 @@ def _uneven(logs: Sequence[_Log]) -> JointReport | None:
                 rank=log.rank,
                 clause=clause.id,
                 action="commit_update",
-                message=f"rank {log.rank} committed {_span(theirs)}, rank {logs[0].rank} "
-                f"{_span(ours)}: all ranks must commit, or none.",
-                expected=_span(ours),
-                found=_span(theirs),
+                message=f"rank {log.rank} committed {span_of(theirs)}, rank {logs[0].rank} "
+                f"{span_of(ours)}: all ranks must commit, or none.",
+                expected=span_of(ours),
+                found=span_of(theirs),
                 remedy="Commit only with the consent of all ranks; stop all if one cannot commit.",
             )
     return None
 
 
-def _span(epochs: Sequence[int]) -> str:
+def kept_epochs(
+    files: Sequence[str | os.PathLike[str]],
+) -> tuple[int, tuple[int, ...], bool]:
+    """
+    Return a log's rank, the epochs that it committed and kept, and whether it has its beginning.
+
+    Args:
+        files: The log's files, oldest first; a replay has accepted the log.
+    """
+    log = _Log.of(files)
+    return log.rank, tuple(dict.fromkeys(log.epochs)), log.whole
+
+
+def span_of(epochs: Sequence[int]) -> str:
+    """Return epochs in words; at most four are named."""
     if not epochs:
         return "no epoch"
     shown = ", ".join(map(str, epochs[:4])) + (", ..." if len(epochs) > 4 else "")

@@ -22,7 +22,7 @@ from qeffect.log.format import DIGEST_BYTES, compact
 from qeffect.log.rank_log import RankLines, RankLog
 from qeffect.log.recorder import seal
 from qeffect.verification.ranks.replay import replay_ranks
-from tests.ranks import bodies
+from tests.ranks import bodies, log_bodies
 from tests.ranks.ranks import launch
 from tests.training import bodies as training
 
@@ -260,6 +260,48 @@ class TestCommand:
     ) -> None:
         assert 2 == main(["replay", str(runs["stopped"][0])])
         assert "the log of rank 1 in attempt" in capsys.readouterr().err
+
+
+class TestBesideEventLogs:
+    """Event logs and rank logs of one run tell of the same commits."""
+
+    @pytest.fixture(scope="class")
+    def both(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
+        """Event logs and rank logs of two steps of two ranks."""
+        folder, said = tmp_path_factory.mktemp("events"), tmp_path_factory.mktemp("said")
+        words = launch(2, said, log_bodies.logged, ["zbv"], str(folder), 2)
+        return [folder / f"zbv{rank}.jsonl" for rank in range(2)], words.logs
+
+    def test_are_accepted_together(
+        self, both: tuple[list[Path], list[Path]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        events, ranks = both
+
+        assert 0 == main(["replay", *map(str, [*events, *ranks])])
+        assert "2 rank logs, 1 attempt, 4 commits" in capsys.readouterr().out
+
+    def test_a_commit_that_the_rank_logs_do_not_have(
+        self,
+        both: tuple[list[Path], list[Path]],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Both rank logs end before the second step: each pair is accepted by itself."""
+        events, ranks = both
+        logs = [lines_of(path) for path in ranks]
+        for log in logs:
+            del log[at(log, "begin_step", 1) :]
+        cut = [write(tmp_path / f"{n}.jsonl", log) for n, log in enumerate(logs)]
+
+        assert 0 == main(["replay", *map(str, cut)])
+        assert 0 == main(["replay", *map(str, events)])
+        capsys.readouterr()
+        assert 1 == main(["replay", "--json", "--quiet", *map(str, [*events, *cut])])
+        said = json.loads(capsys.readouterr().out)
+        assert ("refused", 0, 1, "epoch.wrong-epoch") == tuple(
+            said[name] for name in ("verdict", "rank", "epoch", "clause")
+        )
+        assert "the rank log has commits of epoch 0." in said["message"]
 
 
 class TestWriter:
