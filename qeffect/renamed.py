@@ -53,7 +53,7 @@ def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) 
             than the rest of their old module, or that were renamed.
     """
     if not any(isinstance(f, _Finder) and f.package == package for f in sys.meta_path):
-        sys.meta_path.append(_Finder(package, modules, names))
+        sys.meta_path.insert(0, _Finder(package, modules, names))
 
 
 def whole(package: str, new: str) -> str:
@@ -77,7 +77,7 @@ class _StandIn(ModuleType):
 
 @attrs.frozen
 class _Finder(MetaPathFinder, InspectLoader):
-    """Finds the stand-ins of one package; asked only for modules that nothing else finds."""
+    """Finds the stand-ins of one package; asked first: a file may lie under an old name too."""
 
     package: str
     modules: Mapping[str, str]

@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("spec", "qeffect", "verification", "gpu_runtime", "guards")
+#: Where each stands; a later one may lie inside an earlier one.
+FOLDERS = {name: ROOT / name for name in PACKAGES} | {"guards": ROOT / "gpu_runtime" / "guards"}
 #: Installed inside the package ``qeffect``, beside the kernel.
 INSIDE = {f"qeffect.{name}": name for name in PACKAGES if name != "qeffect"}
 #: What each layer may import of ours.
@@ -32,7 +34,18 @@ TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
 
 
 def _modules(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    """The modules of a layer; the guards' folder lies inside another layer's."""
+    within = [path for path in FOLDERS.values() if FOLDERS[package] in path.parents]
+    return sorted(
+        path for path in FOLDERS[package].rglob("*.py") if not set(within) & set(path.parents)
+    )
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """The full name that a file is imported by, its file's name last: qeffect, guards, meeting."""
+    layer = next(p for p in reversed(PACKAGES) if FOLDERS[p] in path.parents)
+    parts = path.relative_to(FOLDERS[layer]).with_suffix("").parts
+    return ("qeffect", *parts) if layer == "qeffect" else ("qeffect", layer, *parts)
 
 
 @cache
@@ -56,8 +69,7 @@ def statements(path: Path, *, lazy: bool) -> Iterator[ast.Import | ast.ImportFro
 
 def _names(path: Path, *, lazy: bool) -> Iterator[str]:
     """Full names of what a module imports, with or without those inside functions."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    package = (("qeffect",) if parts[0] != "qeffect" else ()) + parts[:-1]
+    package = _parts(path)[:-1]
     for node in statements(path, lazy=lazy):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -90,8 +102,7 @@ def test_no_module_imports_a_layer_above_or_beside_it(package: str) -> None:
 
 def _module(path: Path) -> str:
     """The full name that a file is imported by."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = (("qeffect",) if parts[0] != "qeffect" else ()) + parts
+    parts = _parts(path)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -209,7 +220,7 @@ def test_the_instrument_sees_what_is_loaded() -> None:
 @EACH
 def test_every_package_says_that_it_is_typed(package: str) -> None:
     """Every package says that it is typed."""
-    assert (ROOT / package / "py.typed").exists()
+    assert (FOLDERS[package] / "py.typed").exists()
 
 
 @EACH

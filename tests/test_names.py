@@ -20,7 +20,7 @@ import pytest
 from qeffect.spec.clauses import CLAUSES
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("spec", "qeffect", "verification", "gpu_runtime", "guards", "tests")
+ROOMS = ("spec", "qeffect", "verification", "gpu_runtime", "tests")
 #: Files that speak of the old names, and why.
 ALLOWED: Mapping[str, str] = {"tests/test_names.py": "names what it forbids"}
 #: What no identifier may contain, between its underscores, and the name to use.

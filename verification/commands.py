@@ -37,7 +37,7 @@ MOST_RANDOM = 1_000_000
 #: Transitions in a row of the bounded proof; more take minutes each.
 DEPTH = 8
 #: Random schedules that met everything with every seed that was tried.
-_ENOUGH = 500
+_ENOUGH = 1_000
 _NAMED = 5
 
 

@@ -31,7 +31,6 @@ SOURCE = (
     "qeffect",
     "verification",
     "gpu_runtime",
-    "guards",
     "pyproject.toml",
     "setup.py",
     "MANIFEST.in",
@@ -140,7 +139,7 @@ def hostile(tmp_path: Path) -> Path:
     """A folder with modules of our old names, each of which raises when it is imported."""
     raises = "raise ImportError(f'{__name__} of the working folder was imported')\n"
     (tmp_path / "spec.py").write_text(raises)
-    for name in ("verification", "gpu_runtime", "guards", "tests"):
+    for name in ("verification", "gpu_runtime", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(raises)
     return tmp_path
@@ -158,10 +157,14 @@ class TestContents:
     def test_every_module_is_there_under_one_name(self, wheel: Path, source: Path) -> None:
         """The folders that the links lead to are in the package as files, and nothing else is."""
         modules = {
-            ("" if name == "qeffect" else "qeffect/") + path.relative_to(source).as_posix()
-            for name in (*LINKS, "qeffect")
-            for path in (source / name).rglob("*.py")
+            path.relative_to(source).as_posix()
+            for path in (source / "qeffect").rglob("*.py")
             if not any(part.is_symlink() for part in path.parents)
+        } | {
+            f"qeffect/{name}/{path.relative_to(source / 'qeffect' / name).as_posix()}"
+            for name in LINKS
+            for path in (source / "qeffect" / name).rglob("*.py")
+            if name != "gpu_runtime" or "guards" not in path.parts
         }
 
         assert modules == {name for name in names(wheel) if name.endswith(".py")}
@@ -205,7 +208,7 @@ class TestHostileFolder:
 
     def test_the_folder_is_hostile(self, python: Path, hostile: Path) -> None:
         """Each of its modules is what an import finds, and raises."""
-        for name in ("spec", "verification", "gpu_runtime", "guards", "tests"):
+        for name in ("spec", "verification", "gpu_runtime", "tests"):
             done = run([python, "-c", f"import {name}"], hostile, code=1)
             assert f"{name} of the working folder was imported" in done.stderr
 

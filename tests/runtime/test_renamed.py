@@ -80,6 +80,23 @@ def test_the_warning_points_at_the_import() -> None:
     assert guard.__module__ == "qeffect.guards.pipelining"
 
 
+def test_a_guard_is_loaded_once_though_its_file_lies_under_the_old_name_too() -> None:
+    """Each file of the guards is loaded by its short name, also where the old one comes first."""
+    code = (
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "from qeffect.gpu_runtime.guards import pipelining as old\n"
+        "from qeffect.guards import pipelining as new\n"
+        "assert old.guard is new.guard\n"
+        "print(*(n for n, m in sys.modules.items() if '/guards/' in str(vars(m).get('__file__'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert 0 == done.returncode, done.stderr
+    loaded = {n for n in done.stdout.split() if n.startswith("qeffect.")}
+    assert "qeffect.guards.pipelining" in loaded
+    assert {"qeffect.guards"} == {".".join(name.split(".")[:2]) for name in loaded}
+
+
 def test_a_folder_that_is_gone_gives_its_modules_and_nothing_else() -> None:
     """`from package import module` works; any other name is missing, as it always was."""
     with warnings.catch_warnings():
