@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .rank_logs import keep_logs, logs_of, replayed
+from .rank_logs import alike, keep_logs, logs_of, replayed
 
 #: No launch takes longer: a rank that hangs is killed and fails its test.
 LIMIT_S = 100.0
@@ -76,7 +76,8 @@ def launch(
     """
     Run `body(*args)` on every rank; what it returns is what the rank says.
 
-    The rank logs of every worker are replayed through the model of ranks.
+    The rank logs of every worker are replayed through the model of ranks, and compared with the
+    worker's event log.
 
     Args:
         world: How many ranks.
@@ -104,5 +105,6 @@ def launch(
     words = {int(f.stem): json.loads(f.read_text()) for f in folder.glob("*.json")}
     seconds = time.monotonic() - began
     left = logs_of(logs)
+    alike(left)
     codes = [rank.exitcode for rank in ranks]
     return Said(codes, words, seconds, left, replayed(left, refused))
