@@ -5,8 +5,9 @@ A worker writes both: its contract writes the event log, its channels, consent, 
 launches write the rank log. So both tell of the same commits and restores in the same order, and of
 the same receives, in the same slots, between two of them.
 
-A log may end early: an event log that is truncated, a rank log whose process was killed. Then only
-the common beginning is compared.
+A log may end early if its process was killed. An event log, whose lines are written in blocks, is
+then compared as far as it goes. A rank log, whose lines are written at once, may lack only the move
+that was under way.
 """
 
 from __future__ import annotations

@@ -71,7 +71,12 @@ def _rank(
 
 
 def launch(
-    world: int, folder: Path, body: Callable[..., Any], *args: Any, refused: str = ""
+    world: int,
+    folder: Path,
+    body: Callable[..., Any],
+    *args: Any,
+    refused: str = "",
+    beside: bool = True,
 ) -> Said:
     """
     Run `body(*args)` on every rank; what it returns is what the rank says.
@@ -85,6 +90,7 @@ def launch(
         body: A function of `tests.ranks.bodies`.
         args: What it takes.
         refused: The clause by which the model refuses what the ranks did; empty if it accepts.
+        beside: Whether each rank log is whole, so that the event log of its worker has to fit.
     """
     logs = next(path for n in itertools.count() if not (path := folder / f"logs {n}").exists())
     logs.mkdir()
@@ -105,6 +111,7 @@ def launch(
     words = {int(f.stem): json.loads(f.read_text()) for f in folder.glob("*.json")}
     seconds = time.monotonic() - began
     left = logs_of(logs)
-    alike(left)
+    if beside:
+        alike(left)
     codes = [rank.exitcode for rank in ranks]
     return Said(codes, words, seconds, left, replayed(left, refused))
