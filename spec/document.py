@@ -17,6 +17,7 @@ from .guards import GUARDS
 from .launches import LAUNCH_COLUMNS, LAUNCH_PROMISES, LAUNCH_STEPS
 from .predicates import Register
 from .promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, MEMORY, PAPER, STEPS, WORLD
+from .rank_log import RANK_EVENTS, RANK_HEADER
 from .ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from .transitions import TRANSITIONS
 from .world import WORDS
@@ -354,6 +355,11 @@ def _ranks() -> str:
         (f"`{name}`" if index == ("one",) else f"`{name}[{', '.join(index)}]`", meaning)
         for name, (index, meaning) in {**RANK_COLUMNS, **LAUNCH_COLUMNS}.items()
     ]
+    header = [(f"`{name}`", kind, meaning) for name, (kind, meaning) in RANK_HEADER.items()]
+    events = [
+        (f"`{name}`", "; ".join(f"`{field}`: {kind}" for field, kind in fields.items()), meaning)
+        for name, (fields, meaning) in RANK_EVENTS.items()
+    ]
     return "\n".join(
         [
             _text("ranks"),
@@ -365,6 +371,12 @@ def _ranks() -> str:
             "The promises use these columns:",
             "",
             *_table(("column", "meaning of an entry"), columns),
+            "",
+            "The lines of a rank log (`spec/rank_log.py`): a header, then one line per event.",
+            "",
+            *_table(("field of the header", "kind", "meaning"), header),
+            "",
+            *_table(("event", "fields", "meaning"), events),
             "",
         ]
     )

@@ -39,6 +39,7 @@ class Replay:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Replay and report."""
+        from ..log.beside import compare_beside
         from ..log.joint import replay_together
         from ..log.rank_log import is_rank_log
         from ..log.replayer import LogError, replay
@@ -57,6 +58,10 @@ class Replay:
             report = replay(*series[0]) if len(series) == 1 else replay_together(series)
         except LogError as error:
             raise UnusableError(str(error)) from error
+        if ranks is not None and (report.clause is None or _truncated(report)):
+            unlike = compare_beside(series, rank_logs)
+            if unlike is not None:
+                return Outcome(unlike.verdict, unlike.asdict(), (unlike.summary(),))
         if _truncated(report):
             data = {name: value for name, value in report.asdict().items() if name != "verdict"}
             said = report.summary().removeprefix("refused: ")

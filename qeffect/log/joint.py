@@ -43,7 +43,7 @@ from .checker import LogError
 from .replayer import ReplayReport, replay
 from .rotation import CONTINUES
 
-__all__ = ["JointReport", "replay_together"]
+__all__ = ["JointReport", "moves_of", "replay_together"]
 
 #: How an event stands in a table: what computes, and messages by their bit.
 _COMPUTED = {"check_forward": "F", "check_dgrad": "I", "check_wgrad": "W"}
@@ -217,13 +217,18 @@ class _Step:
 
 @attrs.frozen
 class _Log:
-    """The messages and commits of an accepted log; rank -1 if the log names no rank."""
+    """
+    The messages and commits of an accepted log; rank -1 if the log names no rank. `moves` are its
+    commits and restores, each with its line's sequence number and its epoch.
+    """
 
     name: str
     rank: int
     stages: Mapping[int, Mapping[str, Any]]
     epochs: tuple[int, ...]
     steps: tuple[_Step, ...]
+    moves: tuple[tuple[int, str, int], ...] = ()
+    whole: bool = True
 
     @classmethod
     def of(cls, files: Sequence[str | os.PathLike[str]]) -> _Log:
@@ -231,7 +236,10 @@ class _Log:
         path = files[0]
         try:
             with ExitStack() as stack:
-                opened = [stack.enter_context(Path(one).open(encoding="utf-8")) for one in files]
+                opened = [
+                    stack.enter_context(Path(one).open(encoding="utf-8", errors="replace"))
+                    for one in files
+                ]
                 header, *_ = [json.loads(next(file)) for file in opened]
                 continues = header.get(CONTINUES)
                 epoch = continues["state"]["weight_epoch"][0] if continues else header["epoch"]
@@ -239,13 +247,15 @@ class _Log:
                     step["began"]: [a for event in step["events"] for a in _actions(event)]
                     for step in (continues or {"steps": ()})["steps"]
                 }
-                committed = _committed(map(json.loads, chain(*opened)), epoch, kept)
+                moves: list[tuple[int, str, int]] = []
+                lines = (line for line in chain(*opened) if line.endswith("\n"))  # whole ones
+                committed = _committed(map(json.loads, lines), epoch, kept, moves)
         except (OSError, ValueError, StopIteration) as error:  # it was another file a moment ago
             raise LogError(f"{path}: changed while it was replayed: {error}") from error
         stages = {config["stage"]: config for config in header["stages"]}
         epochs, steps = tuple(e for e, _ in committed), tuple(step for _, step in committed)
         rank = -1 if header["rank"] is None else header["rank"]
-        return cls(str(path), rank, stages, epochs, steps)
+        return cls(str(path), rank, stages, epochs, steps, tuple(moves), whole=not continues)
 
 
 #: An action of a log: its line's sequence number, transition, stage, microbatch and bit.
@@ -266,7 +276,10 @@ def _actions(event: Mapping[str, Any]) -> list[_Action | str]:
 
 
 def _committed(
-    events: Iterator[dict[str, Any]], epoch: int, kept: Mapping[int, list[_Action | str]]
+    events: Iterator[dict[str, Any]],
+    epoch: int,
+    kept: Mapping[int, list[_Action | str]],
+    moves: list[tuple[int, str, int]],
 ) -> list[tuple[int, _Step]]:
     """
     Return every walk of the epochs that were committed and not undone by a restore.
@@ -275,6 +288,7 @@ def _committed(
         events: The lines after the header; a repeated step stands for the lines of that step.
         epoch: The epoch in which the log begins.
         kept: Recorded steps of earlier files.
+        moves: Takes each commit and each restore, in order.
 
     Returns:
         Epoch and actions of each walk; an epoch of several walks comes once for each.
@@ -291,6 +305,7 @@ def _committed(
             continue
         if transition == "restore":
             epoch = event["epoch"]
+            moves.append((event["seq"], "restore", epoch))
             own, walks, found = [], [], [pair for pair in found if pair[0] < epoch]
             continue
         many: list[_Action | str] = []
@@ -310,6 +325,7 @@ def _committed(
             own = []
             if action != "next_walk":
                 found += [(epoch, walk) for walk in walks]
+                moves.append((event["seq"], "commit", epoch))
                 walks, epoch = [], epoch + 1
     return found
 
@@ -390,7 +406,25 @@ def _uneven(logs: Sequence[_Log]) -> JointReport | None:
     return None
 
 
+def moves_of(
+    files: Sequence[str | os.PathLike[str]],
+) -> tuple[int, tuple[tuple[int, str, int], ...], bool]:
+    """
+    Return a log's rank, its commits and restores, and whether its beginning was given.
+
+    Args:
+        files: The log's files, oldest first; a replay has accepted the log.
+
+    Returns:
+        The rank, or -1. Each commit (of an epoch) and restore (to an epoch): the sequence number
+        of its line, its name, and the epoch. Whether the first file is there.
+    """
+    log = _Log.of(files)
+    return log.rank, log.moves, log.whole
+
+
 def _span(epochs: Sequence[int]) -> str:
+    """Return epochs in words; at most four are named."""
     if not epochs:
         return "no epoch"
     shown = ", ".join(map(str, epochs[:4])) + (", ..." if len(epochs) > 4 else "")

@@ -14,123 +14,23 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import attrs
 
+from qeffect.spec.rank_log import FIELD_KINDS, RANK_EVENTS, RANK_HEADER
+
 from .checker import LogError
 from .format import DIGEST_BYTES, compact
 from .recorder import seal
 
-__all__ = ["RANK_EVENTS", "RANK_HEADER", "RANK_MAGIC", "RankLines", "RankLog", "is_rank_log"]
+__all__ = ["RANK_MAGIC", "RankLines", "RankLog", "is_rank_log"]
 
 RANK_MAGIC: Final = "rank-log"
 _VERSION: Final = 1
-
-
-def _natural(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _peer(value: Any) -> bool:
-    return type(value) is int and value >= -1
-
-
-def _word(value: Any) -> bool:
-    return type(value) is str and 0 < len(value) <= 200
-
-
-def _maybe_word(value: Any) -> bool:
-    return value is None or _word(value)
-
-
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _message(value: Any) -> bool:
-    if type(value) is not list or len(value) != 3:
-        return False
-    stage, microbatch, gradient = value
-    return _natural(stage) and _natural(microbatch) and type(gradient) is bool
-
-
-def _naturals(value: Any) -> bool:
-    return type(value) is list and all(map(_natural, value))
-
-
-def _votes(value: Any) -> bool:
-    return _naturals(value) and all(vote <= 2 for vote in value)
-
-
-def _channels(value: Any) -> bool:
-    return type(value) is list and all(_naturals(one) and len(one) == 3 for one in value)
-
-
-_Fields = Mapping[str, Callable[[Any], bool]]
-
-#: Fields of the header: `attempt` is the name that the ranks agreed on (null if another library
-#: made them meet), `worker` numbers the workers of a process, `began` is nanoseconds of the host's
-#: clock, `channels` is [sender, receiver, messages per step].
-RANK_HEADER: Final[_Fields] = {
-    "rank": _natural,
-    "world": _natural,
-    "attempt": _maybe_word,
-    "worker": _natural,
-    "began": _natural,
-    "epoch": _natural,
-    "channels": _channels,
-}
-
-_POSTED: Final[_Fields] = {
-    "peer": _natural,
-    "message": _message,
-    "slot": _natural,
-    "generation": _natural,
-}
-_ENDED: Final[_Fields] = {"peer": _natural, "action": _word}
-
-#: Fields of each event, beside `seq`, `event` and `digest`.
-RANK_EVENTS: Final[Mapping[str, _Fields]] = {
-    # how the ranks of an attempt agree on its name
-    "offer": {"name": _word},
-    "take_seat": {"name": _word},
-    "confirm": {"name": _word},
-    "connect": {"name": _word},
-    # a step
-    "begin_step": {"epoch": _natural},
-    "post_send": _POSTED,
-    "post_receive": _POSTED,
-    "sent": _ENDED,
-    "received": _ENDED,
-    "finish": {"epoch": _natural},
-    "consent": {"epoch": _natural},
-    "commit": {"epoch": _natural},
-    # steps that are one launch: the capture, which all ranks agree to; a launch, the votes that
-    # the device published of a step, by rank, and a commit as above; the way out and back; the
-    # epoch of the device's weights after a stop
-    "capture": {"epoch": _natural},
-    "captured": {"epoch": _natural},
-    "launch": {"epoch": _natural},
-    "votes": {"epoch": _natural, "votes": _votes},
-    "leave": {"epoch": _natural},
-    "resume": {"epoch": _natural},
-    "report": {"epoch": _natural},
-    # checkpoints
-    "load": {"epoch": _natural},
-    "write_shard": {"epoch": _natural},
-    "publish": {"epoch": _natural},
-    # stopping, and a rebuild in place
-    "stop": {"kind": _word, "peer": _peer, "in_row": _flag},
-    "say": {},
-    "close": {},
-    "end": {"cause": _natural, "kind": _word},
-    "rebuilt": {"epoch": _natural},
-    "closed": {},
-}
 
 
 class RankLog:
@@ -177,7 +77,7 @@ class RankLog:
             event: A name of `RANK_EVENTS`.
             fields: Its fields, in the table's order.
         """
-        assert fields.keys() == RANK_EVENTS[event].keys(), event
+        assert fields.keys() == RANK_EVENTS[event][0].keys(), event
         with self._lock:
             if self.ended:
                 return
@@ -245,19 +145,19 @@ class RankLines:
             raise LogError(
                 f"{path}: line 1: expected version {_VERSION}, found {header.get('version')!r}"
             )
-        _check(path, 1, header, {"qeffect", "version", "digest"}, RANK_HEADER)
+        fields = {name: kind for name, (kind, _) in RANK_HEADER.items()}
+        _check(path, 1, header, {"qeffect", "version", "digest"}, fields)
         if header["rank"] >= header["world"]:
             raise LogError(
                 f"{path}: line 1: expected a rank below {header['world']}, found {header['rank']}"
             )
         for seq, event in enumerate(events, 1):
-            fields = RANK_EVENTS.get(event.get("event", ""))
-            if fields is None:
+            name = event.get("event")
+            if type(name) is not str or name not in RANK_EVENTS:
                 raise LogError(
-                    f"{path}: line {seq + 1}: expected an event of a rank log, found "
-                    f"{event.get('event')!r}"
+                    f"{path}: line {seq + 1}: expected an event of a rank log, found {name!r}"
                 )
-            _check(path, seq + 1, event, {"seq", "event", "digest"}, fields)
+            _check(path, seq + 1, event, {"seq", "event", "digest"}, RANK_EVENTS[name][0])
             if event["seq"] != seq:
                 raise LogError(f"{path}: line {seq + 1}: expected seq {seq}, found {event['seq']}")
         return cls(str(path), header, tuple(events))
@@ -281,14 +181,16 @@ def _line(path: Any, number: int, line: bytes, chain: Any) -> dict[str, Any]:
 
 
 def _check(
-    path: Any, line: int, found: Mapping[str, Any], common: set[str], fields: _Fields
+    path: Any, line: int, found: Mapping[str, Any], common: set[str], fields: Mapping[str, str]
 ) -> None:
     if found.keys() != common | fields.keys():
         expected = ", ".join(fields) or "no field"
         raise LogError(f"{path}: line {line}: expected {expected}, found {', '.join(found)}")
-    for name, check in fields.items():
-        if not check(found[name]):
-            raise LogError(f"{path}: line {line}: {name} is malformed: {found[name]!r}")
+    for name, kind in fields.items():
+        if not FIELD_KINDS[kind](found[name]):
+            raise LogError(
+                f"{path}: line {line}: {name} is malformed: expected {kind}, found {found[name]!r}"
+            )
 
 
 def is_rank_log(path: str | os.PathLike[str]) -> bool:

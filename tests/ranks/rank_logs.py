@@ -1,4 +1,7 @@
-"""Every worker of a test's ranks keeps a rank log, and the model of ranks takes the logs."""
+"""
+Every worker of a test's ranks keeps both logs. The model of ranks takes the rank logs, and each of
+them is compared with the event log of its worker.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.log.beside import compare_beside
 from qeffect.log.rank_log import RankLines
+from qeffect.log.replayer import replay
 from qeffect.verification.ranks.replay import RankReport, replay_ranks
 
-__all__ = ["keep_logs", "logs_of", "replayed"]
+__all__ = ["alike", "keep_logs", "logs_of", "replayed"]
 
 
 def keep_logs(folder: Path, rank: int) -> None:
-    """Give every worker that this process makes a rank log in a folder."""
+    """Give every worker that this process makes a rank log and an event log in a folder."""
     made = Worker.__init__
     numbers = itertools.count()
 
     def init(self: Worker, *given: Any, **named: Any) -> None:
-        named.setdefault("rank_log", folder / f"{next(numbers)}.{rank}.ranks.jsonl")
+        number = next(numbers)
+        named.setdefault("rank_log", folder / f"{number}.{rank}.ranks.jsonl")
+        if named.get("event_log") is None:
+            named["event_log"] = folder / f"{number}.{rank}.events.jsonl"
         made(self, *given, **named)
 
     Worker.__init__ = init  # type: ignore[method-assign]
@@ -48,3 +56,16 @@ def replayed(logs: Iterable[Path], refused: str = "") -> RankReport | None:
     report = replay_ranks(logs)
     assert report.clause == (refused or None), report.summary()
     return report
+
+
+def alike(logs: Iterable[Path]) -> int:
+    """Compare rank logs with the event logs beside them; return how many pairs there are."""
+    pairs = [(log, log.with_name(log.name.replace(".ranks.", ".events."))) for log in logs]
+    kept = [(log, events) for log, events in pairs if events.exists() and events.stat().st_size]
+    for log, events in kept:
+        report = replay(events)
+        early = report.clause == "log.closing" and report.expected == "a closing line"
+        assert report.clause is None or early, report.summary()
+        unlike = compare_beside([[events]], [log])
+        assert unlike is None, unlike.summary()
+    return len(kept)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .rank_logs import keep_logs, logs_of, replayed
+from .rank_logs import alike, keep_logs, logs_of, replayed
 
 #: No launch takes longer: a rank that hangs is killed and fails its test.
 LIMIT_S = 100.0
@@ -71,12 +71,18 @@ def _rank(
 
 
 def launch(
-    world: int, folder: Path, body: Callable[..., Any], *args: Any, refused: str = ""
+    world: int,
+    folder: Path,
+    body: Callable[..., Any],
+    *args: Any,
+    refused: str = "",
+    beside: bool = True,
 ) -> Said:
     """
     Run `body(*args)` on every rank; what it returns is what the rank says.
 
-    The rank logs of every worker are replayed through the model of ranks.
+    The rank logs of every worker are replayed through the model of ranks, and compared with the
+    worker's event log.
 
     Args:
         world: How many ranks.
@@ -84,6 +90,7 @@ def launch(
         body: A function of `tests.ranks.bodies`.
         args: What it takes.
         refused: The clause by which the model refuses what the ranks did; empty if it accepts.
+        beside: Whether each rank log is whole, so that the event log of its worker has to fit.
     """
     logs = next(path for n in itertools.count() if not (path := folder / f"logs {n}").exists())
     logs.mkdir()
@@ -104,5 +111,7 @@ def launch(
     words = {int(f.stem): json.loads(f.read_text()) for f in folder.glob("*.json")}
     seconds = time.monotonic() - began
     left = logs_of(logs)
+    if beside:
+        alike(left)
     codes = [rank.exitcode for rank in ranks]
     return Said(codes, words, seconds, left, replayed(left, refused))

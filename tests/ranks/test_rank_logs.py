@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,6 +21,7 @@ from qeffect.log.checker import LogError
 from qeffect.log.format import DIGEST_BYTES, compact
 from qeffect.log.rank_log import RankLines, RankLog
 from qeffect.log.recorder import seal
+from qeffect.spec.rank_log import RANK_EVENTS, RANK_HEADER
 from qeffect.verification.ranks.replay import replay_ranks
 from tests.ranks import bodies
 from tests.ranks.ranks import launch
@@ -44,7 +45,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     checkpoints = str(folder / "checkpoints")
     saved = launch(2, places[1], training.started, JOB, checkpoints, {"until": 2, "save_at": (1,)})
     resumed = launch(2, places[2], training.gone_on, JOB, checkpoints, {"until": 3})
-    return {"stopped": stopped.logs[:2], "resumed": [*saved.logs, *resumed.logs]}
+    return {
+        "stopped": stopped.logs[:2],
+        "undisturbed": stopped.logs[2:],
+        "resumed": [*saved.logs, *resumed.logs],
+        "saved": saved.logs,
+        "after": resumed.logs,
+    }
 
 
 def lines_of(path: Path) -> Lines:
@@ -260,6 +267,175 @@ class TestCommand:
     ) -> None:
         assert 2 == main(["replay", str(runs["stopped"][0])])
         assert "the log of rank 1 in attempt" in capsys.readouterr().err
+
+
+def events_of(logs: list[Path]) -> list[Path]:
+    """The event logs of the workers that wrote some rank logs."""
+    return [log.with_name(log.name.replace(".ranks.", ".events.")) for log in logs]
+
+
+def ended(logs: list[Lines]) -> None:
+    """Both rank logs end before the second step."""
+    for log in logs:
+        del log[at(log, "begin_step", 1) :]
+
+
+def other_microbatch(logs: list[Lines]) -> None:
+    """Rank 0 sends microbatch 9 instead of 0, and rank 1 receives it."""
+    post = logs[0][at(logs[0], "post_send")]
+    other = logs[1][at(logs[1], "post_receive")]
+    assert [0, 0, False] == post["message"] == other["message"]
+    post["message"] = other["message"] = [0, 9, False]
+    for log, action in ((logs[0], "0SEND_F"), (logs[1], "1RECV_F")):
+        next(line for line in log if line.get("action") == f"{action}0")["action"] = f"{action}9"
+
+
+def unedited(logs: list[Lines]) -> None:
+    """The logs as they were written."""
+
+
+#: Runs of the event logs and of the rank logs, an edit of the latter, and the refusal.
+UNLIKE: dict[str, tuple[str, str, Edit, str, str]] = {
+    "commits that the rank logs do not have": (
+        "saved",
+        "saved",
+        ended,
+        "epoch.wrong-epoch",
+        "has a commit of epoch 1; the rank log",
+    ),
+    "a rebuild that the rank logs do not have": (
+        "stopped",
+        "undisturbed",
+        unedited,
+        "epoch.wrong-epoch",
+        "has a restore to epoch 0; the rank log",
+    ),
+    "a rebuild that the event logs do not have": (
+        "undisturbed",
+        "stopped",
+        unedited,
+        "epoch.wrong-epoch",
+        "has a restore to epoch 0.",
+    ),
+    "a resume that the rank logs do not have": (
+        "after",
+        "saved",
+        unedited,
+        "epoch.wrong-epoch",
+        "has a restore to epoch 1; the rank log",
+    ),
+    "a receive into another slot": (
+        "saved",
+        "saved",
+        changed(0, "post_receive", slot=9),
+        "ranks.as-recorded",
+        "in slot 9, generation 0.",
+    ),
+    "a receive of another microbatch": (
+        "saved",
+        "saved",
+        other_microbatch,
+        "ranks.as-recorded",
+        "microbatch 9, in slot 0, generation 0.",
+    ),
+}
+
+
+class TestBesideEventLogs:
+    """Event logs and rank logs of one run tell of the same commits, restores and receives."""
+
+    @pytest.mark.parametrize("run", ["stopped", "undisturbed", "saved", "after"])
+    def test_are_accepted_together(
+        self, run: str, runs: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert 0 == main(["replay", *map(str, [*events_of(runs[run]), *runs[run]])])
+        assert "accepted: 2 ranks together" in capsys.readouterr().out
+
+    def test_an_event_log_fits_one_of_its_ranks_logs(self, runs: dict[str, list[Path]]) -> None:
+        """The rank logs of the run before the resume are given too."""
+        assert 0 == main(
+            ["replay", "--quiet", *map(str, [*events_of(runs["after"]), *runs["resumed"]])]
+        )
+
+    @pytest.mark.parametrize("name", UNLIKE)
+    def test_that_differ_are_refused(
+        self,
+        name: str,
+        runs: dict[str, list[Path]],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Either is accepted by itself."""
+        written, told, edit, clause, words = UNLIKE[name]
+        logs = [lines_of(path) for path in runs[told]]
+        edit(logs)
+        forged = [str(write(tmp_path / f"{n}.jsonl", log)) for n, log in enumerate(logs)]
+        events = [str(path) for path in events_of(runs[written])]
+
+        assert 0 == main(["replay", *forged])
+        assert 0 == main(["replay", *events])
+        capsys.readouterr()
+        assert 1 == main(["replay", "--json", "--quiet", *events, *forged])
+        said = json.loads(capsys.readouterr().out)
+        assert ("refused", clause) == (said["verdict"], said["clause"]), said["message"]
+        assert words in said["message"]
+        assert said["rank"] in (0, 1)
+
+    def test_a_truncated_event_log_is_compared_as_far_as_it_goes(
+        self, runs: dict[str, list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Rank 0 was killed. Its log is unusable, and refused beside rank logs of another run."""
+        whole = events_of(runs["saved"])
+        cut = tmp_path / whole[0].name
+        text = whole[0].read_bytes()
+        cut.write_bytes(text[: text.index(b"\n", text.index(b"commit_update")) + 40])
+        events = [str(cut), str(whole[1])]
+
+        assert 2 == main(["replay", *events, *map(str, runs["saved"])])
+        assert "truncated" in capsys.readouterr().out
+        assert 1 == main(["replay", *events, *map(str, runs["stopped"])])
+        assert "has a commit of epoch 0; the rank log" in capsys.readouterr().out
+
+
+class TestFields:
+    """Every event of the table is written and read by the table."""
+
+    #: For each kind a value of the kind, and one that is not.
+    VALUES: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "a number": (3, -1),
+        "a rank, or -1": (-1, -2),
+        "a name": ("x", ""),
+        "a name, or null": (None, 1),
+        "true or false": (True, 1),
+        "[sending stage, microbatch, whether it is a gradient]": ([0, 1, True], [0, 1]),
+        "0 (yes), 1 (no) or 2 (other gradients), by rank": ([0, 2], [3]),
+        "[sender, receiver, messages per step], each": ([[0, 1, 2]], [[0, 1]]),
+    }
+
+    @pytest.mark.parametrize("event", RANK_EVENTS)
+    def test_of_an_event(self, event: str, tmp_path: Path) -> None:
+        fields, _ = RANK_EVENTS[event]
+        good = {name: self.VALUES[kind][0] for name, kind in fields.items()}
+        log = RankLog(tmp_path / "a", rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
+        log(event, **good)
+        log.close()
+        first, *_ = RankLines.read(tmp_path / "a").events
+        assert event == first["event"]
+        assert good.items() <= first.items()
+        for name, kind in fields.items():
+            lines = lines_of(tmp_path / "a")
+            lines[1][name] = self.VALUES[kind][1]
+            with pytest.raises(LogError, match=f"line 2: {name} is malformed: expected"):
+                RankLines.read(write(tmp_path / "b", lines))
+
+    def test_of_the_header(self, tmp_path: Path) -> None:
+        log = RankLog(tmp_path / "a", rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
+        log.close()
+        for name, (kind, _) in RANK_HEADER.items():
+            lines = lines_of(tmp_path / "a")
+            lines[0][name] = self.VALUES[kind][1]
+            with pytest.raises(LogError, match=f"line 1: {name} is malformed: expected"):
+                RankLines.read(write(tmp_path / "b", lines))
 
 
 class TestWriter:

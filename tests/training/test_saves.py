@@ -29,11 +29,11 @@ from tests.training import bodies
 JOB = Job(schedule="zbv", pp=2, microbatches=4)
 
 
-def run(tmp_path: Path, job: Job, body: Any, *args: Any, refused: str = "") -> dict[int, Any]:
-    """One launch, which ends well; the model of ranks may refuse what its ranks did."""
+def run(tmp_path: Path, job: Job, body: Any, *args: Any, **options: Any) -> dict[int, Any]:
+    """One launch, which ends well; `options` say how its logs are checked."""
     words, folder = tmp_path / "words", tmp_path / "checkpoints"
     words.mkdir()
-    found = launch(job.world, words, body, job, str(folder), *args, refused=refused)
+    found = launch(job.world, words, body, job, str(folder), *args, **options)
     assert found.codes == [0] * job.world
     return found.words
 
@@ -161,7 +161,7 @@ def test_a_load_that_fails_half_way_stops_all_ranks_for_good(tmp_path: Path) -> 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_is_full_is_named_on_all_ranks(tmp_path: Path, asynchronous: bool) -> None:
     """The system refuses a write of one rank; the run goes on, and so does the save after it."""
-    said = run(tmp_path, JOB, bodies.full, asynchronous)
+    said = run(tmp_path, JOB, bodies.full, asynchronous, beside=False)
     for rank, words in said.items():
         for victim in ("0", "1"):
             found = words[victim]

@@ -1,0 +1,278 @@
+"""
+Event logs and rank logs of one run, compared with each other.
+
+A worker writes both: its contract writes the event log, its channels, consent, checkpoints and
+launches write the rank log. So both tell of the same commits and restores in the same order, and of
+the same receives, in the same slots, between two of them.
+
+A log may end early if its process was killed. An event log, whose lines are written in blocks, is
+then compared as far as it goes. A rank log, whose lines are written at once, may lack only the move
+that was under way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from qeffect.spec.clauses import CLAUSES
+
+from ..relations.constants import IN_BIT
+from .joint import JointReport, moves_of
+from .rank_log import RankLines
+
+__all__ = ["compare_beside"]
+
+#: What the events of a rank log that change the epoch are in an event log.
+_MOVES: Final[Mapping[str, str]] = {"commit": "commit", "rebuilt": "restore", "load": "restore"}
+_REMEDY: Final = (
+    "Give logs of one run. If they are, one of them was changed, or the process acted past its "
+    "contract."
+)
+
+
+def compare_beside(
+    logs: Sequence[Sequence[str | os.PathLike[str]]],
+    rank_logs: Sequence[str | os.PathLike[str]],
+) -> JointReport | None:
+    """
+    Compare each event log with the rank log of the same worker: commits, restores, receives.
+
+    A rank may have several rank logs, for example of the runs before a resume. One of them has to
+    fit; the refusal is about the one that fits longest. An event log that names no rank is not
+    compared.
+
+    Args:
+        logs: The files of each event log, oldest first. A replay has accepted each log, or found
+            nothing but an early end.
+        rank_logs: The rank logs, which a replay has accepted.
+
+    Returns:
+        The first difference, as a refusal; None if there is none.
+    """
+    told: dict[int, list[_Told]] = {}
+    for path in rank_logs:
+        lines = RankLines.read(path)
+        told.setdefault(lines.header["rank"], []).append(_Told.of(lines))
+    for files in logs:
+        rank, moves, whole = moves_of(files)
+        if rank not in told:
+            continue
+        spans = _spans(files, moves)
+        unlike = [_first_unlike(str(files[0]), spans, whole, other) for other in told[rank]]
+        if None in unlike:
+            continue
+        found = max((one for one in unlike if one is not None), key=lambda one: one.alike)
+        return found.report(rank)
+    return None
+
+
+@attrs.frozen
+class _Span:
+    """
+    What ends with a commit or a restore.
+
+    Args:
+        seq: Sequence number of the line that ends it.
+        name: ``commit``, ``restore``, ``closed``, or empty at an end without either.
+        epoch: The epoch that was committed or restored; -1 at an end.
+        receives: The receives that were posted: stage of the sender, microbatch, whether it is a
+            gradient, slot, generation. None if a launch posted them.
+    """
+
+    seq: int
+    name: str
+    epoch: int
+    receives: tuple[tuple[int, ...], ...] | None
+
+
+def _spans(
+    files: Sequence[str | os.PathLike[str]], moves: Sequence[tuple[int, str, int]]
+) -> list[_Span]:
+    """Return the spans of an event log; `moves` are its commits and restores."""
+    receives: list[tuple[int, tuple[int, ...]]] = []
+    again: set[int] = set()
+    seq, closed = 0, False
+    for path in files:
+        with Path(path).open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    continue  # the process was killed in it
+                event = json.loads(line)
+                closed = "seq" not in event and "events" in event
+                seq = event.get("seq", seq)
+                kind = event.get("transition")
+                if kind == "repeat_step":
+                    again.add(seq)
+                elif kind == "post_receive":
+                    _, stage, microbatch, *_ = event["key"]
+                    slot, generation, *_ = event["ref"]
+                    sender = (stage - 1, microbatch, 0)
+                    if event["message"] != IN_BIT:
+                        sender = (stage + 1, microbatch, 1)
+                    receives.append((seq, (*sender, slot, generation)))
+    spans, before = [], 0
+    for end, name, epoch in (*moves, (seq + 1, "closed" if closed else "", -1)):
+        own = tuple(one for at, one in receives if before < at < end)
+        spans.append(_Span(end, name, epoch, None if end in again else own))
+        before = end
+    return spans
+
+
+@attrs.frozen
+class _Told:
+    """
+    What a rank log says of its worker's contract.
+
+    Args:
+        name: Its path.
+        spans: Commits and restores, each with the receives before it; the last may have no name.
+        under_way: Moves that the worker may have made before it could write the line.
+        closed: Whether the log is whole.
+    """
+
+    name: str
+    spans: tuple[_Span, ...]
+    under_way: tuple[str, ...]
+    closed: bool
+
+    @classmethod
+    def of(cls, log: RankLines) -> _Told:
+        spans: list[_Span] = []
+        receives: list[tuple[int, ...]] = []
+        launched = False
+        under_way: tuple[str, ...] = ("restore",)
+        closed = False
+        for event in log.events:
+            kind = event["event"]
+            closed = kind == "closed"
+            if kind == "post_receive":
+                stage, microbatch, gradient = event["message"]
+                receives.append(
+                    (stage, microbatch, int(gradient), event["slot"], event["generation"])
+                )
+            elif kind in _MOVES:
+                posts = None if launched and not receives else tuple(receives)
+                spans.append(_Span(event["seq"], _MOVES[kind], event["epoch"], posts))
+                receives, launched = [], False
+                under_way = ()
+            elif kind == "launch":
+                launched = True
+                under_way = ("commit",)
+            elif kind in ("begin_step", "capture"):
+                under_way = ()
+            elif kind == "consent":
+                under_way = ("commit",)
+            elif kind == "end":
+                under_way = ("restore",)
+        spans.append(_Span(len(log.events), "", -1, None if launched else tuple(receives)))
+        return cls(log.name, tuple(spans), under_way, closed)
+
+
+@attrs.frozen
+class _Unlike:
+    """Where two logs differ, and behind how many moves."""
+
+    alike: int
+    epoch: int | None
+    step: int
+    action: str
+    clause: str
+    files: tuple[str, str]
+    expected: str
+    found: str
+
+    def report(self, rank: int) -> JointReport:
+        events, ranks = self.files
+        return JointReport(
+            "refused",
+            (),
+            epochs=self.alike,
+            rank=rank,
+            epoch=self.epoch,
+            clause=self.clause,
+            step=self.step,
+            action=self.action,
+            message=f"the event log {events} has {self.found}; the rank log {ranks} has "
+            f"{self.expected}.",
+            expected=f"{self.expected}, as in the rank log",
+            found=self.found,
+            remedy=_REMEDY,
+        )
+
+
+def _first_unlike(name: str, spans: Sequence[_Span], whole: bool, told: _Told) -> _Unlike | None:
+    """Return the first difference between an event log and a rank log of one worker."""
+    others = told.spans
+    if not whole:  # the log's beginning was rotated away
+        others = others[max(0, len(others) - len(spans)) :]
+    closed = spans[-1].name == "closed"
+    files = (name, told.name)
+    for alike, (own, other) in enumerate(zip(spans, others, strict=False)):
+        if own.name in ("", "closed") or not other.name:
+            ended = own.name in ("", "closed")
+            if (
+                (ended and not other.name)
+                or (ended and not closed)
+                or (not ended and not told.closed and own.name in told.under_way)
+            ):
+                return None
+        elif (own.name, own.epoch) == (other.name, other.epoch):
+            first = alike == 0 and not whole
+            if first or own.receives is None or other.receives is None:
+                continue
+            if own.name == "commit" and own.receives != other.receives:
+                return _Unlike(
+                    alike,
+                    own.epoch,
+                    own.seq,
+                    "post_receive",
+                    "ranks.as-recorded",
+                    files,
+                    *_words(other.receives, own.receives, own.epoch),
+                )
+            continue
+        epoch = own.epoch if own.name == "commit" else other.epoch
+        return _Unlike(
+            alike,
+            epoch if epoch >= 0 else None,
+            own.seq,
+            own.name if own.name != "closed" else "end of the log",
+            CLAUSES["epoch.wrong-epoch"].id,
+            files,
+            _said(other),
+            _said(own),
+        )
+    return None
+
+
+def _said(span: _Span) -> str:
+    """A move in words."""
+    if span.name == "commit":
+        return f"a commit of epoch {span.epoch}"
+    if span.name == "restore":
+        return f"a restore to epoch {span.epoch}"
+    return "no further commit or restore"
+
+
+def _words(
+    expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]], epoch: int
+) -> Iterator[str]:
+    """The first receive in which two lists differ, in words: expected, then found."""
+    pairs = enumerate(zip(expected, found, strict=False))
+    place = next((n for n, (a, b) in pairs if a != b), min(len(expected), len(found)))
+    for receives in (expected, found):
+        if place >= len(receives):
+            yield f"{len(receives)} receives in epoch {epoch}"
+            continue
+        stage, microbatch, gradient, slot, generation = receives[place]
+        what = "gradient" if gradient else "activation"
+        yield (
+            f"as receive {place} of epoch {epoch} the {what} of stage {stage}, microbatch "
+            f"{microbatch}, in slot {slot}, generation {generation}"
+        )

@@ -1,0 +1,131 @@
+"""
+The lines of a rank log: one table for the writer, the reader's checks and the written contract.
+
+A rank log has a header, then one line per event. Every line ends with a digest over all lines so
+far; every event has a number, ``seq``, from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["FIELD_KINDS", "RANK_EVENTS", "RANK_HEADER"]
+
+_Fields = Mapping[str, str]
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _peer(value: Any) -> bool:
+    return type(value) is int and value >= -1
+
+
+def _word(value: Any) -> bool:
+    return type(value) is str and 0 < len(value) <= 200
+
+
+def _maybe_word(value: Any) -> bool:
+    return value is None or _word(value)
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _message(value: Any) -> bool:
+    if type(value) is not list or len(value) != 3:
+        return False
+    stage, microbatch, gradient = value
+    return _natural(stage) and _natural(microbatch) and type(gradient) is bool
+
+
+def _naturals(value: Any) -> bool:
+    return type(value) is list and all(map(_natural, value))
+
+
+def _votes(value: Any) -> bool:
+    return _naturals(value) and all(vote <= 2 for vote in value)
+
+
+def _channels(value: Any) -> bool:
+    return type(value) is list and all(_naturals(one) and len(one) == 3 for one in value)
+
+
+#: The kinds of fields: whether a parsed value is of the kind.
+FIELD_KINDS: Final[Mapping[str, Any]] = {
+    "a number": _natural,
+    "a rank, or -1": _peer,
+    "a name": _word,
+    "a name, or null": _maybe_word,
+    "true or false": _flag,
+    "[sending stage, microbatch, whether it is a gradient]": _message,
+    "0 (yes), 1 (no) or 2 (other gradients), by rank": _votes,
+    "[sender, receiver, messages per step], each": _channels,
+}
+
+_NUMBER: Final = "a number"
+_NAME: Final = "a name"
+_EPOCH: Final[_Fields] = {"epoch": _NUMBER}
+_NAMED: Final[_Fields] = {"name": _NAME}
+_POSTED: Final[_Fields] = {
+    "peer": _NUMBER,
+    "message": "[sending stage, microbatch, whether it is a gradient]",
+    "slot": _NUMBER,
+    "generation": _NUMBER,
+}
+_ENDED: Final[_Fields] = {"peer": _NUMBER, "action": _NAME}
+
+#: The header's fields: kind and meaning.
+RANK_HEADER: Final[Mapping[str, tuple[str, str]]] = {
+    "rank": (_NUMBER, "the rank"),
+    "world": (_NUMBER, "ranks of the job"),
+    "attempt": (
+        "a name, or null",
+        "the name that the ranks agreed on; null if another library made them meet",
+    ),
+    "worker": (_NUMBER, "the worker's number among those of its process"),
+    "began": (_NUMBER, "nanoseconds of the host's clock"),
+    "epoch": (_NUMBER, "the weight epoch in which the worker began"),
+    "channels": ("[sender, receiver, messages per step], each", "the connections of the job"),
+}
+
+#: Each event: its fields and their kinds, and what happened.
+RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
+    "offer": (_NAMED, "rank 0 drew a name for the attempt and offered it"),
+    "take_seat": (_NAMED, "the rank took its seat under the name"),
+    "confirm": (_NAMED, "rank 0 saw every seat taken"),
+    "connect": (_NAMED, "the rank connected under the name"),
+    "begin_step": (_EPOCH, "a guarded step began"),
+    "post_send": (_POSTED, "the rank posted a send"),
+    "post_receive": (_POSTED, "the rank posted a receive"),
+    "sent": (_ENDED, "a send ended"),
+    "received": (_ENDED, "a receive ended"),
+    "finish": (_EPOCH, "the gradients are final and the contract allows the commit"),
+    "consent": (_EPOCH, "the rank consents to the commit"),
+    "commit": (_EPOCH, "the rank updated its weights, or launched its update, and committed"),
+    "capture": (_EPOCH, "the rank begins to capture a step as one launch"),
+    "captured": (_EPOCH, "all ranks captured the step"),
+    "launch": (_EPOCH, "the host launches the step"),
+    "votes": (
+        {**_EPOCH, "votes": "0 (yes), 1 (no) or 2 (other gradients), by rank"},
+        "the host read the devices' votes of an earlier launch",
+    ),
+    "leave": (_EPOCH, "the last launch ended; guarded steps or a checkpoint may follow"),
+    "resume": (_EPOCH, "launches begin again"),
+    "report": (_EPOCH, "after a stop: the epoch of the device's weights"),
+    "load": (_EPOCH, "the rank loaded a checkpoint of the epoch"),
+    "write_shard": (_EPOCH, "the rank writes its part of a checkpoint"),
+    "publish": (_EPOCH, "rank 0 gave the whole checkpoint its name"),
+    "stop": (
+        {"kind": _NAME, "peer": "a rank, or -1", "in_row": "true or false"},
+        "the rank stops: why, because of which rank, and whether inside its row",
+    ),
+    "say": ({}, "the rank published its cause"),
+    "close": ({}, "the rank closed its connections"),
+    "end": ({"cause": _NUMBER, "kind": _NAME}, "the rank read the one cause: whose, and which"),
+    "rebuilt": (_EPOCH, "the rank began again in place"),
+    "closed": ({}, "the worker ended its work; the log is whole"),
+}
