@@ -85,7 +85,8 @@ class Model:
         dropout: Probability with which each layer drops elements of its two residual branches, in
             training and not in evaluations. Only the reference backend has dropout; it draws on the
             host, so a GPU needs `mode = "eager"`. Which elements are dropped follows from `seed`,
-            from the replica and from the rank's first stage.
+            from the replica and from the rank's first stage; a run with dropout resumes with the
+            same `pp`.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
             layers of either backend; `torchao` takes TorchAO's `Float8Linear`, with dynamic
             scaling.
