@@ -25,24 +25,22 @@ reductions end where the table awaits them (torch 2.15), otherwise at the end of
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qeffect.contract import Contract
-from qeffect.log.recorder import Recorder
-from qeffect.refusals import Refused
 from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.transport import Transport
 from qeffect.stage_config import StageConfig
 from qeffect.text import shown
 
+from .judging import ContractLogs, Judge
 from .meeting import MeetingError, meet
 from .pipelining_evidence import StageEvidence
 from .pipelining_step import GuardedStep, TableReductions
@@ -50,8 +48,6 @@ from .pipelining_table import Event, GuardedRow, declared_order, event_of, table
 from .reports import Manner, OnViolation, Reports, Violation
 
 __all__ = ["UNUSED", "GuardedSchedule", "MeetingError", "Violation", "guard"]
-
-_T = TypeVar("_T")
 
 #: Relations that a guard of plain modules leaves out.
 UNUSED = ("version", "arena", "capture", "completion")
@@ -156,7 +152,6 @@ class GuardedSchedule:
 
     Attributes:
         contract: The contract; `rebuild` makes a new one.
-        at: The action that was checked last, in torch's notation, such as ``1W2``.
     """
 
     def __init__(
@@ -169,13 +164,11 @@ class GuardedSchedule:
     ) -> None:
         self.schedule = schedule
         self.stages = stages
-        self.at = ""
-        self._reports = reports
-        self._judges = self._known = True
+        self._judge = Judge(reports, self._rank, self._forget_actions)
+        self._known = True
         self._left = False  # whether the latest step was left unfinished
         self._steps = 0
-        self._log, self._contracts = log, 0
-        self._close: Callable[[], Any] = lambda: None
+        self._logs = ContractLogs(log)
         self._number, self._rebuilds = next(_NUMBERS), 0
         #: Messages of the latest step: how many were posted, and whether torch's loop returned.
         self._messages, self._looped = 0, True
@@ -187,7 +180,7 @@ class GuardedSchedule:
             if found and reports is None:
                 raise ScheduleError(f"{table.source}: {found[0]} ({found[0].remedy})")
             if found and reports is not None:
-                self._known, self._judges = False, False
+                self._known = self._judge.judges = False
                 said = Violation(
                     found[0].clause, self._rank(), 0, table.source, str(found[0]), found[0].remedy
                 )
@@ -220,9 +213,15 @@ class GuardedSchedule:
             setattr(owner, _MARK, self)
 
     @property
+    def at(self) -> str:
+        """The action that was checked last, in torch's notation, such as ``1W2``."""
+        return self._judge.at
+
+    @property
     def violations(self) -> tuple[Violation, ...]:
         """The first violation of each clause, in manner ``report``."""
-        return () if self._reports is None else tuple(self._reports.violations.values())
+        reports = self._judge.reports
+        return () if reports is None else tuple(reports.violations.values())
 
     def on_trust(self) -> tuple[str, ...]:
         """Return what the guard of this schedule takes on trust."""
@@ -243,7 +242,7 @@ class GuardedSchedule:
 
     def remove(self) -> None:
         """Remove the guard; the schedule and its stages are as they were before it."""
-        self._close()
+        self._logs.close()
         while self._replaced:
             owner, name, before = self._replaced.pop()
             if before is not None:
@@ -365,18 +364,8 @@ class GuardedSchedule:
             for c in configs
         )
         contract = Contract(configs, omit=UNUSED, declared=self._declared, epoch=self._epoch)
-        if self._log is not None:
-            self._record(contract, self._log)
+        self._logs.begin(contract, self._rank())
         return contract
-
-    def _record(self, contract: Contract, folder: Path) -> None:
-        """Begin the event log of a contract, and close that of the last one."""
-        self._close()
-        name = f"rank{self._rank()}" + (f".contract{self._contracts}" if self._contracts else "")
-        self._contracts += 1
-        folder.mkdir(parents=True, exist_ok=True)
-        recorder = Recorder(contract, folder / f"{name}.jsonl", rank=self._rank())
-        self._close = weakref.finalize(self, recorder.close)
 
     # A step
 
@@ -401,11 +390,11 @@ class GuardedSchedule:
     @contextmanager
     def _unguarded(self) -> Iterator[None]:
         """Let forwards run outside any epoch."""
-        judges, self._judges = self._judges, False
+        judges, self._judge.judges = self._judge.judges, False
         try:
             yield
         finally:
-            self._judges = judges
+            self._judge.judges = judges
 
     @contextmanager
     def _guarded_walk(self) -> Iterator[None]:
@@ -424,12 +413,13 @@ class GuardedSchedule:
 
     def _begin_step(self) -> None:
         """Drop the records of the last step, also of an unfinished one."""
-        if self._reports is not None and self._left:  # a violation, or a step that failed
+        if self._judge.reports is not None and self._left:  # a violation, or a step that failed
             self._epoch = self._steps  # that of the ranks that committed the last step
-            self._judges = self._known
+            self._judge.judges = self._known
             self._judge("the beginning of the step", self._restart)
         self._left = True
         self._messages, self._looped = 0, False
+        self._judge.step = self._steps
         self._steps += 1
         self._forget_step()
         self._judge("the beginning of the step", self._check_functions)
@@ -468,13 +458,7 @@ class GuardedSchedule:
 
     def _abort(self) -> None:
         """Abort the actions that are under way."""
-        for ticket in self.contract.outstanding():
-            try:
-                self.contract.abort(ticket)
-            except Exception as error:  # the log's: the abort has happened
-                if self._reports is None:
-                    raise
-                self._reports.fail(error, self.at)
+        self._judge.abort(self.contract)
 
     # Actions
 
@@ -645,40 +629,8 @@ class GuardedSchedule:
             raise self._evidence.not_run(event)
         self._commit(event, block)
 
-    def _judge(self, action: str, call: Callable[[], _T], place: str = "") -> _T | None:
-        """
-        Ask the contract about an action, unless the guard judges nothing at present.
-
-        A refusal is raised with rank and action in a note, or reported; then the guard does not
-        judge until the next step.
-
-        Args:
-            action: The action, in torch's notation; the one before if empty.
-            call: Asks the contract.
-            place: Where the action is in its row.
-        """
-        if not self._judges:
-            return None
-        if action:
-            self.at = action
-        try:
-            return call()
-        except Refused as refused:
-            if self._reports is None:
-                refused.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
-                raise
-            step = self._steps - 1
-            self._reports.add(Violation.of(refused, self._rank(), step, self.at))
-        except Exception as error:
-            if self._reports is None:
-                raise
-            self._reports.fail(error, self.at)
-        self._stop()
-        return None
-
-    def _stop(self) -> None:
-        """Judge nothing until the next step, which has a contract of its own."""
-        self._judges = False
+    def _forget_actions(self) -> None:
+        """Forget the actions that are under way: nothing is judged until the next step."""
         self._abort()
         self._checked.clear()
         self._posted.clear()

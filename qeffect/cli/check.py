@@ -96,6 +96,7 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
             f"stage: {verdict.slots_text}",
             *one_rank(schedule),
             *_channels(verdict),
+            *_notes(schedule),
         ]
     finding = verdict.finding
     return [
@@ -108,7 +109,12 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
         f"  found:    {finding.found}",
         f"  do:       {finding.remedy}",
         *_channels(verdict),
+        *_notes(schedule),
     ]
+
+
+def _notes(schedule: Schedule) -> list[str]:
+    return [f"  note: {note}" for note in schedule.notes]
 
 
 def _extent(schedule: Schedule) -> str:

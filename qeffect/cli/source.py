@@ -1,6 +1,6 @@
 """
-Where a command's schedule comes from: a CSV table, a torch class by name, or a TE order list; and
-how the runtime carries its messages.
+Where a command's schedule comes from: a CSV table, a torch or DeepSpeed class by name,
+Megatron-core's loops, or a TE order list; and how the runtime carries its messages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..report import require_place
 from ..schedule.actions import Schedule, ScheduleError
+from ..schedule.megatron import MESSAGES
 from ..schedule.transport import QUEUES, RENDEZVOUS, Transport
 from .command import UnusableError, refuse_unused
 
@@ -20,10 +21,16 @@ __all__ = ["SHAPE", "add_source", "one_rank", "read_source", "read_transport", "
 
 #: The file name that stands for standard input.
 STDIN = "-"
-_OF_TORCH = ("--pp", "--vpp", "--comms", "--defer-receives")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
+#: Options that shape a schedule, each with the options that name such a schedule.
+_USERS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("--pp", "--vpp"): ("--torch CLASS", "--megatron"),
+    ("--comms", "--defer-receives"): ("--torch CLASS",),
+    ("--messages", "--group"): ("--megatron",),
+    ("--stages",): ("--deepspeed CLASS",),
+}
 #: Options that shape the schedule that another one names, or say how its messages are carried.
-SHAPE = (*_OF_TORCH, "--microbatches", *_TRANSPORT)
+SHAPE = (*(option for options in _USERS for option in options), "--microbatches", *_TRANSPORT)
 
 
 def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
@@ -45,6 +52,17 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "in the working folder",
     )
     named.add_argument(
+        "--megatron",
+        action="store_true",
+        help="Megatron-core's 1F1B schedule, interleaved with --vpp 2 or more, with its messages",
+    )
+    named.add_argument(
+        "--deepspeed",
+        metavar="CLASS",
+        help="DeepSpeed schedule class: TrainSchedule, DualPipeVSchedule, or module:Class for your "
+        "own subclass, which may be in the working folder",
+    )
+    named.add_argument(
         "--te-order", metavar="LIST", help="Transformer Engine _order list, such as 1,1,-1,-1"
     )
     schedule.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default 2)")
@@ -52,7 +70,25 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--vpp",
         type=int,
         metavar="N",
-        help="stages per rank (default 2; 1 for a class with one stage per rank)",
+        help="stages per rank (default 2; 1 for a class with one stage per rank; with --megatron, "
+        "virtual stages per rank, default 1)",
+    )
+    schedule.add_argument(
+        "--stages", type=int, metavar="N", help="ranks of the --deepspeed pipeline (default 2)"
+    )
+    schedule.add_argument(
+        "--messages",
+        choices=MESSAGES,
+        help="how Megatron-core exchanges tensors. batched: batch_p2p_comm, all messages of an "
+        "exchange together (default, as in Megatron-core). overlapped: overlap_p2p_comm. plain: "
+        "neither, messages one by one",
+    )
+    schedule.add_argument(
+        "--group",
+        type=int,
+        metavar="N",
+        help="consecutive microbatches of a virtual stage, Megatron-core's "
+        "microbatch_group_size_per_vp_stage (default: the number of ranks)",
     )
     schedule.add_argument(
         "--comms", action="store_true", help="include sends and receives in the table"
@@ -61,8 +97,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--microbatches",
         type=int,
         metavar="N",
-        help="microbatches per step (default 4 with --torch); with FILE.csv, the number that the "
-        "table must hold",
+        help="microbatches per step (default 4 with --torch, --megatron and --deepspeed); with "
+        "FILE.csv, the number that the table must hold",
     )
     schedule.add_argument(
         "--defer-receives",
@@ -92,7 +128,10 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         help="a send waits until its receive is posted; meanwhile it blocks its queue or its "
         "whole rank; a table that can then deadlock is refused (default: sends are buffered)",
     )
-    schedule.description = "--pp, --vpp, --comms and --defer-receives apply to --torch."
+    schedule.description = (
+        "--pp and --vpp apply to --torch and --megatron, --comms and --defer-receives to --torch, "
+        "--messages and --group to --megatron, --stages to --deepspeed."
+    )
     return named
 
 
@@ -104,8 +143,7 @@ def read_source(args: argparse.Namespace) -> Schedule:
         UnusableError: The schedule cannot be read, or an option belongs to another kind of
             schedule.
     """
-    if args.torch is None:
-        refuse_unused(args, _OF_TORCH, "only --torch CLASS uses that")
+    _refuse_other_shapes(args)
     if args.te_order is not None:
         refuse_unused(
             args,
@@ -135,6 +173,27 @@ def read_source(args: argparse.Namespace) -> Schedule:
                     max_outstanding_sends=args.max_outstanding_sends,
                 ),
             )
+        if args.megatron:
+            from ..schedule.megatron import megatron_schedule
+
+            return megatron_schedule(
+                pp=2 if args.pp is None else args.pp,
+                vpp=args.vpp,
+                microbatches=4 if args.microbatches is None else args.microbatches,
+                messages="batched" if args.messages is None else args.messages,
+                group=args.group,
+            )
+        if args.deepspeed is not None:
+            from ..schedule.deepspeed import deepspeed_schedule
+
+            return _named(
+                f"--deepspeed {args.deepspeed}",
+                lambda: deepspeed_schedule(
+                    args.deepspeed,
+                    stages=2 if args.stages is None else args.stages,
+                    microbatches=4 if args.microbatches is None else args.microbatches,
+                ),
+            )
         if args.te_order is not None:
             from ..schedule.te_order import te_order
 
@@ -142,6 +201,27 @@ def read_source(args: argparse.Namespace) -> Schedule:
         return _read_file(args.file, args.microbatches)
     except ScheduleError as error:
         raise UnusableError(str(error)) from error
+
+
+def _refuse_other_shapes(args: argparse.Namespace) -> None:
+    """Refuse options that shape another kind of schedule than the named one."""
+    unused = {
+        option: users
+        for options, users in _USERS.items()
+        for option in options
+        if _given(args, option) and not any(_given(args, user) for user in users)
+    }
+    if unused:
+        every = next(iter(unused.values()))
+        shared = [user for user in every if all(user in users for users in unused.values())]
+        named = [option for option, users in unused.items() if set(shared) <= set(users)]
+        users = " or ".join(shared or every)
+        refuse_unused(args, named if shared else list(unused)[:1], f"only {users} uses that")
+
+
+def _given(args: argparse.Namespace, option: str) -> bool:
+    value = getattr(args, option.split()[0].lstrip("-").replace("-", "_"))
+    return value is not None and value is not False
 
 
 def _read_file(file: str, microbatches: int | None) -> Schedule:

@@ -227,6 +227,8 @@ class Schedule:
         source: Origin of the table, for messages.
         complete: Whether all ranks are present. If not, messages from missing ranks are unchecked.
         notes: Facts about the source that a reader should know.
+        buffers: The slot of each stage and microbatch, if the source names it; by default each
+            tape takes a free slot.
     """
 
     rows: tuple[Row, ...]
@@ -236,6 +238,7 @@ class Schedule:
     source: str
     complete: bool = True
     notes: tuple[str, ...] = ()
+    buffers: Mapping[tuple[int, int], int] | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -226,6 +226,8 @@ class _Process:
         self.picked: Work | None = None
         self.posted: set[tuple[Work, bool]] = set()
         self.refs: dict[Work, TapeRef] = {}
+        #: By slot, the tape that took it last.
+        self.tenants: dict[int, Work] = {}
         receives = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in RECEIVES}
         sends = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in SENDS}
         self.ended = {atom.stage for atom in self.atoms if atom.kind is Kind.WAIT_REDUCE_GRAD}
@@ -238,7 +240,9 @@ class _Process:
                 StageConfig(
                     stage,
                     microbatches=schedule.num_microbatches,
-                    slots=needs.slots[stage] + received[stage] - computed[stage],
+                    slots=self._slots(
+                        stage, needs.slots[stage] + received[stage] - computed[stage]
+                    ),
                     matrices=MATRICES,
                     sends_output=(Kind.SEND_F, stage) in sends,
                     sends_gradient=(Kind.SEND_B, stage) in sends,
@@ -252,6 +256,21 @@ class _Process:
             ]
         )
         self.evidence = self.contract.stages[0].matrices
+
+    def _slots(self, stage: int, needed: int) -> int:
+        """Return how many slots a stage has: as many as needed, or the buffers of its source."""
+        if self.schedule.buffers is None:
+            return needed
+        named = (slot for (own, _), slot in self.schedule.buffers.items() if own == stage)
+        return max(named, default=0) + 1
+
+    def _slot(self, work: Work) -> int | None:
+        """Return the slot that the schedule's source names for a tape, if it names one."""
+        if self.schedule.buffers is None or work not in self.schedule.buffers:
+            return None
+        # A contract numbers the slots of all its stages, one stage after the other.
+        before = sum(stage.slots for stage in self.contract.stages if stage.stage < work[0])
+        return before + self.schedule.buffers[work]
 
     def _fed(self, stage: int, sends: Container[tuple[Kind, int]]) -> int | None:
         """Return the stage of this rank that a stage feeds without a message."""
@@ -338,12 +357,14 @@ class _Process:
         self.counts["refresh"] += 1
 
     def _forward(self, key: TapeKey) -> None:
+        work = (key.stage, key.microbatch)
         self._received(key, False)
         self._hand_over()
-        ref = self.contract.commit(self.contract.check_forward(key))
+        ref = self.contract.commit(self.contract.check_forward(key, self._slot(work)))
         assert ref is not None
         self.contract.wait()
-        self.refs[key.stage, key.microbatch] = ref
+        self.refs[work] = ref
+        self.tenants[ref.slot] = work
         self.counts["F"] += 1
 
     def _dgrad(self, key: TapeKey) -> None:
@@ -370,7 +391,8 @@ class _Process:
         """Post a receive at its place in the table; it ends just before its computation."""
         work = (key.stage, key.microbatch)
         if not gradient:
-            self.refs[work] = self.contract.reserve(key)
+            ref = self.refs[work] = self.contract.reserve(key, self._slot(work))
+            self.tenants[ref.slot] = work
         self.contract.post_receive(key, self.refs[work], gradient=gradient)
         self.posted.add((work, gradient))
         self.counts["receive"] += 1
@@ -415,6 +437,14 @@ class _Process:
                 expected = f"the reference of {own}, {_where(self.refs[work])}"
                 found = f"the reference of {other}, {_where(self.refs[self.picked])}"
                 related = self._dgrads((work, "owner"), (self.picked, "picked"))
+            slot = self._slot(work)
+            tenant = None if slot is None else self.tenants.get(slot)
+            if record.clause == "ownership.slot-busy" and self.schedule.buffers and tenant:
+                message = (
+                    f"{atom.action} writes buffer {self.schedule.buffers[work]}, which still holds "
+                    f"the tape of stage {tenant[0]} and microbatch {tenant[1]}"
+                )
+                related = self._places({Kind.FORWARD}, (tenant, "first"))
         epoch = self.contract.epoch
         return Finding(
             clause=record.clause,
@@ -429,9 +459,10 @@ class _Process:
         )
 
     def _dgrads(self, *wanted: tuple[Work, str]) -> tuple[Place, ...]:
-        places = {
-            (atom.stage, atom.microbatch): atom for atom in self.atoms if atom.kind is Kind.DGRAD
-        }
+        return self._places({Kind.DGRAD}, *wanted)
+
+    def _places(self, kinds: Container[Kind], *wanted: tuple[Work, str]) -> tuple[Place, ...]:
+        places = {(atom.stage, atom.microbatch): atom for atom in self.atoms if atom.kind in kinds}
         return tuple(place(self.rank, places[work], role) for work, role in wanted)
 
 

@@ -30,6 +30,7 @@ def schedule_of(
     stage_to_rank: Mapping[int, int] | None = None,
     complete: bool | None = None,
     notes: Sequence[str] = (),
+    buffers: Mapping[tuple[int, int], int] | None = None,
 ) -> Schedule:
     """
     Build a schedule from rows of actions; numbers that are not given are inferred.
@@ -43,6 +44,7 @@ def schedule_of(
         complete: Whether all ranks are present; inferred by default (a single row whose stages are
             not exactly 0, 1, 2, ... is one rank of a larger pipeline).
         notes: Facts about the source that a reader should know.
+        buffers: The slot of each stage and microbatch, if the source names it.
 
     Raises:
         ScheduleError: The table has no computation, exceeds a limit, or contradicts the given
@@ -86,6 +88,7 @@ def schedule_of(
         source=source,
         complete=complete,
         notes=tuple(notes),
+        buffers=None if buffers is None else dict(buffers),
     )
 
 

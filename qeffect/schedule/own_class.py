@@ -7,12 +7,13 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from ..text import near
 from .actions import ScheduleError
 
-__all__ = ["base_name", "own_class"]
+__all__ = ["base_name", "import_class", "own_class"]
 
 #: A module as Python imports it, a colon, and a class.
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -22,7 +23,7 @@ _BASES = {"PipelineScheduleSingle": "ScheduleGPipe", "PipelineScheduleMulti": "S
 
 def own_class(name: str) -> type:
     """
-    Import a schedule class; the working folder is searched too.
+    Import a schedule class of torch's kind; the working folder is searched too.
 
     Args:
         name: ``module:Class``.
@@ -30,6 +31,26 @@ def own_class(name: str) -> type:
     Raises:
         ScheduleError: The name has another form, the module cannot be imported, or it has no such
             schedule class.
+    """
+    found = import_class(name)
+    base_name(found)
+    return found
+
+
+def import_class(name: str, missing: str = "") -> type:
+    """
+    Import a class; the working folder is searched too.
+
+    What the module prints while it is imported goes to standard error, so that a command's own
+    output stays whole.
+
+    Args:
+        name: ``module:Class``.
+        missing: What to do if a package is not installed, for the message.
+
+    Raises:
+        ScheduleError: The name has another form, the module cannot be imported, or it has no such
+            class.
     """
     if not _NAME.fullmatch(name):
         raise ScheduleError(
@@ -41,20 +62,21 @@ def own_class(name: str) -> type:
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        with redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a module raises while it is imported
         said = " ".join(str(error).split()) or "no message"
         raise ScheduleError(
             f"{name}: module {module_name} cannot be imported: {type(error).__name__}: {said}"
+            + (f"; {missing}" if missing and isinstance(error, ModuleNotFoundError) else "")
         ) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         own = (n for n, value in vars(module).items() if isinstance(value, type))
         hint = near(class_name, own) or "; name one of its classes"
         raise ScheduleError(f"{name}: module {module_name} has no class {class_name!r}{hint}")
-    base_name(found)
     return found
 
 

@@ -56,7 +56,7 @@ NOT_RUN = {
 #: Shell blocks that take more than ten seconds, with what does.
 SLOW = {
     "gpu_runtime/README.md sh 1": "trains in six processes, one after another",
-    "qeffect/README.md sh 0": "starts fifteen commands, one after another",
+    "qeffect/README.md sh 0": "starts every command, one after another",
     "qeffect/README.md sh 1": "starts a pipeline of two processes three times",
 }
 #: Shell blocks that start trainings or pipelines, which the profile dev leaves out.

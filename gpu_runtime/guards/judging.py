@@ -1,0 +1,114 @@
+"""What every guard does with a contract: ask it in one of two manners, and log its events."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qeffect.contract import Contract
+from qeffect.log.recorder import Recorder
+from qeffect.refusals import Refused
+
+from .reports import Reports, Violation
+
+__all__ = ["ContractLogs", "Judge"]
+
+_T = TypeVar("_T")
+
+
+class ContractLogs:
+    """
+    The event logs of a rank: one file for each contract, one contract after another.
+
+    The last file is complete after `close`, or at the end of the process.
+
+    Args:
+        folder: Where the files are; None writes none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._contracts = 0
+        self.close: Callable[[], Any] = lambda: None
+
+    def begin(self, contract: Contract, rank: int) -> None:
+        """Begin the event log of a contract, and close the log of the last contract."""
+        if self._folder is None:
+            return
+        self.close()
+        name = f"rank{rank}" + (f".contract{self._contracts}" if self._contracts else "")
+        self._contracts += 1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        recorder = Recorder(contract, self._folder / f"{name}.jsonl", rank=rank)
+        self.close = weakref.finalize(self, recorder.close)
+
+
+class Judge:
+    """
+    Asks the contract about actions, in one of two manners.
+
+    A refusal is raised with rank and action in a note, or reported; then nothing is judged until
+    the guard sets `judges` again.
+
+    Args:
+        reports: Where violations are reported; None refuses them.
+        rank: Returns the rank of the process in its pipeline.
+        stop: Called after a reported violation.
+
+    Attributes:
+        judges: Whether the contract is asked at present.
+        at: The action that was checked last, in the framework's notation.
+        step: Number of the guarded step, from 0.
+    """
+
+    def __init__(
+        self, reports: Reports | None, rank: Callable[[], int], stop: Callable[[], None]
+    ) -> None:
+        self.reports = reports
+        self.judges = True
+        self.at = ""
+        self.step = 0
+        self._rank, self._stop = rank, stop
+
+    def __call__(self, action: str, call: Callable[[], _T], place: str = "") -> _T | None:
+        """
+        Ask the contract about an action, unless nothing is judged at present.
+
+        Args:
+            action: The action, in the framework's notation; the one before if empty.
+            call: Asks the contract.
+            place: Where the action is in the rank's row.
+
+        Raises:
+            Refused: The action breaks the contract, and violations are not reported.
+        """
+        if not self.judges:
+            return None
+        if action:
+            self.at = action
+        try:
+            return call()
+        except Refused as refused:
+            if self.reports is None:
+                refused.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
+                raise
+            self.reports.add(Violation.of(refused, self._rank(), self.step, self.at))
+        except Exception as error:
+            if self.reports is None:
+                raise
+            self.reports.fail(error, self.at)
+        self.judges = False
+        self._stop()
+        return None
+
+    def abort(self, contract: Contract) -> None:
+        """Abort the actions that are under way."""
+        for ticket in contract.outstanding():
+            try:
+                contract.abort(ticket)
+            except Exception as error:  # the log's: the abort has happened
+                if self.reports is None:
+                    raise
+                self.reports.fail(error, self.at)
