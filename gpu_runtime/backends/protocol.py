@@ -185,9 +185,10 @@ class Reports:
         recorded: Whether the reports of `filled` and `updates` during a capture hold for each
             replay of the graph. False if the device decides whether a captured kernel acts, for
             example by a flag in its memory.
-        draws: Whether F draws random numbers and leaves on its tape where (`Tape.drawn`).
+        draws: Whether F draws random numbers and leaves on its tape where (`Tape.drawn`). False if
+            F draws none; None if F draws and does not report where.
         recomputes: Whether dI recomputes F and reports in `Dgrads.draws` where it drew; requires
-            `draws`.
+            `draws`. False if dI draws nothing again; None if dI does and does not report where.
 
     Raises:
         ValueError: ``carried`` without `updates`, the unit of positions.
@@ -199,8 +200,8 @@ class Reports:
         default=None, validator=attrs.validators.optional(attrs.validators.in_(TAPE_SCALES))
     )
     recorded: bool = False
-    draws: bool = False
-    recomputes: bool = False
+    draws: bool | None = False
+    recomputes: bool | None = False
 
     def __attrs_post_init__(self) -> None:
         if self.tape_scales == "carried" and self.updates is None:
@@ -211,12 +212,30 @@ class Reports:
         The reports that remain if graphs are replayed.
 
         The host sees a capture, but no replay. A recorded effect is reported only if it holds for
-        every replay; the position of a tape's scales is never reported.
+        every replay; the position of a tape's scales, or of random numbers, is never reported.
         """
         live = "live" if self.tape_scales == "live" else None
-        if not self.recorded:
-            return Reports(tape_scales=live)
-        return Reports(filled=self.filled, updates=self.updates, tape_scales=live, recorded=True)
+        unseen = attrs.evolve(self, tape_scales=live, **self._unseen())
+        return unseen if self.recorded else attrs.evolve(unseen, filled=None, updates=None)
+
+    def without_order(self) -> Reports:
+        """The reports that remain if the relation of order is left out."""
+        return attrs.evolve(self, updates=None, tape_scales=None, **self._unseen())
+
+    def _unseen(self) -> dict[str, Any]:
+        """What is left of draws if nobody reports where they are."""
+        return {
+            "draws": None if self.draws is not False else False,
+            "recomputes": None if self.recomputes is not False else False,
+        }
+
+    def on_trust(self) -> tuple[str, ...]:
+        """Return what is taken on trust of random numbers."""
+        claims = (
+            (self.draws, "each F draws new random numbers"),
+            (self.recomputes, "a recomputation draws the random numbers of its F"),
+        )
+        return tuple(claim for reported, claim in claims if reported is None)
 
 
 @attrs.frozen(eq=False)

@@ -70,7 +70,7 @@ def build_worker(
         member,
         job.table(),
         job.pp,
-        lambda indices: job.stages(indices, member.device, backend),
+        lambda indices: job.stages(indices, member.device, backend, replica=member.rank // job.pp),
         lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
         config,
         limits=limits,

@@ -53,6 +53,8 @@ class Job:
         config: Dimensions of a layer.
         seed: Seed of parameters and data.
         amax: Source of the amax behind the scales: each `replica`, or all `replicas`.
+        dropout: Probability with which each layer drops elements; only the reference backend has
+            dropout.
     """
 
     schedule: str = "zbv"
@@ -68,6 +70,7 @@ class Job:
     config: LayerConfig = attrs.field(factory=lambda: LayerConfig(32, 64, 2, 16))
     seed: int = 0
     amax: str = "replica"
+    dropout: float = 0.0
 
     @property
     def cls_name(self) -> str:
@@ -144,6 +147,7 @@ class Job:
         *,
         loss: bool = True,
         fuse: bool | None = None,
+        replica: int = 0,
     ) -> list[StageBackend]:
         """
         Return stages in a new state domain; a stage has the same bits in any process.
@@ -155,16 +159,34 @@ class Job:
             loss: Whether the last stage ends in the loss.
             fuse: Whether the library accumulates into `main_grad` itself; None lets the library
                 choose.
+            replica: The replica of the stages; replicas drop other elements.
+
+        Raises:
+            BackendError: The backend has no dropout, and the job asks for it.
         """
         made = {n: self.options(n, device, loss=loss) for n in indices}
         if backend == "reference":
             from ..backends.reference import ReferenceDomain, ReferenceStage
+            from ..backends.reference.dropout import stream_of
 
             domain = ReferenceDomain(self.history, device=device)
+            if self.dropout:
+                domain.random.stream = stream_of(self.seed, replica, min(indices))
             return [
-                ReferenceStage(n, domain, self.config, **made[n])  # type: ignore[arg-type]
+                ReferenceStage(
+                    n,
+                    domain,
+                    self.config,
+                    dropout=self.dropout,
+                    **made[n],  # type: ignore[arg-type]
+                )
                 for n in indices
             ]
+        if self.dropout:
+            raise BackendError(
+                f"the {backend} backend has no dropout, found dropout = {self.dropout}; take the "
+                "reference backend, or leave dropout out"
+            )
         from ..backends.te.domain import TransformerEngineDomain, reset_process
         from ..backends.te.stage import TransformerEngineStage
 

@@ -114,7 +114,10 @@ class RuntimeParts:
         Unless `RuntimeConfig.counts` is set, it is also taken on trust that each replayed graph ran
         once, as captured.
         """
-        return {own.stage: own.on_trust() for own in self.contract.stages}
+        return {
+            own.stage: (*own.on_trust(), *self.memories[own.stage].reports.source.on_trust())
+            for own in self.contract.stages
+        }
 
     def caller_scope(self) -> Any:
         """

@@ -67,7 +67,7 @@ class StageReports:
         if "version" not in relations or not stage.units:
             told = attrs.evolve(told, filled=None)
         if "order" not in relations:
-            told = attrs.evolve(told, updates=None, tape_scales=None, draws=False, recomputes=False)
+            told = told.without_order()
         return cls(told)
 
     def restart(self) -> None:

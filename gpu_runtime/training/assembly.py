@@ -54,6 +54,7 @@ def job_of(config: Config) -> LanguageJob:
             library()
         except BackendError as error:
             raise UnusableError(f"{source}: [model] head: {error}") from None
+    _require_dropout(config)
     steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
     try:
         job = LanguageJob(
@@ -71,6 +72,7 @@ def job_of(config: Config) -> LanguageJob:
             seed=model.seed,
             vocabulary=model.vocabulary,
             tied=model.tied,
+            dropout=model.dropout,
             dynamic=model.head == "torchao",
             rate=Rate(
                 peak=config.optimizer.rate,
@@ -89,6 +91,24 @@ def job_of(config: Config) -> LanguageJob:
         raise UnusableError(f"{source}: [parallel] {error}") from None
     cut = _cut(config, job.num_stages)
     return attrs.evolve(job, cut=cut, loader=_loader(config, config.data.train, "train"))
+
+
+def _require_dropout(config: Config) -> None:
+    """Require a backend and a mode that have dropout, if the file asks for dropout."""
+    if not config.model.dropout:
+        return
+    where, backend = f"{config.source}: [model] dropout", backend_of(config)
+    if backend != "reference":
+        raise UnusableError(
+            f"{where}: expected [run] backend = 'reference', which alone has dropout, found "
+            f"{backend!r}; set backend, or leave dropout out"
+        )
+    if config.run.device == "cuda" and config.parallel.mode != "eager":
+        raise UnusableError(
+            f"{where}: expected [parallel] mode = 'eager', because the reference backend draws on "
+            f"the host and a graph cannot, found {config.parallel.mode!r}; set mode, or leave "
+            "dropout out"
+        )
 
 
 def _cut(config: Config, stages: int) -> tuple[int, ...]:

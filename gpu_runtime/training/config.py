@@ -21,7 +21,21 @@ from ..runtime import MODES
 from ..step.memory.arena import RULES
 from ..step.memory.scaling import AMAX
 from ..step.plan.slots import PROVISIONINGS
-from .fields import COUNT, SAME, SEED, cut, flag, name, number, one_of, schedule, text, times, whole
+from .fields import (
+    COUNT,
+    SAME,
+    SEED,
+    cut,
+    flag,
+    fraction,
+    name,
+    number,
+    one_of,
+    schedule,
+    text,
+    times,
+    whole,
+)
 
 __all__ = [
     "TABLES",
@@ -41,6 +55,7 @@ _PART_SEED = 2**47 - 1
 _DEFAULT = Limits()
 _TIMES = "may change; if left out, those of the checkpoint are used"
 _WEIGHTS = "may change; weights come from the checkpoint"
+_SEED = "may change; weights come from the checkpoint, and dropout draws other numbers"
 _DECAY = "may change; 0 keeps those of the run that began"
 _REPLICAS = (
     'may change only if `replicas` of `[checkpoint]` is `"modulo"`, or `amax` is `"replicas"`'
@@ -59,7 +74,7 @@ class Model:
         ffn: Width of the MLPs; a multiple of 16.
         heads: Attention heads of a layer.
         sequence: Tokens of a window.
-        seed: Seed of the initial parameters.
+        seed: Seed of the initial parameters, and of dropout.
         start: File of the weights that a run begins with, as `qeffect runtime export` writes it;
             empty draws them from the seed. Names, shapes and types must be those of the model.
         start_names: The names that the weights have in that file: empty for the model's own, `gpt2`
@@ -67,6 +82,11 @@ class Model:
             THEIRS`, as for `qeffect runtime export --names`.
         history: Entries of each amax history.
         tied: Whether the token embedding and the head are one weight. A tied weight does not decay.
+        dropout: Probability with which each layer drops elements of its two residual branches, in
+            training and not in evaluations. Only the reference backend has dropout; it draws on the
+            host, so a GPU needs `mode = "eager"`. Which elements are dropped follows from `seed`,
+            from the replica and from the rank's first stage; a run with dropout resumes with the
+            same `pp`.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
             layers of either backend; `torchao` takes TorchAO's `Float8Linear`, with dynamic
             scaling.
@@ -78,11 +98,12 @@ class Model:
     ffn: int = whole(256, unit="elements", resume=SAME)
     heads: int = whole(4, unit="heads", resume=SAME)
     sequence: int = whole(64, unit="tokens", resume=SAME)
-    seed: int = whole(0, 0, _PART_SEED, resume=_WEIGHTS)
+    seed: int = whole(0, 0, _PART_SEED, resume=_SEED)
     start: str = text("", unit="path", resume=_WEIGHTS)
     start_names: str = text("", unit="path", resume=_WEIGHTS)
     history: int = whole(16, unit="entries", resume=SAME)
     tied: bool = flag(False, resume=SAME)
+    dropout: float = fraction(0.0, resume=SAME)
     head: str = one_of("te", "te", "torchao", resume=SAME)
 
 

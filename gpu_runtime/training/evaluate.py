@@ -9,6 +9,7 @@ evaluations are rare and need no connections of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import attrs
 import torch
@@ -109,7 +110,8 @@ def mean_loss(placed: PlacedStages, job: LanguageJob, held_out: Loader, windows:
         y = y.clone()  # y may share memory with x
         y[:, taken:] = _NOT_COUNTED  # windows of the next pass fill the batch and do not count
         try:
-            loss = _through(placed, x, y)
+            with getattr(domain, "without_dropout", nullcontext)():
+                loss = _through(placed, x, y)
         except RuntimeError as error:
             raise lost(error, "evaluation") from None
         committed.restore()

@@ -18,6 +18,7 @@ __all__ = [
     "SEED",
     "cut",
     "flag",
+    "fraction",
     "name",
     "number",
     "one_of",
@@ -85,6 +86,13 @@ def whole(default: int, least: int = 1, most: int = SIZE, **known: Any) -> Any:
     fits = lambda v: type(v) is int and least <= v <= most  # noqa: E731 - one of many alike
     expected = f"a whole number of at least {least}"
     return _field(default, "integer", expected, f"{least:,} to {most:,}", fits, most=most, **known)
+
+
+def fraction(default: float, **known: Any) -> Any:
+    """A number of at least 0 and below 1."""
+    fits = lambda v: type(v) in (int, float) and 0 <= v < 1  # noqa: E731 - one of many alike
+    expected, allowed = "a number of at least 0 and below 1", "0 to below 1"
+    return _field(default, "number", expected, allowed, fits, **known)
 
 
 def number(default: float, *, positive: bool = False, **known: Any) -> Any:

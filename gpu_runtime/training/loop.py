@@ -215,6 +215,8 @@ class Trainer:
         """The facts that must be equal in the saving run and the loading run."""
         model = attrs.asdict(self.config.model)
         del model["seed"], model["start"], model["start_names"]
+        if not model["dropout"]:
+            del model["dropout"]  # as in checkpoints of earlier releases
         return {"model": model, "master": self.job.master}
 
     def _go_on(self, checkpoints: Checkpoints, path: Path) -> None:

@@ -86,7 +86,9 @@ class WholeModel:
             weights[PROJECTED] = weights[EMBEDDED]
         _copy(path, weights, into)
         scales, _ = read_part(path, f"{NUMERICAL}.dp0", compared=True)
-        _copy(path, scales, stage.numerical_state())
+        # The state of a process, such as the position of dropout, has no part in a forward.
+        kept = {name: one for name, one in scales.items() if not name.startswith("process")}
+        _copy(path, kept, stage.numerical_state())
         stage.refresh_cache()
         return cls(model, batch, stage, facts)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qeffect.gpu_runtime.ranks.membership import Member
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.log.beside import compare_beside
 from qeffect.log.rank_log import RankLines
@@ -20,16 +21,18 @@ __all__ = ["alike", "keep_logs", "logs_of", "replayed"]
 
 
 def keep_logs(folder: Path, rank: int) -> None:
-    """Give every worker that this process makes a rank log and an event log in a folder."""
+    """
+    Give every worker that this process makes a rank log in a folder, and on a CPU an event log.
+    """
     made = Worker.__init__
     numbers = itertools.count()
 
-    def init(self: Worker, *given: Any, **named: Any) -> None:
+    def init(self: Worker, member: Member, *given: Any, **named: Any) -> None:
         number = next(numbers)
         named.setdefault("rank_log", folder / f"{number}.{rank}.ranks.jsonl")
-        if named.get("event_log") is None:
+        if named.get("event_log") is None and member.device.type == "cpu":
             named["event_log"] = folder / f"{number}.{rank}.events.jsonl"
-        made(self, *given, **named)
+        made(self, member, *given, **named)
 
     Worker.__init__ = init  # type: ignore[method-assign]
 

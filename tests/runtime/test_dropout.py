@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
+import qeffect.contract
+from qeffect.engine.stage import transitions
+from qeffect.gpu_runtime.backends.protocol import BackendError, Reports
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.backends.reference.dropout import RandomNumbers
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.step.effects import Effects
+from qeffect.gpu_runtime.step.memory.slots import Slot
 from qeffect.log.replayer import replay_lines
 from qeffect.refusals import Refused
+from qeffect.verification.mutants import sites
+from qeffect.verification.mutants.sites import Mutant
 
 from .helpers import TINY, assert_same, guarded_run, native
 from .orders import table_order
@@ -146,3 +158,115 @@ def test_dropout_is_a_probability_below_one(dropout: float) -> None:
     """A stage that drops everything computes nothing."""
     with pytest.raises(ValueError, match="dropout must be at least 0 and below 1"):
         ReferenceStage(0, ReferenceDomain(4), TINY, dropout=dropout)
+
+
+class TestAGeneratorThatIsSetBack:
+    """Between two F of one step, the generator goes back to where the first began."""
+
+    @staticmethod
+    def faulty(monkeypatch: pytest.MonkeyPatch) -> GuardedRun:
+        """A run whose second F begins at the position of the first."""
+        run = dropping(monkeypatch)
+        executor = run.runtime.performer.executor
+        assert isinstance(executor, EagerExecutor)
+        forward, begun = executor.forward, list[int]()
+
+        def set_back(memory: StageMemory, slot: Slot) -> Effects:
+            assert isinstance(memory.stage, ReferenceStage)
+            position = memory.stage.domain.random.position
+            begun.append(int(position))
+            if len(begun) == 2:
+                position.fill_(begun[0])
+            return forward(memory, slot)
+
+        monkeypatch.setattr(executor, "forward", set_back)
+        return run
+
+    def test_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = self.faulty(monkeypatch)
+        with pytest.raises(Refused, match=r"^order\.draws-again in commit_forward"):
+            run.run(1)
+
+    @pytest.mark.parametrize("off", ["guard", "report"])
+    def test_passes_in_silence_without(self, off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without the guard, or the report that it reads, the step commits with other bits."""
+        plain = native(
+            ORDER, 4, "accumulate", torch.bfloat16, 1, TINY, num_layers=2, dropout=DROPOUT
+        )
+        if off == "guard":
+            (site,) = (
+                site
+                for site in sites()
+                if (site.kind, site.transition, site.clause)
+                == ("guard", "commit_forward", "order.draws-again")
+            )
+            own = transitions
+            replaced = Mutant((site,)).replaced
+            monkeypatch.setattr(
+                qeffect.contract, "transitions", lambda omit: own(omit, replaced=replaced)
+            )
+        else:
+            monkeypatch.setattr(ReferenceStage, "reports", silent(ReferenceStage.reports))
+        run = self.faulty(monkeypatch)
+        run.run(1)
+
+        assert 1 == run.runtime.epoch
+        assert run.recording is not None
+        assert compare(plain, run.recording).mismatched > 0
+        claims = {"guard": (), "report": ("each F draws new random numbers",)}[off]
+        assert {claims} == set(run.runtime.on_trust().values())
+
+
+def silent(reports: property) -> property:
+    """Reports of a backend that draws and does not say where."""
+
+    def told(stage: ReferenceStage) -> Reports:
+        own: Reports = reports.__get__(stage)
+        again = None if own.recomputes else False
+        return attrs.evolve(own, draws=None, recomputes=again)
+
+    return property(told)
+
+
+class TestOnTrust:
+    def test_draws_that_are_reported_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = dropping(monkeypatch, recompute=True)
+
+        assert {()} == set(run.runtime.on_trust().values())
+
+    def test_draws_that_are_not_reported_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ReferenceStage, "reports", silent(ReferenceStage.reports))
+        run = dropping(monkeypatch, recompute=True)
+        claims = (
+            "each F draws new random numbers",
+            "a recomputation draws the random numbers of its F",
+        )
+
+        assert {claims} == set(run.runtime.on_trust().values())
+
+    def test_a_graph_reports_no_draws(self) -> None:
+        """The host sees where a capture drew, and no replay."""
+        told = Reports(draws=True, recomputes=True, recorded=True)
+
+        assert (None, None) == (told.captured().draws, told.captured().recomputes)
+        assert (None, None) == (told.without_order().draws, told.without_order().recomputes)
+        assert (False, False) == (Reports().captured().draws, Reports().captured().recomputes)
+        assert 2 == len(told.captured().on_trust())
+
+
+class TestStreams:
+    def test_replicas_and_ranks_drop_other_elements(self) -> None:
+        """One position, one seed: each process of a job has numbers of its own."""
+        ones = torch.ones(64, 64)
+        job = Job(schedule="zbv", pp=2, dropout=DROPOUT)
+        dropped = []
+        for indices, replica in (((0, 3), 0), ((1, 2), 0), ((0, 3), 1)):
+            stage = job.stages(indices, torch.device("cpu"), "reference", replica=replica)[0]
+            assert isinstance(stage, ReferenceStage)
+            dropped.append(stage.domain.random.drop(ones, 0.5))
+        assert not any(torch.equal(a, b) for a, b in combinations(dropped, 2))
+
+    def test_transformer_engine_has_none(self) -> None:
+        job = Job(dropout=DROPOUT)
+        with pytest.raises(BackendError, match=r"has no dropout, found dropout = 0\.25"):
+            job.stages((0,), torch.device("cpu"), "transformer-engine")

@@ -551,7 +551,14 @@ def beside_torch(job: Job, folder: str) -> dict[str, Any]:
     fuse = rule_for(order, job.rule) == "main_grad"
     theirs = NativePipeline(
         job.cls_name,
-        job.stages(order.stages, member.device, "reference", loss=False, fuse=fuse),
+        job.stages(
+            order.stages,
+            member.device,
+            "reference",
+            loss=False,
+            fuse=fuse,
+            replica=worker.replica,
+        ),
         job.num_stages,
         order,
         job.microbatches,

@@ -11,9 +11,11 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
+from qeffect.gpu_runtime.backends.reference.dropout import RandomNumbers
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
@@ -111,6 +113,17 @@ def trained(config: str, *options: str) -> tuple[int, str, str]:
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "train", config, *options])
     return code, out.getvalue(), err.getvalue()
+
+
+def standing_still(config: str) -> tuple[int, str, str]:
+    """`trained`, with a generator that draws at one position for ever."""
+    drop = RandomNumbers.drop
+
+    def baked(self: RandomNumbers, value: Tensor, p: float, at: Tensor | None = None) -> Tensor:
+        return drop(self, value, p, self.position.clone())
+
+    RandomNumbers.drop = baked  # type: ignore[method-assign]
+    return trained(config)
 
 
 def in_turn(cases: list[list[str]]) -> list[tuple[int, str, str]]:

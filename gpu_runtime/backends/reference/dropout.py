@@ -4,15 +4,33 @@ Dropout by position: random numbers of a counter, whose position says which were
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["RandomNumbers"]
+__all__ = ["RandomNumbers", "stream_of"]
+
+#: Seeds of torch's generators on the CPU are below this number.
+_SEEDS = 2**63
 
 
 def _start() -> Tensor:
     return torch.zeros(1, dtype=torch.int64)
+
+
+def stream_of(seed: int, replica: int, stage: int) -> int:
+    """
+    Return the stream of random numbers of one process of a job.
+
+    Args:
+        seed: The model's seed.
+        replica: The process's replica.
+        stage: The process's first stage.
+    """
+    name = f"{seed}/{replica}/{stage}".encode()
+    return int.from_bytes(blake2b(name, digest_size=8).digest()) % _SEEDS
 
 
 @attrs.define(eq=False)
@@ -22,12 +40,14 @@ class RandomNumbers:
 
     Args:
         position: How many numbers were drawn; part of the numerical state, changed in place.
+        stream: What else the numbers follow from. Two streams give other numbers at one position.
 
     Attributes:
         drawn: The position of each draw since `take`.
     """
 
     position: Tensor = attrs.field(factory=_start)
+    stream: int = 0
     drawn: list[int] = attrs.field(factory=list)
 
     def drop(self, value: Tensor, probability: float, position: Tensor | None = None) -> Tensor:
@@ -42,10 +62,13 @@ class RandomNumbers:
         at = self.position if position is None else position
         first = int(at)
         self.drawn.append(first)
-        numbers = torch.rand(value.shape, generator=torch.Generator().manual_seed(first))
+        numbers = torch.rand(value.shape, generator=self._at(first))
         at += value.numel()
         kept = (numbers >= probability).to(value.device, value.dtype)
         return value * kept / (1.0 - probability)
+
+    def _at(self, position: int) -> torch.Generator:
+        return torch.Generator().manual_seed((self.stream + position) % _SEEDS)
 
     def take(self) -> tuple[int, ...]:
         """Return the positions of the draws since the last call."""

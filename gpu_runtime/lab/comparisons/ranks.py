@@ -196,7 +196,7 @@ def native_pipeline(
 
     run = NativePipeline(
         job.cls_name,
-        job.stages(order.stages, member.device, backend, loss=False, fuse=fuse),
+        job.stages(order.stages, member.device, backend, loss=False, fuse=fuse, replica=replica),
         job.num_stages,
         order,
         job.microbatches,

@@ -357,7 +357,9 @@ def build_worker_of(
         member,
         job.table(),
         job.pp,
-        lambda indices: job.stages(indices, member.device, backend, fuse=fuse),
+        lambda indices: job.stages(
+            indices, member.device, backend, fuse=fuse, replica=member.rank // job.pp
+        ),
         feed or (lambda replica: Batches(job.batch(member.device, replica), member.device)),
         RuntimeConfig(
             rule=job.rule, provisioning=job.provisioning, mode=mode, dtype=dtype, amax=job.amax

@@ -142,7 +142,7 @@ def sources(
                 found_at[name] = TensorSource(name, tensor)
     for one in found_at.values():
         if one.saved not in facts["tensors"]:
-            raise BackendError(f"{path} has no {one.saved}; build the model that it was saved from")
+            raise BackendError(f"{path} has no {one.saved}; {_remedy(one.saved)}")
         dtype, size = facts["tensors"][one.saved]
         found = str(one.into.dtype), list(one.into.shape)
         if (dtype, size) != found:
@@ -209,6 +209,11 @@ def require_all_taken(
             continue
         if kind == NUMERICAL and int(scope.removeprefix("dp")) >= replicas:
             continue
-        raise SharedError(
-            f"{path} has {name}, which this run lacks; build the model that it was saved from"
-        )
+        raise SharedError(f"{path} has {name}, which this run lacks; {_remedy(name)}")
+
+
+def _remedy(name: str) -> str:
+    """What to do about a tensor that only the checkpoint, or only this run has."""
+    if name.startswith(f"{NUMERICAL}.") and name.split(".")[2].startswith("process"):
+        return "this state belongs to a rank: resume with the pp that it was saved with"
+    return "build the model that it was saved from"
