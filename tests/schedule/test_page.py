@@ -249,7 +249,7 @@ def test_names_are_text() -> None:
     assert shown.texts["code"] == plain.texts["code"]
 
 
-def test_a_cell_that_is_no_action_is_named_and_nothing_is_written(
+def test_an_entry_that_is_no_action_is_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table with markup in a cell is unusable: one line names the cell; no page appears."""
