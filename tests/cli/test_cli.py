@@ -63,6 +63,7 @@ OPTIONS = {
         "--trace",
         "--html",
     },
+    "check-all": {"tables", "--pairing", "--queues", "--html", "--github"},
     "faults": set(),
     "plan": SOURCE
     | {"--hidden", "--ffn", "--layers", "--dtype", "--durations", "--svg", "--trace"},
