@@ -81,8 +81,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--messages",
         choices=MESSAGES,
         help="how Megatron-core exchanges tensors. batched: batch_p2p_comm, all messages of an "
-        "exchange together (default, as in Megatron-core). overlapped: overlap_p2p_comm. plain: "
-        "neither, messages one by one",
+        "exchange together (default, as in Megatron-core). overlapped: overlap_p2p_comm. "
+        "prefetched: overlap_p2p_comm_warmup_flush too. plain: none of these, messages one by one",
     )
     schedule.add_argument(
         "--group",
