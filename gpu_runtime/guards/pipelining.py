@@ -45,12 +45,16 @@ from .meeting import MeetingError, meet
 from .pipelining_evidence import StageEvidence
 from .pipelining_step import GuardedStep, TableReductions
 from .pipelining_table import Event, GuardedRow, declared_order, event_of, table_of
+from .releases import check_release
 from .reports import Manner, OnViolation, Reports, Violation
 
 __all__ = ["UNUSED", "GuardedSchedule", "MeetingError", "Violation", "guard"]
 
 #: Relations that a guard of plain modules leaves out.
 UNUSED = ("version", "arena", "capture", "completion")
+
+#: The oldest and the newest release of torch that the guard was tested with.
+TESTED = ("2.11", "2.15")
 
 _BACKWARD = frozenset({"I", "W", "B"})
 _COMPUTED = _BACKWARD | {"F"}
@@ -80,6 +84,7 @@ def guard(
     manner: Manner = "refuse",
     on_violation: OnViolation | None = None,
     log: str | os.PathLike[str] | None = None,
+    untested: bool = False,
 ) -> GuardedSchedule:
     """
     Put a contract under a schedule: each later `schedule.step(...)` is one guarded epoch.
@@ -100,8 +105,12 @@ def guard(
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
             replay` takes. A fresh contract has a file of its own: ``rank0.contract1.jsonl``. The
             files are complete after `GuardedSchedule.remove`, or at the end of the process.
+        untested: Guard the schedule of a torch release that the guard was not tested with. Manner
+            ``report`` warns of such a release in the log ``qeffect.guards``.
 
     Raises:
+        UntestedReleaseError: The guard was not tested with the installed torch release, in manner
+            ``refuse`` without `untested`.
         TypeError: Not a supported schedule, or an invalid transport.
         ValueError: The schedule or one of its stages is guarded already, it has no loss function
             and therefore no backward, or the manner is unknown.
@@ -110,6 +119,7 @@ def guard(
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
+    check_release("torch", _release(), *TESTED, manner=manner, untested=untested)
     if not hasattr(schedule, "_has_backward"):  # TorchTitan's GraphPipelineRuntime holds one
         schedule = getattr(schedule, "schedule", schedule)
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
@@ -137,6 +147,13 @@ def guard(
     reports = Reports(on_violation) if manner == "report" else None
     folder = None if log is None else Path(log)
     return GuardedSchedule(schedule, list(stages), transport, reports, folder)
+
+
+def _release() -> str:
+    """The release of torch that runs; its metadata may be of a release that is not imported."""
+    import torch
+
+    return str(torch.__version__)
 
 
 class GuardedSchedule:

@@ -7,13 +7,16 @@ entry by entry and calls the stage's method of that name. What runs in it comput
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qeffect.guards.pipelining import guard
+from qeffect.guards.releases import UntestedReleaseError
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError
 from qeffect.schedule.tables import read_table
@@ -135,3 +138,60 @@ def test_waits_of_the_newest_release_are_guarded(entry: str, change: str) -> Non
 
     with pytest.raises(Refused, match=r"ownership\.|reduction\.|order\.|epoch\."):
         walk.step()
+
+
+class TestUntestedReleases:
+    """A torch release that the guard was not tested with."""
+
+    @pytest.fixture(params=["2.10.0", "2.16.0a0+git1", "3.0.1"], autouse=True)
+    def release(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        release: str = request.param
+        monkeypatch.setattr(torch, "__version__", release)
+        return release
+
+    @pytest.fixture
+    def walk(self) -> Walk:
+        return Walk(read_table(TABLES / RELEASES[-1] / f"{ZBV}.comms.csv"), 0)
+
+    def test_are_refused_and_the_schedule_stays_as_it_was(self, walk: Walk, release: str) -> None:
+        with pytest.raises(UntestedReleaseError) as refused:
+            guard(walk)
+
+        said = str(refused.value)
+        assert said.startswith(f"this guard was tested with torch 2.11 to 2.15; {release} is ")
+        assert "untested=True" in said
+        assert "step" not in vars(walk)
+
+    def test_are_guarded_on_request(
+        self, walk: Walk, release: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        guarded = guard(walk, untested=True)
+        walk.step()
+
+        assert guarded.contract.epoch == 1
+        assert [release in record.message for record in caplog.records] == [True]
+
+    def test_are_warned_of_in_manner_report(
+        self, walk: Walk, release: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        guarded = guard(walk, manner="report")
+        walk.step()
+
+        assert guarded.contract.epoch == 1
+        assert guarded.violations == ()
+        (record,) = caplog.records
+        assert (record.name, record.levelno) == ("qeffect.guards", logging.WARNING)
+        assert release in record.message
+
+
+@pytest.mark.parametrize("release", ["2.11.0", "2.13.0+cpu", "2.15.1"])
+def test_tested_releases_are_guarded_in_silence(
+    release: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    walk = Walk(read_table(TABLES / RELEASES[-1] / f"{ZBV}.comms.csv"), 0)
+    guarded = guard(walk)
+    walk.step()
+
+    assert guarded.contract.epoch == 1
+    assert caplog.records == []
