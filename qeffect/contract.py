@@ -16,6 +16,7 @@ from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
 from .calls.streams import StreamCalls
 from .calls.tapes import TapeCalls
+from .counts import located
 from .destination_registry import DestinationRegistry
 from .engine.stage import transitions
 from .keys import Cell
@@ -136,7 +137,9 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             raise ValueError("late=True requires counted=True: without it no counts are presented")
         if counted:
             own = {config.stage: config.domain for config in self.stages}
-            self._counted = ExpectedCounts(own, laid.memory.slot_stage, late=late)
+            self._counted = ExpectedCounts(
+                own, laid.memory.slot_stage, _located(self.stages, laid.memory), late=late
+            )
         self.observer = observer
         self._entered = False  # True while a call is under way
         self._shares = any(config.tied for config in self.stages)
@@ -173,6 +176,15 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             "a Contract guards the memory of its process and is neither copied nor pickled; keep "
             "contract.checkpoint(), and restore it into a contract of the same configuration"
         )
+
+
+def _located(stages: Sequence[StageConfig], memory: Any) -> dict[Cell, int]:
+    """Return where the dW of each key writes, as the device's marks number it."""
+    found: dict[Cell, int] = {}
+    for config in stages:
+        cells = config.cells()
+        found.update(zip(cells, located(memory.destination_of[c] for c in cells), strict=True))
+    return found
 
 
 def _collection(name: str, given: Any) -> None:
