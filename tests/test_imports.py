@@ -31,6 +31,8 @@ ALLOWED = {
 }
 #: The one module of the kernel that knows torch, and only inside its functions.
 TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
+#: The one module of the kernel that pytest loads, by an entry point.
+PYTEST_PLUGIN = ROOT / "qeffect" / "pytest_plugin.py"
 
 
 def _modules(package: str) -> list[Path]:
@@ -158,13 +160,20 @@ def test_kernel_needs_attrs_only(package: str) -> None:
             if name not in sys.stdlib_module_names and name not in PACKAGES
         }
 
-        assert others <= {"attrs", "attr"}, path
+        assert others <= {"attrs", "attr"} | ({"pytest"} if path == PYTEST_PLUGIN else set()), path
 
 
 def test_torch_is_imported_where_it_is_used() -> None:
     """The module that reads torch's tables imports torch inside its functions only."""
     assert "torch" in set(_imports(TORCH_TABLES, lazy=True))
     assert "torch" not in set(_imports(TORCH_TABLES, lazy=False))
+
+
+def test_the_pytest_plugin_is_loaded_by_pytest_alone() -> None:
+    """No module imports the plugin, and it imports ours only when a test uses it."""
+    plugin = _module(PYTEST_PLUGIN)
+    assert not [name for name, found in _graph(PACKAGES).items() if plugin in found]
+    assert "qeffect.schedule" not in _modules_of("import qeffect.pytest_plugin")
 
 
 def test_transformer_engine_in_one_backend() -> None:
@@ -179,13 +188,18 @@ def test_transformer_engine_in_one_backend() -> None:
     assert users == {"gpu_runtime/backends/te"}
 
 
-def _loaded(statement: str) -> set[str]:
-    """Layers of ours and other top-level packages that a statement loads in a fresh process."""
+def _modules_of(statement: str) -> list[str]:
+    """All modules that a statement loads in a fresh process."""
     code = f"import sys\n{statement}\nprint(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    names = [name.split(".") for name in done.stdout.split()]
+    return done.stdout.split()
+
+
+def _loaded(statement: str) -> set[str]:
+    """Layers of ours and other top-level packages that a statement loads in a fresh process."""
+    names = [name.split(".") for name in _modules_of(statement)]
     return {INSIDE.get(".".join(parts[:2]), parts[0]) for parts in names}
 
 
@@ -196,6 +210,7 @@ def _loaded(statement: str) -> set[str]:
         "import qeffect.spec",
         "import qeffect.cli",
         "import qeffect.schedule",
+        "import qeffect.pytest_plugin",
         "import qeffect.spec.clauses, qeffect.spec.promises",
         "import qeffect; c = qeffect.Contract([qeffect.StageConfig(0, microbatches=1, slots=1)])",
     ],

@@ -1,6 +1,6 @@
 """
-The command line: ``qeffect check``, ``faults``, ``plan``, ``replay``, ``bench``, and the commands
-that other layers register, alone or as a group such as ``qeffect runtime``.
+The command line: ``qeffect check``, ``faults``, ``plan``, ``replay``, ``bench``, ``check-all``, and
+the commands that other layers register, alone or as a group such as ``qeffect runtime``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..report import commit
 from ..text import decoded, escaped
 from .bench import Bench
 from .check import Check
+from .check_all import CheckAll
 from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief, end_line
 from .faults import Faults
 from .interrupts import Interrupts
@@ -42,7 +43,7 @@ _REGISTERED: Final = ("explore", "failures", "prove", "ranks", "runtime")
 
 def commands() -> Iterable[Command | Group]:
     """Yield the kernel's commands, then those of the layers above it."""
-    yield from (Check(), Faults(), Plan(), Replay(), Bench())
+    yield from (Check(), Faults(), Plan(), Replay(), Bench(), CheckAll())
     for entry in _entries():
         yield entry.load()()
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from ..countdown import Countdown
 from ..report import write_text
-from ..schedule.actions import Schedule
+from ..schedule.actions import Schedule, ScheduleError
 from ..schedule.check import Verdict, check
 from ..schedule.grid import grid
+from ..schedule.page import page, require_small
 from ..schedule.pairing import DISCIPLINES
 from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
@@ -25,6 +26,9 @@ from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unus
 from .source import SHAPE, add_source, one_rank, read_source, read_transport, refuse_one_file
 
 __all__ = ["Check"]
+
+#: Options that name a file to draw into.
+_FILES = ("--svg", "--trace", "--html")
 
 
 class Check:
@@ -59,6 +63,13 @@ class Check:
         pictures.add_argument(
             "--trace", type=Path, metavar="F", help="JSON file of the Chrome trace"
         )
+        pictures.add_argument(
+            "--html",
+            type=Path,
+            metavar="F",
+            help="HTML file for any browser: the timeline to step through and zoom, slots and "
+            "messages, and the reasons of a refusal; it needs no other file and no network",
+        )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Check and report."""
@@ -69,6 +80,8 @@ class Check:
             return _fixtures(args, progress)
         refuse_one_file(args)
         schedule = read_source(args)
+        if args.html is not None:
+            _require_small(schedule)
         verdict = check(
             schedule,
             pairing=_pairing(args),
@@ -80,7 +93,17 @@ class Check:
         if args.trace is not None:
             write_text(args.trace, trace_json(schedule, verdict.finding))
         data = {**verdict.record(), "complete": schedule.complete}
-        return Outcome(verdict.verdict, data, _lines(schedule, verdict))
+        outcome = Outcome(verdict.verdict, data, _lines(schedule, verdict))
+        if args.html is not None:
+            write_text(args.html, decoded(page(schedule, outcome.record(), verdict.finding)))
+        return outcome
+
+
+def _require_small(schedule: Schedule) -> None:
+    try:
+        require_small(schedule)
+    except ScheduleError as error:
+        raise UnusableError(f"--html: {error}") from error
 
 
 def _pairing(args: argparse.Namespace) -> str:
@@ -170,7 +193,7 @@ def _blocking(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     refuse_unused(
         args,
-        (*SHAPE, "--svg", "--trace"),
+        (*SHAPE, *_FILES),
         "--fixtures checks every shipped table as it is and draws nothing",
     )
     pairing = _pairing(args)
@@ -203,7 +226,7 @@ def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(f"--random must be at least 1, not {args.random}")
     refuse_unused(
         args,
-        (*SHAPE, "--pairing", "--shared-pool", "--svg", "--trace"),
+        (*SHAPE, "--pairing", "--shared-pool", *_FILES),
         "--random makes its own schedules and checks them under the contract alone",
     )
     args.seed = 0 if args.seed is None else args.seed

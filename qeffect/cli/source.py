@@ -21,6 +21,7 @@ __all__ = ["SHAPE", "add_source", "one_rank", "read_source", "read_transport", "
 
 #: The file name that stands for standard input.
 STDIN = "-"
+_DRAWN = ("--svg", "--trace", "--html")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
 #: Options that shape a schedule, each with the options that name such a schedule.
 _USERS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -80,8 +81,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--messages",
         choices=MESSAGES,
         help="how Megatron-core exchanges tensors. batched: batch_p2p_comm, all messages of an "
-        "exchange together (default, as in Megatron-core). overlapped: overlap_p2p_comm. plain: "
-        "neither, messages one by one",
+        "exchange together (default, as in Megatron-core). overlapped: overlap_p2p_comm. "
+        "prefetched: overlap_p2p_comm_warmup_flush too. plain: none of these, messages one by one",
     )
     schedule.add_argument(
         "--group",
@@ -290,7 +291,7 @@ def refuse_one_file(args: argparse.Namespace) -> None:
     Files are compared by identity, not by the spelling of their paths, and before any check.
 
     Raises:
-        UnusableError: --svg or --trace names such a file.
+        UnusableError: --svg, --trace or --html names such a file.
     """
     given = {
         name: None if path is None else Path(path)
@@ -299,12 +300,13 @@ def refuse_one_file(args: argparse.Namespace) -> None:
             ("--durations", getattr(args, "durations", None)),
             ("--svg", args.svg),
             ("--trace", args.trace),
+            ("--html", getattr(args, "html", None)),
         )
     }
-    for option in ("--svg", "--trace"):
+    for option in _DRAWN:
         require_place(given[option], option)
     for (first, one), (option, other) in combinations(given.items(), 2):
-        if option in ("--svg", "--trace") and one is not None and other is not None:
+        if option in _DRAWN and one is not None and other is not None:
             if _same(one, other):
                 raise UnusableError(
                     f"{first} and {option} both name {other}; give each a file of its own"

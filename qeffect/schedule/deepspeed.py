@@ -43,6 +43,7 @@ _MESSAGES = {
     "SendGrad": Kind.SEND_B,
     "RecvGrad": Kind.RECV_B,
 }
+_BATCHES = "CommitP2P launches its messages together, so no send of a batch holds its rank"
 _BUFFERED = {*_MESSAGES, "LoadMicroBatch", "ForwardPass", "BackwardPass"}
 _INSTRUCTIONS = {*_BUFFERED, "CommitP2P", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
 
@@ -98,6 +99,7 @@ def deepspeed_schedule(name: str | type, *, stages: int, microbatches: int) -> S
             for stage in range(num_stages)
         },
         complete=True,
+        notes=[_BATCHES] if queued else [],
         buffers={work: slot for stream in ranks for work, slot in stream.slots.items()},
     )
 

@@ -23,13 +23,15 @@ order:
   send to the forward neighbour first, odd ranks their receive from the backward neighbour.
 * `overlapped` (`overlap_p2p_comm=True`, `batch_p2p_comm=False`): one exchange after F and another
   one after B, posted one by one, in interleaved schedules only.
+* `prefetched` (`overlap_p2p_comm_warmup_flush=True` too): as `overlapped`; but before the first B
+  and after the last F, ranks receive the next tensor while they compute.
 
 Megatron gives messages no names. A send is named by the F or B that made its tensor, and a receive
 by the F or B that later takes its tensor out of Megatron's lists. With two ranks both neighbours
 are the same rank, so the order within an exchange decides which tensor a receive gets.
 
 The tables equal those that Megatron-core 0.16.1 and 0.19.2 were recorded to run. Not covered:
-`overlap_p2p_comm_warmup_flush`, `overlap_moe_expert_parallel_comm` and forward-only runs.
+`overlap_moe_expert_parallel_comm` and forward-only runs.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from .pairing import Work
 
 __all__ = ["MESSAGES", "Messages", "megatron_schedule", "schedule_table"]
 
-Messages = Literal["batched", "overlapped", "plain"]
+Messages = Literal["batched", "overlapped", "prefetched", "plain"]
 #: The manners of exchange.
 MESSAGES: tuple[str, ...] = get_args(Messages)
 
@@ -167,7 +169,7 @@ class _Shape:
             self._check_interleaved()
 
     def _check_plain(self) -> None:
-        if self.messages == "overlapped":
+        if self.messages in ("overlapped", "prefetched"):
             raise ScheduleError(
                 f"Megatron-core refuses {self}: overlap_p2p_comm needs virtual stages; give a vpp "
                 "of at least 2, or messages batched or plain"
@@ -333,7 +335,8 @@ class _Interleaved(_Rank):
         self.total = len(self.table)
         wanted = 2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group
         self.warmup = min(wanted, self.total)
-        self.overlapped = shape.messages == "overlapped"
+        self.prefetched = shape.messages == "prefetched"
+        self.overlapped = self.prefetched or shape.messages == "overlapped"
 
     def run(self) -> None:
         # Stage 0 has no input to receive.
@@ -346,26 +349,33 @@ class _Interleaved(_Rank):
             given = None if self.last else self.exchange(recv_next=True)[1]
             self.gradients[-1].append(given)
         for k in range(self.total - self.warmup, self.total):
-            gradient = self._backward(k)
-            wanted, chunk = self._expects(k, forward=False)
-            wanted = wanted and k < self.total - 1
-            given = self.exchange(gradient=gradient, recv_next=wanted)[1]
-            if wanted:
-                self.gradients[chunk].append(given)
+            self._cool_down(k)
+
+    def _cool_down(self, k: int) -> None:
+        wanted, chunk = self._expects(k, forward=False)
+        wanted = wanted and k < self.total - 1
+        early = self.prefetched and not self.last
+        ahead = self.exchange(recv_next=wanted)[1] if early else None
+        gradient = self._backward(k)
+        _, given = self.exchange(gradient=gradient, recv_next=wanted and not early)
+        if wanted:
+            self.gradients[chunk].append(ahead if early else given)
 
     def _warm_up(self, k: int) -> None:
-        output = self._forward(k)
         wanted, chunk = self._expects(k, forward=True)
         wanted = wanted and k < self.total - 1
+        early = self.prefetched and not self.first
+        ahead = self.exchange(recv_prev=wanted)[0] if early else None
+        output = self._forward(k)
         # The last exchange before the first B also receives its gradient.
         ends = k == self.warmup - 1 and self.warmup < self.total
         recv_next = ends and not self.last
         if ends and not self.overlapped:
             given, gradient = self.exchange(output=output, recv_prev=wanted, recv_next=recv_next)
         else:
-            given, gradient = self.exchange(output=output, recv_prev=wanted)
+            given, gradient = self.exchange(output=output, recv_prev=wanted and not early)
         if wanted:
-            self.inputs[chunk].append(given)
+            self.inputs[chunk].append(ahead if early else given)
         if ends and self.overlapped:
             _, gradient = self.exchange(recv_next=recv_next)
         if ends and (recv_next or not self.overlapped):

@@ -47,7 +47,7 @@ _LEGEND = {
     Kind.OVERLAP_F_B: "overlapped F and B",
     Kind.REDUCE_GRAD: "gradient reduction \u03a3",
 }
-_ROLES = {
+ROLES = {
     "owner": "its own work",
     "picked": "the work that it is given",
     "first": "comes before it",
@@ -87,11 +87,24 @@ def timeline(
         The text of an SVG file.
     """
     if timed is not None:
-        return "\n".join(_Picture(schedule, None, None, timed_layout(timed)).lines()) + "\n"
-    return "\n".join(_Picture(schedule, finding, window, layout(schedule)).lines()) + "\n"
+        return "\n".join(Picture(schedule, None, None, timed_layout(timed)).lines()) + "\n"
+    return "\n".join(Picture(schedule, finding, window, layout(schedule)).lines()) + "\n"
 
 
-class _Picture:
+class Picture:
+    """
+    The lines of a picture of a schedule; a page of HTML adds to it.
+
+    Args:
+        schedule: The schedule.
+        finding: What to mark.
+        window: Largest number of columns, as for `timeline`.
+        placed: The place of each entry.
+    """
+
+    #: From an entry's middle to a name below its box, beside half of the box's height.
+    name_below = 12
+
     def __init__(
         self, schedule: Schedule, finding: Finding | None, window: int | None, placed: Layout
     ) -> None:
@@ -160,8 +173,8 @@ class _Picture:
         yield from self._head()
         yield from self._rows()
         for entry in self.layout.entries:
-            if self.visible(entry) and entry.length:
-                yield from self._entry(entry)
+            if self.visible(entry):
+                yield from self._entry(entry) if entry.length else self._instant(entry)
         if self.timed is not None:
             yield from self._to_scale(self.timed)
         yield from self._marks()
@@ -256,7 +269,7 @@ class _Picture:
                 dashes = "4 3" if dash else ""
                 swatch += arrow("M14,5.5 L35,5.5", colour, name, dashes)
                 width = 36
-            yield width, swatch, _ROLES.get(role, role)
+            yield width, swatch, ROLES.get(role, role)
         every = [
             (RED, "", self.refused),
             *((*style(role)[::2], entry) for role, entry in related),
@@ -358,7 +371,7 @@ class _Picture:
         colour = self._colour(entry)
         state = "" if entry.ran else f' fill-opacity="{_UNRUN}"'
         yield (
-            f"<g><title>rank {entry.rank}, step {entry.step}: {escape(str(entry.action))}</title>"
+            f"<g{self._attributes(entry)}><title>{escape(self._title(entry))}</title>"
             f'<rect x="{x + 0.75}" y="{y + 0.75}" width="{width - 1.5}" height="{_ENTRY - 1.5}" '
             f'rx="2.5" fill="{colour}"{state}/>'
         )
@@ -371,6 +384,18 @@ class _Picture:
                 f'text-anchor="middle" fill="{"#ffffff" if entry.ran else INK}">{line}</text>'
             )
         yield "</g>"
+
+    def _instant(self, entry: TimedEntry) -> Iterator[str]:
+        """Draw an entry that takes no time: nothing, unless it is marked."""
+        return iter(())
+
+    def _attributes(self, entry: TimedEntry) -> str:
+        """Return attributes of an entry's group, each after a blank."""
+        return ""
+
+    def _title(self, entry: TimedEntry) -> str:
+        """Return what a pointer over an entry shows."""
+        return f"rank {entry.rank}, step {entry.step}: {entry.action}"
 
     def _colour(self, entry: TimedEntry) -> str:
         base = COLOURS.get(entry.action.kind, GREY)
@@ -441,7 +466,7 @@ class _Picture:
         x, y = self._centre(entry)
         half = 2.9 * len(words)
         x = min(max(x, _LEFT + half), self.width - _RIGHT - half)
-        sides = (y + _ENTRY / 2 + 12, y - _ENTRY / 2 - 6)
+        sides = (y + _ENTRY / 2 + self.name_below, y - _ENTRY / 2 - 6)
         for line in sides if below else reversed(sides):
             if all(
                 abs(line - other) > 9 or x + half < left or x - half > right

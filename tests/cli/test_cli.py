@@ -53,7 +53,17 @@ REPORT = {"--out", "--commit"}
 COMMON = {"-h", "--help", "--json", "--quiet"}
 OPTIONS = {
     "check": SOURCE
-    | {"--fixtures", "--random", "--seed", "--pairing", "--shared-pool", "--svg", "--trace"},
+    | {
+        "--fixtures",
+        "--random",
+        "--seed",
+        "--pairing",
+        "--shared-pool",
+        "--svg",
+        "--trace",
+        "--html",
+    },
+    "check-all": {"tables", "--pairing", "--queues", "--html", "--github"},
     "faults": set(),
     "plan": SOURCE
     | {"--hidden", "--ffn", "--layers", "--dtype", "--durations", "--svg", "--trace"},
@@ -363,6 +373,7 @@ def test_unusable_input_exits_with_2_and_one_line(
         ("check --random 5 --pairing latest", "--pairing latest"),
         ("check --random 5 --shared-pool", "--shared-pool"),
         ("check --random 5 --svg x.svg", "--svg x.svg"),
+        ("check --fixtures --html x.html", "--html x.html"),
         ("check --random 5 --microbatches 0", "--microbatches 0"),
         ("check a.csv --pp 2", "--pp 2"),
         ("check a.csv --vpp 2 --comms", "--vpp 2 and --comms"),

@@ -261,6 +261,15 @@ class TestHostileFolder:
 
         assert "The same bits" in done.stdout
 
+    def test_pytest_loads_the_plugin_of_the_wheel(self, python: Path, hostile: Path) -> None:
+        """Whoever has the wheel has the fixtures, without a line of configuration, strictly."""
+        test = 'def test_it(check_schedule):\n    check_schedule(["0F0", "0B0"])\n'
+        (hostile / "test_ours.py").write_text(test)
+        strict = ("-W", "error", "--strict-config", "--strict-markers", "-p", "no:cacheprovider")
+        done = run([python, "-m", "pytest", "-q", *strict, "test_ours.py"], hostile)
+
+        assert "1 passed" in done.stdout
+
     def test_what_is_not_installed_is_said_to_be_missing(self, python: Path, hostile: Path) -> None:
         """Reports are of the checkout: without them the pictures are a clear line."""
         words = ["runtime", "report", "plots", "--out", "pictures"]

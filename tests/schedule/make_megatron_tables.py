@@ -41,9 +41,10 @@ SHAPES: tuple[tuple[int, int, int, int | None], ...] = (
     (4, 3, 11, 7),
 )
 MANNERS = {
-    "batched": (True, False),
-    "overlapped": (False, True),
-    "plain": (False, False),
+    "batched": (True, False, False),
+    "overlapped": (False, True, False),
+    "prefetched": (False, True, True),
+    "plain": (False, False, False),
 }
 #: The functions of a release that post messages together.
 POSTS = ("_batched_p2p_ops", "_p2p_ops")
@@ -92,12 +93,12 @@ def record(place: Path) -> tuple[str, dict[str, list[list[str]]]]:
     tables = {}
     with _on_a_cpu():
         for pp, vpp, microbatches, group in SHAPES:
-            for messages, (batch, overlap) in MANNERS.items():
+            for messages, (batch, overlap, prefetch) in MANNERS.items():
                 if vpp == 1 and overlap:
                     continue
                 tables[name_of(pp, vpp, microbatches, group, messages)] = [
                     _Recorder(loops, p2p, config.ModelParallelConfig, pp, vpp, group, rank).run(
-                        microbatches, batch, overlap
+                        microbatches, batch, overlap, prefetch
                     )
                     for rank in range(pp)
                 ]
@@ -177,7 +178,7 @@ class _Recorder:
         self.kept: list[Any] = []
         self.posted: list[tuple[int, str]] = []
 
-    def run(self, microbatches: int, batch: bool, overlap: bool) -> list[str]:
+    def run(self, microbatches: int, batch: bool, overlap: bool, prefetch: bool) -> list[str]:
         import torch
         import torch.distributed as dist
 
@@ -188,6 +189,7 @@ class _Recorder:
             pipeline_dtype=torch.float,
             batch_p2p_comm=batch,
             overlap_p2p_comm=overlap,
+            overlap_p2p_comm_warmup_flush=prefetch,
             microbatch_group_size_per_vp_stage=self.group,
         )
         config.hidden_size = 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from qeffect.cli import main
 from qeffect.schedule.actions import Schedule, ScheduleError
 from qeffect.schedule.check import Verdict, check
 from qeffect.schedule.deepspeed import MODULE, deepspeed_schedule
@@ -104,6 +105,8 @@ def test_a_batch_is_where_its_commit_is() -> None:
     assert row[0] == "0F0"
     assert row.index("0SEND_F0") > row.index("0F0")
     assert row.index("3RECV_F0") < row.index("3F0")
+    assert not read("TrainSchedule", 2, 3).notes
+    assert "CommitP2P" in read("DualPipeVSchedule", 2, 4).notes[0]
 
 
 def replace(name: str, **given: Any) -> Edit:
@@ -266,6 +269,54 @@ def test_wrong_sizes_and_wrong_classes(given: dict[str, int], said: str) -> None
         deepspeed_schedule(Endless, **{"stages": 2, "microbatches": 4, **given})
 
     assert "\n" not in str(error.value)
+
+
+OWN = """
+class Instruction:
+    def __init__(self, **given):
+        self.kwargs = given
+
+class LoadMicroBatch(Instruction): ...
+class ForwardPass(Instruction): ...
+class BackwardPass(Instruction): ...
+class OwnBackward(BackwardPass): ...
+
+class Mine:
+    buffers = 1
+
+    def __init__(self, micro_batches, stages, stage_id):
+        self.micro_batches = micro_batches
+
+    def num_pipe_buffers(self):
+        return self.buffers
+
+    def steps(self):
+        for work in (LoadMicroBatch, ForwardPass, OwnBackward):
+            for number in range(self.micro_batches):
+                yield [work(buffer_id=number % self.buffers)]
+
+class Wide(Mine):
+    buffers = 2
+"""
+
+
+def test_a_class_of_the_working_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command imports ``module:Class``; its instructions may be subclasses of DeepSpeed's."""
+    (tmp_path / "own_deepspeed.py").write_text(OWN, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--stages", "1", "--microbatches", "2", "--json")
+    accepted = main(["check", "--deepspeed", "own_deepspeed:Wide", *sizes])
+    wide = json.loads(capsys.readouterr().out)
+    refused = main(["check", "--deepspeed", "own_deepspeed:Mine", *sizes])
+    narrow = json.loads(capsys.readouterr().out)
+
+    assert (0, 1) == (accepted, refused)
+    assert ("accepted", 12) == (wide["verdict"], wide["actions"])
+    assert ("ownership.slot-busy", 0, "0F1") == tuple(
+        narrow[name] for name in ("clause", "rank", "action")
+    )
 
 
 def test_another_class_is_no_schedule() -> None:

@@ -1,0 +1,233 @@
+"""
+The pytest plugin: check schedules and contracts in a project's own tests.
+
+An installed QEffect gives pytest two fixtures and an option; nothing is loaded before a test uses
+one of them.
+
+* ``check_schedule(schedule)`` checks a table and fails the test with the refused entry.
+* ``guarded_contract(stages)`` makes a contract; at the test's end nothing may be left open.
+* ``--qeffect-report FILE`` writes the verdict of every check and contract of the run as JSON.
+
+>>> def test_our_schedule(check_schedule):
+...     check_schedule("schedules/ours.csv")
+...     check_schedule("schedules/broken.csv", refused="schedule.message-order")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from .contract import Contract, Ticket
+    from .log.recorder import Recorder
+    from .schedule.actions import Schedule
+    from .schedule.check import Verdict
+
+__all__ = ["check_schedule", "guarded_contract"]
+
+#: The name of an entry among a report's properties.
+_PROPERTY = "qeffect"
+_OPTION = "--qeffect-report"
+#: Events of a contract's log that a failure shows.
+_SHOWN = 12
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that asks for a report."""
+    parser.getgroup("qeffect", "schedules and contracts").addoption(
+        _OPTION,
+        metavar="FILE",
+        help="JSON file for what check_schedule and guarded_contract found in each test",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect what tests found, in the process that reports."""
+    file = config.getoption(_OPTION)
+    if file is not None and not hasattr(config, "workerinput"):
+        from pathlib import Path
+
+        from .report import UnusableError, require_place
+
+        path = Path(file).absolute()
+        try:
+            require_place(path, _OPTION)
+        except UnusableError as error:
+            raise pytest.UsageError(str(error)) from None
+        config.pluginmanager.register(_Report(path), "qeffect report")
+
+
+class _Report:
+    """Writes what the tests of a run found; workers of pytest-xdist send theirs."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+        self.found: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take a test's records when it has ended."""
+        if report.when == "teardown":
+            for name, record in report.user_properties:
+                if name == _PROPERTY and isinstance(record, dict):
+                    self.found.append({"test": report.nodeid, **record})
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the report."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        from .report import write_json
+
+        try:
+            number = version("qeffect")
+        except PackageNotFoundError:
+            number = "not installed"
+        write_json(
+            self.path,
+            {
+                "qeffect": number,
+                "schedules": [one for one in self.found if one["kind"] == "schedule"],
+                "contracts": [one for one in self.found if one["kind"] == "contract"],
+            },
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say in one line what was found, and where it is."""
+        kinds = [one["kind"] for one in self.found]
+        terminalreporter.write_line(
+            f"qeffect: {kinds.count('schedule')} schedules and {kinds.count('contract')} contracts "
+            f"checked; {self.path}"
+        )
+
+
+def _record(request: pytest.FixtureRequest, record: dict[str, Any]) -> None:
+    if request.config.getoption(_OPTION) is not None:
+        request.node.user_properties.append((_PROPERTY, record))
+
+
+@pytest.fixture
+def check_schedule(request: pytest.FixtureRequest) -> Callable[..., Verdict]:
+    """
+    Check a schedule: a function that fails the test where `qeffect check` refuses.
+
+    Its arguments are the schedule (the path of a table, rows of entries, a Schedule of
+    qeffect.schedule, or a schedule object of torch) and, by name, ``refused`` (the clause that must
+    refuse it; by default it must be accepted) and those of `qeffect.schedule.check.check`. It
+    returns the verdict.
+    """
+
+    def run(schedule: Any, *, refused: str | None = None, **options: Any) -> Verdict:
+        __tracebackhide__ = True
+        from .schedule.actions import ScheduleError
+        from .schedule.check import check
+
+        known = None
+        try:
+            _require_clause(refused)
+            known = _read(schedule, request.node.name)
+            verdict = check(schedule if known is None else known, **options)
+        except ScheduleError as error:
+            pytest.fail(f"check_schedule: {error}", pytrace=False)
+        record = verdict.record()
+        names = ("source", "verdict", "clause", "rank", "step", "action")
+        _record(
+            request,
+            {"kind": "schedule", "expected": refused, **{name: record[name] for name in names}},
+        )
+        if verdict.clause != refused:
+            pytest.fail(_words(verdict, known, refused), pytrace=False)
+        return verdict
+
+    return run
+
+
+def _require_clause(clause: str | None) -> None:
+    from qeffect.spec.clauses import CLAUSES, SCHEDULE_CLAUSES
+
+    from .schedule.actions import ScheduleError
+    from .text import near
+
+    known = {**CLAUSES, **SCHEDULE_CLAUSES}
+    if clause is not None and clause not in known:
+        raise ScheduleError(f"refused={clause!r} is not a clause{near(str(clause), known)}")
+
+
+def _read(given: Any, name: str) -> Schedule | None:
+    """Return a schedule; None for an object of torch, which the checker reads itself."""
+    from collections.abc import Mapping
+    from os import PathLike, fspath
+
+    from .schedule.actions import Schedule
+    from .schedule.infer import from_actions
+    from .schedule.tables import read_table
+
+    if isinstance(given, Schedule):
+        return given
+    if isinstance(given, str | PathLike):
+        return read_table(fspath(given))
+    if isinstance(given, list | tuple | Mapping):
+        return from_actions(given, source=name)
+    return None
+
+
+def _words(verdict: Verdict, schedule: Schedule | None, refused: str | None) -> str:
+    found = verdict.finding
+    if found is None:
+        return f"{verdict.source}: expected a refusal by {refused}, but it was accepted"
+    lines = [] if refused is None else [f"{verdict.source}: expected a refusal by {refused}"]
+    lines.append(f"{verdict.source}: {found}")
+    if schedule is not None:
+        from .schedule.grid import grid
+
+        lines.append(grid(schedule, found, context=4))
+    lines += [f"expected: {found.expected}", f"found:    {found.found}", f"do: {found.remedy}"]
+    return "\n".join(lines)
+
+
+def _named(ticket: Ticket) -> str:
+    if ticket.key is None:
+        return f"{ticket.action} of {ticket.slot}"
+    return f"{ticket.action} of stage {ticket.key.stage}, microbatch {ticket.key.microbatch}"
+
+
+@pytest.fixture
+def guarded_contract(request: pytest.FixtureRequest) -> Iterator[Callable[..., Contract]]:
+    """
+    Make contracts: a function with the arguments of `qeffect.Contract`.
+
+    Each contract records its event log, whose last events a failing test shows. At the test's end
+    a ticket that was neither committed nor aborted fails the test.
+    """
+    made: list[tuple[Contract, Recorder]] = []
+
+    def make(*stages: Any, **options: Any) -> Contract:
+        from .contract import Contract
+        from .log.recorder import Recorder
+
+        contract = Contract(*stages, **options)
+        made.append((contract, Recorder(contract)))
+        return contract
+
+    yield make
+    left: list[str] = []
+    for number, (contract, log) in enumerate(made):
+        open_tickets = [_named(ticket) for ticket in contract.outstanding()]
+        _record(
+            request,
+            {
+                "kind": "contract",
+                "stages": len(contract.stages),
+                "epoch": contract.epoch,
+                "events": len(log.lines) - 1,
+                "open": open_tickets,
+            },
+        )
+        shown = "\n".join(line.strip() for line in log.lines[1:][-_SHOWN:]) or "no event"
+        request.node.add_report_section("call", f"qeffect contract {number}", shown)
+        left += [f"contract {number}: {ticket}" for ticket in open_tickets]
+    if left:
+        pytest.fail(
+            "guarded_contract: neither committed nor aborted: " + "; ".join(left), pytrace=False
+        )
