@@ -16,12 +16,11 @@ from .calls.restarts import RestartCalls
 from .calls.steps import StepCalls
 from .calls.streams import StreamCalls
 from .calls.tapes import TapeCalls
-from .counts import located
 from .destination_registry import DestinationRegistry
 from .engine.stage import transitions
 from .keys import Cell
 from .ledgers.epochs import Epochs
-from .ledgers.expected_counts import ExpectedCounts
+from .ledgers.expected_counts import ExpectedCounts, places_of
 from .ledgers.pool import Pool
 from .ledgers.recorded_steps import RecordedSteps
 from .ledgers.restarts import Restarts
@@ -138,7 +137,10 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         if counted:
             own = {config.stage: config.domain for config in self.stages}
             self._counted = ExpectedCounts(
-                own, laid.memory.slot_stage, _located(self.stages, laid.memory), late=late
+                own,
+                laid.memory.slot_stage,
+                places_of(self.stages, laid.memory.destination_of),
+                late=late,
             )
         self.observer = observer
         self._entered = False  # True while a call is under way
@@ -176,15 +178,6 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             "a Contract guards the memory of its process and is neither copied nor pickled; keep "
             "contract.checkpoint(), and restore it into a contract of the same configuration"
         )
-
-
-def _located(stages: Sequence[StageConfig], memory: Any) -> dict[Cell, int]:
-    """Return where the dW of each key writes, as the device's marks number it."""
-    found: dict[Cell, int] = {}
-    for config in stages:
-        cells = config.cells()
-        found.update(zip(cells, located(memory.destination_of[c] for c in cells), strict=True))
-    return found
 
 
 def _collection(name: str, given: Any) -> None:

@@ -4,15 +4,34 @@ The expected counts of committed actions, compared with the device's counts at a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from ..counts import COUNTED, DeviceCounts, fold, mark, ways_of, wrap
+from ..counts import COUNTED, DeviceCounts, fold, located, mark, ways_of, wrap
+from ..destinations import Destination
 from ..keys import Cell
 from ..refusals import refused
 from ..relations.constants import OVERWRITES
+from ..stage_config import StageConfig
 from ..text import shown
 
-__all__ = ["ExpectedCounts"]
+__all__ = ["ExpectedCounts", "places_of"]
+
+
+def places_of(
+    stages: Iterable[StageConfig], destination_of: Mapping[Cell, Sequence[Destination]]
+) -> dict[Cell, int]:
+    """
+    Return where the dW of each key writes, as the device's marks number it.
+
+    Args:
+        stages: The contract's stages.
+        destination_of: The configured destinations of each key.
+    """
+    found: dict[Cell, int] = {}
+    for config in stages:
+        cells = config.cells()
+        found.update(zip(cells, located(destination_of[cell] for cell in cells), strict=True))
+    return found
 
 
 class ExpectedCounts:
