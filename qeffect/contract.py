@@ -20,7 +20,7 @@ from .destination_registry import DestinationRegistry
 from .engine.stage import transitions
 from .keys import Cell
 from .ledgers.epochs import Epochs
-from .ledgers.expected_counts import ExpectedCounts
+from .ledgers.expected_counts import ExpectedCounts, places_of
 from .ledgers.pool import Pool
 from .ledgers.recorded_steps import RecordedSteps
 from .ledgers.restarts import Restarts
@@ -136,7 +136,12 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             raise ValueError("late=True requires counted=True: without it no counts are presented")
         if counted:
             own = {config.stage: config.domain for config in self.stages}
-            self._counted = ExpectedCounts(own, laid.memory.slot_stage, late=late)
+            self._counted = ExpectedCounts(
+                own,
+                laid.memory.slot_stage,
+                places_of(self.stages, laid.memory.destination_of),
+                late=late,
+            )
         self.observer = observer
         self._entered = False  # True while a call is under way
         self._shares = any(config.tied for config in self.stages)

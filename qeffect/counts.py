@@ -4,18 +4,20 @@ Device counts: what a device counts while it runs, compared with the committed a
 With every F, dI, dW and refresh, in the same captured graph, the device adds one to a counter of
 the stage and the kind of action, and folds the action's mark into a digest of its state domain. The
 counters show actions that were skipped or ran twice. The digest, which depends on the order, shows
-actions that were exchanged, and a dW that added where it should have overwritten. The contract
-computes the same numbers from the committed actions, and refuses a commit if the two differ.
+actions that were exchanged, a dW that added where it should have overwritten, and a dW that wrote
+to another destination. The contract computes the same numbers from the committed actions, and
+refuses a commit if the two differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
 from attrs import Attribute, field, frozen
 
+from .destinations import Destination
 from .relations.constants import ADDS, JOINS, OPENS, OVERWRITES
 from .text import shown
 
@@ -26,6 +28,7 @@ __all__ = [
     "DeviceCounts",
     "advance",
     "fold",
+    "located",
     "mark",
     "ways_of",
     "wrap",
@@ -45,21 +48,47 @@ _MASK: Final = (1 << 64) - 1
 WAYS: Final = (OVERWRITES, ADDS, JOINS, OPENS)
 
 
-def mark(action: str, place: int, writes: int = OVERWRITES) -> int:
+#: Marks of one destination are below this power of two.
+_MARKS: Final = 40
+
+
+def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> int:
     """
-    Return the number of an action at a place; all numbers differ.
+    Return the number of an action at a place; all numbers differ, for places below 2**37.
 
     Args:
         action: One of `COUNTED`.
         place: The slot of an F, dI or dW; the stage of a refresh.
         writes: How a dW writes, one of `WAYS`: ``JOINS`` overwrites its stage's own destinations
             and adds to those of another stage, ``OPENS`` the reverse. Other actions have one way.
+        destination: Where a dW writes: a number of `located`. Other actions have one.
 
     >>> mark("refresh", 0), mark("dW", 0), mark("F", 1), mark("dW", 0, writes=ADDS)
     (1, 4, 9, 5)
     """
     at = COUNTED.index(action) + ways_of(action).index(writes)
-    return 1 + (len(COUNTED) + len(WAYS) - 1) * place + at
+    return 1 + (len(COUNTED) + len(WAYS) - 1) * place + at + (destination << _MARKS)
+
+
+def located(destinations: Iterable[Sequence[Destination]]) -> list[int]:
+    """
+    Number the places of a stage's destinations, from 0 in the order in which they first come.
+
+    Args:
+        destinations: The destinations of each dW. Destinations without an address have no place of
+            their own: they all have one number.
+
+    >>> own, other = Destination("w", address=64), Destination("w", 1, address=128)
+    >>> located([(own,), (other,), (own,)])
+    [0, 1, 0]
+    >>> located([(Destination("w", 0),), (Destination("w", 1),)])
+    [0, 0]
+    """
+    numbers: dict[tuple[tuple[str, str, int], ...], int] = {}
+    return [
+        numbers.setdefault(tuple((d.matrix, d.device, d.address) for d in each), len(numbers))
+        for each in destinations
+    ]
 
 
 def ways_of(action: str) -> tuple[int, ...]:

@@ -143,7 +143,13 @@ class Assembly:
         if self.config.counts is None:
             return None
         places = [(i, slot.index) for i, m in memories.items() for slot in m.table]
-        return DeviceCounters(places, self.domain.device)
+        into: dict[int, int] = {}
+        for memory in memories.values():
+            if "arena" in self.relations:  # otherwise the contract knows no destinations
+                memory.places = memory.arena.places()
+            for slot, variant in zip(memory.slot_of, memory.variants, strict=True):
+                into[slot] = max(into.get(slot, 1), memory.located(variant.destination) + 1)
+        return DeviceCounters(places, self.domain.device, into)
 
     def reductions(
         self,

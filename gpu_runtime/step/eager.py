@@ -39,6 +39,8 @@ class StageMemory:
         slot_of: Index in the process's pool of the slot that each microbatch uses.
         variants: What the dW of each microbatch does.
         later_variants: The same in later walks of an epoch; empty if an epoch has one walk.
+        places: Where each set of destinations lies, as the contract numbers places
+            (`qeffect.counts.located`); empty if all count as one.
         reports: What its backend reports about its actions.
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
         all_units: Names of its units, in the order in which dI queues them.
@@ -54,6 +56,7 @@ class StageMemory:
     reports: StageReports = attrs.field(factory=StageReports)
     shared: frozenset[str] = frozenset()
     later_variants: Sequence[WgradVariant] = ()
+    places: Sequence[int] = ()
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)
     all_matrices: tuple[str, ...] = attrs.field(init=False)
@@ -74,6 +77,10 @@ class StageMemory:
         for owner, total in zip(self.stage.non_matrix, self.sums, strict=True):
             found[f"sum:{owner.name}"] = total.data_ptr()
         return found
+
+    def located(self, destination: int) -> int:
+        """Where a set of destinations lies; 0 for the library's own memory."""
+        return self.places[destination] if 0 <= destination < len(self.places) else 0
 
     def address_probe(self) -> Callable[[], list[int]]:
         """A cheap check of `addresses`, as `StageBackend.address_probe` is for the stage's own."""
@@ -175,9 +182,11 @@ class EagerExecutor:
     def __init__(self, counters: DeviceCounters | None = None) -> None:
         self.counters = counters
 
-    def _count(self, action: str, place: int, writes: int = OVERWRITES) -> None:
+    def _count(
+        self, action: str, place: int, writes: int = OVERWRITES, destination: int = 0
+    ) -> None:
         if self.counters is not None:
-            self.counters.ran(action, place, writes)
+            self.counters.ran(action, place, writes, destination)
 
     def refresh(self, memory: StageMemory) -> Effects:
         """Refresh the cache, empty the sums."""
@@ -222,7 +231,7 @@ class EagerExecutor:
     ) -> tuple[str, ...]:
         """dW that may keep the deferred work, for the capture of another variant."""
         result = self.run_work(memory, slot, variant, keep=keep)
-        self._count("dW", slot.index, variant.writes)
+        self._count("dW", slot.index, variant.writes, memory.located(variant.destination))
         return memory.evidence(result.covered)
 
     @staticmethod

@@ -250,7 +250,7 @@ class Checks(ContractParts):
             if self._observer is not None:
                 self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
             if self._counted is not None:
-                self._counted.writes[ref.slot] = overwrites
+                self._counted.checked(key.cell, ref.slot, overwrites)
             ticket = _new(Ticket)
             ticket.action = "dW"
             ticket.key = key

@@ -4,14 +4,34 @@ The expected counts of committed actions, compared with the device's counts at a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from ..counts import COUNTED, DeviceCounts, fold, mark, ways_of, wrap
+from ..counts import COUNTED, DeviceCounts, fold, located, mark, ways_of, wrap
+from ..destinations import Destination
+from ..keys import Cell
 from ..refusals import refused
 from ..relations.constants import OVERWRITES
+from ..stage_config import StageConfig
 from ..text import shown
 
-__all__ = ["ExpectedCounts"]
+__all__ = ["ExpectedCounts", "places_of"]
+
+
+def places_of(
+    stages: Iterable[StageConfig], destination_of: Mapping[Cell, Sequence[Destination]]
+) -> dict[Cell, int]:
+    """
+    Return where the dW of each key writes, as the device's marks number it.
+
+    Args:
+        stages: The contract's stages.
+        destination_of: The configured destinations of each key.
+    """
+    found: dict[Cell, int] = {}
+    for config in stages:
+        cells = config.cells()
+        found.update(zip(cells, located(destination_of[cell] for cell in cells), strict=True))
+    return found
 
 
 class ExpectedCounts:
@@ -21,19 +41,37 @@ class ExpectedCounts:
     Args:
         domains: Name of the state domain of each stage.
         slot_stage: Stage of each slot.
+        destinations: Where the dW of each key writes, as `qeffect.counts.located` numbers it; keys
+            that are left out have number 0.
         late: Whether a commit's counts are presented between this commit and the next.
 
     Attributes:
         awaited: Expected counts of the last commit, until they are presented; None if no commit
             awaits counts.
-        writes: By slot, how the dW that was checked last writes: the graph that has to run.
+        writes: By slot, how and where the dW that was checked last writes: the graph that has to
+            run.
     """
 
-    __slots__ = ("_digests", "_domains", "_numbers", "_places", "awaited", "late", "writes")
+    __slots__ = (
+        "_destinations",
+        "_digests",
+        "_domains",
+        "_numbers",
+        "_places",
+        "awaited",
+        "late",
+        "writes",
+    )
 
     def __init__(
-        self, domains: Mapping[int, Hashable], slot_stage: Sequence[int], *, late: bool = False
+        self,
+        domains: Mapping[int, Hashable],
+        slot_stage: Sequence[int],
+        destinations: Mapping[Cell, int] | None = None,
+        *,
+        late: bool = False,
     ) -> None:
+        self._destinations = {c: n for c, n in (destinations or {}).items() if n}
         self.late = late
         self.awaited: Mapping[Hashable, DeviceCounts] | None = None
         self._domains = dict(domains)
@@ -51,7 +89,7 @@ class ExpectedCounts:
             )
             for writes in ways_of(action)
         }
-        self.writes = [OVERWRITES] * len(slot_stage)
+        self.writes = [(OVERWRITES, 0)] * len(slot_stage)
         self._numbers: dict[int, list[int]] = {}
         self._digests: dict[Hashable, int] = {}
         self.reset()
@@ -62,10 +100,16 @@ class ExpectedCounts:
         self._digests = dict.fromkeys(self._domains.values(), 0)
         self.awaited = None
 
+    def checked(self, cell: Cell, slot: int, writes: int) -> None:
+        """Note the dW that was checked last in a slot: which graph has to run."""
+        self.writes[slot] = writes, self._destinations.get(cell, 0)
+
     def ran(self, action: str, place: int) -> None:
         """Count a committed action; its place is a slot, or the stage of a refresh."""
-        writes = self.writes[place] if action == "dW" else OVERWRITES
+        writes, where = self.writes[place] if action == "dW" else (OVERWRITES, 0)
         stage, domain, at, number = self._places[action, place, writes]
+        if where:
+            number = mark(action, place, writes, where)
         self._numbers[stage][at] += 1
         self._digests[domain] = fold(self._digests[domain], number)
 

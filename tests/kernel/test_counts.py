@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qeffect import Contract, DeviceCounts, Refused, StageConfig, TapeKey
+from qeffect import Contract, Destination, DeviceCounts, Refused, StageConfig, TapeKey
 from qeffect.counts import COUNTED, WAYS, fold, mark, ways_of
 from qeffect.relations.constants import ADDS, OVERWRITES
 
@@ -460,6 +460,59 @@ class TestBadCounts:
         assert said[0] == said[1]
 
 
+class TestDestinations:
+    """One slot is used by two microbatches, whose dW have destinations of their own."""
+
+    #: Two destinations that lie at two places.
+    APART = tuple(
+        Destination(matrix, m, (2,), "float32", "cuda:0", 64 * (2 * m + n + 1), 8)
+        for m in (0, 1)
+        for n, matrix in enumerate(MATRICES)
+    )
+
+    def run(self, into: tuple[int, int], destinations: tuple[Destination, ...]) -> tuple[Any, Any]:
+        """Two microbatches in one slot; the device's dW write where `into` says."""
+        contract = Contract(
+            [stage(slots=1, destinations=destinations)], omit=("version",), counted=True
+        )
+        device = Device((0,))
+        for m in (0, 1):
+            key = TapeKey(0, 0, m)
+            ref = contract.commit(contract.check_forward(key))
+            assert ref is not None
+            contract.wait()
+            contract.bind(key)
+            contract.commit(contract.check_dgrad(key, ref), MATRICES)
+            contract.commit(contract.check_wgrad(key, ref), MATRICES)
+            contract.wait()
+            device.run("F", 0, ref.slot)
+            device.run("dI", 0, ref.slot)
+            device.digest = fold(device.digest, mark("dW", ref.slot, OVERWRITES, into[m]))
+            device.numbers[0][COUNTED.index("dW")] += 1
+        contract.finalize(0)
+        return contract, {0: device.counts()}
+
+    def test_own_destinations_are_accepted(self) -> None:
+        contract, counted = self.run((0, 1), self.APART)
+
+        assert 1 == contract.commit_epoch(counted=counted)
+
+    @pytest.mark.parametrize("into", [(1, 0), (0, 0), (1, 1)])
+    def test_other_destinations_are_refused(self, into: tuple[int, int]) -> None:
+        """Both graphs overwrite, in one slot: only where they write tells them apart."""
+        contract, counted = self.run(into, self.APART)
+
+        with refused(contract, "epoch.device-order", "digest"):
+            contract.commit_epoch(counted=counted)
+
+    def test_without_addresses_all_have_one_number(self) -> None:
+        """The contract does not know where they lie."""
+        symbolic = tuple(Destination(matrix, m) for m in (0, 1) for matrix in MATRICES)
+        contract, counted = self.run((0, 0), symbolic)
+
+        assert 1 == contract.commit_epoch(counted=counted)
+
+
 class TestDigest:
     def test_marks_differ(self) -> None:
         """No two actions at two places have one mark, and none is zero."""
@@ -472,6 +525,8 @@ class TestDigest:
 
         assert sorted(marks) == [*range(1, len(marks) + 1)]
         assert len(marks) == 9 * (len(COUNTED) - 1 + len(WAYS))
+        elsewhere = {mark("dW", p, w, d) for p in range(9) for w in WAYS for d in range(1, 9)}
+        assert len(elsewhere - {*marks}) == 9 * len(WAYS) * 8
 
     def test_it_wraps_as_the_device_s_integers_do(self) -> None:
         """A digest stays a signed 64-bit integer, and folds as exact arithmetic modulo 2**64."""

@@ -288,7 +288,7 @@ def tell(ledger: ExpectedCounts, *each: Ran) -> None:
     """Tell a ledger of committed actions."""
     for action, _, place, writes in each:
         if action == "dW":
-            ledger.writes[place] = writes
+            ledger.writes[place] = writes, 0
         ledger.ran(action, place)
 
 

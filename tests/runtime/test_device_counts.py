@@ -10,11 +10,16 @@ import torch
 
 from qeffect.counts import COUNTED, fold, mark
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
+from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.step.memory.arena import RULES, Rule
 from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
+from qeffect.gpu_runtime.step.memory.slots import Slot
+from qeffect.gpu_runtime.step.plan.slots import WgradVariant
 from qeffect.refusals import Refused
 
 from .device_counts import DeviceCountsCases, LateCountsCases, Replay
-from .injection import Injection
+from .helpers import guarded_run
+from .injection import ORDER, Injection
 from .stand_ins import install
 
 
@@ -99,6 +104,48 @@ class TestEager:
 
         assert "stage 1: the device ran 3 refresh" == caught.value.found
         injected.start_over(undisturbed)
+
+    @pytest.mark.parametrize("told", [True, False])
+    def test_a_dw_into_another_microbatchs_destination(self, told: bool) -> None:
+        """Two microbatches share a slot, and their dW write in the same way to two buffers."""
+        run = guarded_run(ORDER, rule="per_microbatch", counts="commit")
+        runtime = run.runtime
+        executor = runtime.executor
+        assert isinstance(executor, EagerExecutor)
+        memory = next(m for m in runtime.memories.values() if len({*m.slot_of}) < len(m.slot_of))
+        slot = next(s for s in memory.slot_of if memory.slot_of.count(s) > 1)
+        a, b, *_ = (m for m, s in enumerate(memory.slot_of) if s == slot)
+        own, other = memory.variants[a], memory.variants[b]
+        assert (own.writes, own.destination) != (other.writes, other.destination)
+        assert own.writes == other.writes
+        run.run(1)
+        wgrad = executor.wgrad
+
+        def elsewhere(held: StageMemory, at: Slot, variant: WgradVariant) -> tuple[str, ...]:
+            wrong = held is memory and at.index == slot and variant == own
+            if wrong and not told:  # as marks were that did not tell destinations apart
+                at.tape.bound = memory.arena.buffers(other.destination)
+                covered = memory.stage.wgrad(at.tape, accumulate=False).covered
+                executor._count("dW", at.index, own.writes, memory.located(own.destination))
+                return memory.evidence(covered)
+            return wgrad(held, at, other if wrong else variant)
+
+        executor.wgrad = elsewhere  # type: ignore[method-assign]
+        if told:
+            with pytest.raises(Refused, match=r"^epoch\.device-order"):
+                run.run(1)
+            assert 1 == runtime.epoch
+        else:
+            run.run(1)
+            assert 2 == runtime.epoch
+
+    @pytest.mark.parametrize("rule", RULES)
+    def test_every_rule_counts_as_the_contract_does(self, rule: Rule) -> None:
+        """Honest steps are accepted wherever dW writes."""
+        run = guarded_run(ORDER, rule=rule, counts="commit")
+        run.run(2)
+
+        assert 2 == run.runtime.epoch
 
     def test_off_by_default(self) -> None:
         """Without the configuration nothing counts, and the same fault goes unseen."""

@@ -26,6 +26,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect.counts import located
 from qeffect.destinations import Destination
 
 from ...backends.protocol import StageBackend, WgradUnit
@@ -140,6 +141,10 @@ class Arena:
     def destinations(self, microbatch: int) -> Mapping[str, Tensor] | None:
         """The destinations that a microbatch's dW writes, by unit; None under `copied`."""
         return self.buffers(self.index_of(microbatch))
+
+    def places(self) -> list[int]:
+        """Where each set of destinations lies, as `qeffect.counts.located` numbers it."""
+        return located(self._configured)
 
     def configured(self) -> tuple[Destination, ...]:
         """Every destination, as in the kernel's configuration."""

@@ -10,7 +10,7 @@ the contract expects: it then skips the update if they differ, and no host waits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,33 +27,40 @@ class DeviceCounters:
     Args:
         places: (stage, slot) of every slot of the domain, by the process's index.
         device: Device of the counters; on a CPU nothing is asynchronous.
+        destinations: By slot, how many places its dW may write to; one by default.
     """
 
-    def __init__(self, places: Iterable[tuple[int, int]], device: torch.device) -> None:
-        slots = list(places)
+    def __init__(
+        self,
+        places: Iterable[tuple[int, int]],
+        device: torch.device,
+        destinations: Mapping[int, int] | None = None,
+    ) -> None:
+        slots, into = list(places), destinations or {}
         self.stages = tuple(dict.fromkeys(stage for stage, _ in slots))
         size = 1 + len(COUNTED) * len(self.stages)
         # The digest is multiplied before its mark is added; a counter is multiplied by one.
         self._factors = torch.ones(size, dtype=torch.int64, device=device)
         self._factors[0] = MULTIPLIER
         self.values = torch.zeros(size, dtype=torch.int64, device=device)
-        marked = [("refresh", stage, stage, OVERWRITES) for stage in self.stages]
+        marked = [("refresh", stage, stage, OVERWRITES, 0) for stage in self.stages]
         marked += [
-            (action, stage, slot, writes)
+            (action, stage, slot, writes, where)
             for stage, slot in slots
             for action in COUNTED[1:]
             for writes in ways_of(action)
+            for where in range(into.get(slot, 1) if action == "dW" else 1)
         ]
         # An even length gives every row the same alignment. Otherwise another variant of the kernel
         # would have to be compiled in the middle of a capture.
         rows = torch.zeros((len(marked), size + size % 2), dtype=torch.int64)
-        for n, (action, stage, place, writes) in enumerate(marked):
-            rows[n, 0] = mark(action, place, writes)
+        for n, (action, stage, place, writes, where) in enumerate(marked):
+            rows[n, 0] = mark(action, place, writes, where)
             rows[n, self._at(stage, action)] = 1
         held = rows.to(device)
         self._terms = {
-            (action, place, writes): held[n, :size]
-            for n, (action, _, place, writes) in enumerate(marked)
+            (action, place, writes, where): held[n, :size]
+            for n, (action, _, place, writes, where) in enumerate(marked)
         }
         pinned = device.type == "cuda"
         self._read = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
@@ -65,7 +72,7 @@ class DeviceCounters:
     def _at(self, stage: int, action: str) -> int:
         return 1 + len(COUNTED) * self.stages.index(stage) + COUNTED.index(action)
 
-    def ran(self, action: str, place: int, writes: int = OVERWRITES) -> None:
+    def ran(self, action: str, place: int, writes: int = OVERWRITES, destination: int = 0) -> None:
         """
         Count an action, on the current stream; inside a capture this becomes a node of the graph.
 
@@ -73,8 +80,9 @@ class DeviceCounters:
             action: One of `qeffect.counts.COUNTED`.
             place: The slot of an F, dI or dW in the process's pool; the stage of a refresh.
             writes: How a dW writes (`qeffect.counts.mark`).
+            destination: Where a dW writes (`qeffect.counts.located`).
         """
-        term = self._terms[action, place, writes]
+        term = self._terms[action, place, writes, destination]
         if self._kernels is not None:
             self._kernels.count(self.values, term, self._factors)
         else:
