@@ -143,6 +143,7 @@ class GuardedEngine:
         self._steps = 0
         self._left = False  # whether the latest step was left unfinished
         self._running = False
+        self._inside = ""  # the instruction that runs
         self._known = True
         self._stream = self._declared()
         self.contract = self._contract()
@@ -243,7 +244,6 @@ class GuardedEngine:
                     stage,
                     microbatches=self._microbatches,
                     slots=self._stream.slots,
-                    copies_input=stage == 0,
                     sends_output=behind,
                     sends_gradient=before,
                     receives_input=before,
@@ -302,6 +302,7 @@ class GuardedEngine:
         self._weights: Weights | None = None
         self._queued: list[tuple[str, int, int]] = []
         self._calls, self._outputs = 0, None
+        self._backwards = 0
         self._final = self._updated = self._reduced = False
 
     def _finish(self) -> None:
@@ -337,11 +338,14 @@ class GuardedEngine:
             return method(engine, **given)
         said = ", ".join(f"{key}={value}" for key, value in given.items())
         end = self._judge(f"{name}({said})", partial(self._begin, name, given))
+        self._inside = name
         try:
             found = method(engine, **given)
         except BaseException:
             self._abort()
             raise
+        finally:
+            self._inside = ""
         if end is not None:
             self._judge(f"{name}({said})", end)
         return found
@@ -398,6 +402,14 @@ class GuardedEngine:
             now = first_tensor(self._held("inputs", buffer))
             if now is None or now is before:
                 raise not_run("commit_forward", f"{name} into buffer {buffer}, {_named(work)}")
+            other = self._buffers.maker("input", now)
+            if other is not None and other != work:
+                raise refused(
+                    "ownership.wrong-key",
+                    "finish_receive",
+                    f"the input of {_named(other)} in buffer {buffer}",
+                    f"the input of {_named(work)}",
+                )
             self._buffers.inputs[buffer] = work
             self._buffers.made("input", work, now)
 
@@ -407,6 +419,8 @@ class GuardedEngine:
         work = self._buffers.maker("input", self._held("inputs", buffer))
         if work is None:
             work = self._buffers.inputs.get(buffer) or self._buffers.next("input", stage)
+        self._check_weights("check_forward", stage)
+        block = self._works.check(("F", *work))
         if self._loses(stage) and buffer not in self._buffers.labels:
             raise refused(
                 "ownership.receive-missing",
@@ -414,8 +428,6 @@ class GuardedEngine:
                 f"buffer {buffer}, {_named(work)}, without labels of its own",
                 "labels that LoadMicroBatch brought after the last forward of the buffer",
             )
-        self._check_weights("check_forward", stage)
-        block = self._works.check(("F", *work))
         self._calls, self._outputs = 0, None
 
         def end() -> None:
@@ -478,6 +490,7 @@ class GuardedEngine:
                     raise _ran("B", work, "twice")
             self._works.commit(("B", *work), block)
             self._buffers.gradients[buffer] = work
+            self._backwards += 1
 
         return end
 
@@ -538,8 +551,12 @@ class GuardedEngine:
         self.contract.start_reduction(_TIED)
         return partial(self.contract.finish_reduction, _TIED)
 
+    def _whole(self) -> bool:
+        """Whether every microbatch of the step has run."""
+        return self._backwards == self._microbatches * len(self._stream.stages)
+
     def _reduce(self) -> Callable[[], None]:
-        if self._final:  # a second ReduceGrads
+        if self._final or not self._whole():  # a second one, or one that comes too early
             self.contract.start_reduction(_GRADIENTS)
         self._finalize()
         self._reduced = False
@@ -558,7 +575,8 @@ class GuardedEngine:
         def guarded_reduction(*args: Any, **kwargs: Any) -> Any:
             if not self._running or _GRADIENTS not in self._buckets():
                 return reduce(*args, **kwargs)
-            self._judge("", partial(self.contract.start_reduction, _GRADIENTS))
+            at = "" if self._inside == "ReduceGrads" else "a reduction"
+            self._judge(at, partial(self.contract.start_reduction, _GRADIENTS))
             found = reduce(*args, **kwargs)
             self._reduced = True
             self._judge("", partial(self.contract.finish_reduction, _GRADIENTS))
@@ -567,7 +585,7 @@ class GuardedEngine:
         return guarded_reduction
 
     def _update(self) -> Callable[[], None]:
-        if "ReduceGrads" not in self._stream.names:
+        if self._whole():
             self._finalize()
         before = self._updated
         self._updated = False
@@ -586,7 +604,7 @@ class GuardedEngine:
                     self._weights.check("check_update", self._stream.stages[0])
                 return self.contract.update().__enter__()
 
-            block = self._judge("" if self._running else "optimizer.step()", check)
+            block = self._judge("" if self._inside == "OptimizerStep" else "optimizer.step()", check)
             try:
                 found = step(*args, **kwargs)
             except BaseException:
