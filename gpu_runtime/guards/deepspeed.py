@@ -604,7 +604,9 @@ class GuardedEngine:
                     self._weights.check("check_update", self._stream.stages[0])
                 return self.contract.update().__enter__()
 
-            block = self._judge("" if self._inside == "OptimizerStep" else "optimizer.step()", check)
+            block = self._judge(
+                "" if self._inside == "OptimizerStep" else "optimizer.step()", check
+            )
             try:
                 found = step(*args, **kwargs)
             except BaseException:

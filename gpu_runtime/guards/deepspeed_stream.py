@@ -10,8 +10,8 @@ import attrs
 
 from qeffect.keys import Cell, cell_of
 from qeffect.schedule.actions import Kind, ScheduleError
+from qeffect.schedule.check import check
 from qeffect.schedule.deepspeed import INSTRUCTIONS, deepspeed_schedule
-from qeffect.schedule.ranks import check_ranks
 
 __all__ = ["GuardedMap", "Stream", "name_of", "stream_of"]
 
@@ -62,7 +62,7 @@ def stream_of(engine: Any) -> Stream:
         )
     folded = table.num_stages > ranks
     buffers = schedule.num_pipe_buffers()
-    found = check_ranks(table)
+    found = check(table).finding
     kinds = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
     order = [
         (kinds[atom.kind], cell_of(atom.stage, atom.microbatch, 0, 0))
@@ -76,7 +76,7 @@ def stream_of(engine: Any) -> Stream:
         buffers // 2 if folded else buffers,
         None if found else {0: order},
         names,
-        (found[0].clause, str(found[0]), found[0].remedy) if found else None,
+        (found.clause, str(found), found.remedy) if found else None,
     )
 
 

@@ -343,13 +343,9 @@ FAULTS: dict[str, Fault] = {
             harmless=True,
         ),
         Fault(reduction_early, (0, 1), "reduction.incomplete", "ReduceGrads", model="replicas"),
-        Fault(
-            tied_reduction_twice, (0, 1), "reduction.duplicate", "ReduceTiedGrads", model="tied"
-        ),
+        Fault(tied_reduction_twice, (0, 1), "reduction.duplicate", "ReduceTiedGrads", model="tied"),
         Fault(weight_written, (1,), "version.wrong-epoch", "ForwardPass"),
-        Fault(
-            saved_in_mid_step, (0, 1), "persistence.live-tape", "save_checkpoint", harmless=True
-        ),
+        Fault(saved_in_mid_step, (0, 1), "persistence.live-tape", "save_checkpoint", harmless=True),
         Fault(gradients_kept, (0,), "arena.stale-accumulation", "the beginning of train_batch"),
     )
 }
