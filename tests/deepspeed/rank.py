@@ -106,15 +106,11 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
     engine = build(case)
     engine.folder = case.get("folder", "")
-    before = {name for name in vars(engine) if name != "folder"}
     fault = FAULTS[case["fault"]] if case.get("fault") else None
     guarded = None
-    late = fault is not None and case.get("late", True)
-    if fault is not None and rank in fault.ranks and not late:
-        fault.put(engine)
     if manner := case.get("manner"):
         guarded = guards.guard(engine, manner=manner, log=case.get("log"))
-    if fault is not None and rank in fault.ranks and late:
+    if fault is not None and rank in fault.ranks:
         put_under(guarded, engine, fault.put)
     seed = 7 + (rank if engine.is_data_parallel else 0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
@@ -141,8 +137,7 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
         said["epoch"], said["trust"] = guarded.contract.epoch, guarded.on_trust()
         said["live"] = len(guarded.contract.live())
         guarded.remove()
-        if fault is None:
-            said["left"] = sorted({name for name in vars(engine) if name != "folder"} - before)
+    said["left"] = sorted(vars(engine))
     return said
 
 

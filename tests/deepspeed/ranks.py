@@ -53,6 +53,7 @@ def launch(
             process.kill()
             process.wait()
     codes = [process.returncode for process in ranks]
+    print(f"{len(cases)} runs in {time.monotonic() - began:.1f} s")
     for rank, text in enumerate(texts):
         print(f"rank {rank} ended with {codes[rank]}; its last lines:")
         print("\n".join(text.read_text(errors="replace").splitlines()[-12:]))
