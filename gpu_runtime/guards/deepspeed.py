@@ -553,7 +553,7 @@ class GuardedEngine:
 
     def _whole(self) -> bool:
         """Whether every microbatch of the step has run."""
-        return self._backwards == self._microbatches * len(self._stream.stages)
+        return bool(self._backwards == self._microbatches * len(self._stream.stages))
 
     def _reduce(self) -> Callable[[], None]:
         if self._final or not self._whole():  # a second one, or one that comes too early

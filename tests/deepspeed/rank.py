@@ -160,9 +160,6 @@ def digest(value: Tensor) -> str:
 
 def main(rank: int, world: int, store: str, out: str, cases: list[dict[str, Any]]) -> None:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    os.environ.update(
-        DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world)
-    )
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world

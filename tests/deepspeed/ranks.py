@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LIMIT_S", "launch"]
+__all__ = ["LIMIT_S", "launch", "run"]
 
 #: No launch takes longer: a rank that hangs is killed and fails its test.
 LIMIT_S = 60.0
@@ -29,21 +30,50 @@ def launch(
         cases: The runs; see `tests.deepspeed.rank`.
         whole: Whether every rank has to end well; otherwise a rank may end with its peer.
     """
-    began = time.monotonic()
     outs = [folder / f"rank{rank}.json" for rank in range(world)]
-    texts = [folder / f"rank{rank}.txt" for rank in range(world)]
+    commands = []
+    for rank, out in enumerate(outs):
+        command = ["-m", "tests.deepspeed.rank", str(rank), str(world)]
+        commands.append([*command, str(folder / "store"), str(out), json.dumps(cases)])
+    codes = run(folder, commands)
+    print(f"{len(cases)} runs")
+    if whole:
+        assert codes == [0] * world, codes
+    return [json.loads(out.read_text()) if out.exists() else [] for out in outs]
+
+
+def run(folder: Path, commands: list[list[str]]) -> list[int]:
+    """
+    Run a Python command for each rank; return the exit codes, and print each rank's last lines.
+
+    Args:
+        folder: Where each rank's output is kept.
+        commands: The arguments of each rank's interpreter.
+    """
+    began = time.monotonic()
+    texts = [folder / f"rank{rank}.txt" for rank in range(len(commands))]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     ranks = []
-    for rank in range(world):
-        command = [sys.executable, "-m", "tests.deepspeed.rank", str(rank), str(world)]
-        command += [str(folder / "store"), str(outs[rank]), json.dumps(cases)]
+    for rank, command in enumerate(commands):
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(commands)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        }
         with texts[rank].open("w") as text:
             ranks.append(
                 subprocess.Popen(
-                    command,
+                    [sys.executable, *command],
                     cwd=_ROOT,
                     stdout=text,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, **place},
                 )
             )
     for process in ranks:
@@ -53,10 +83,8 @@ def launch(
             process.kill()
             process.wait()
     codes = [process.returncode for process in ranks]
-    print(f"{len(cases)} runs in {time.monotonic() - began:.1f} s")
+    print(f"{time.monotonic() - began:.1f} s")
     for rank, text in enumerate(texts):
         print(f"rank {rank} ended with {codes[rank]}; its last lines:")
         print("\n".join(text.read_text(errors="replace").splitlines()[-12:]))
-    if whole:
-        assert codes == [0] * world, codes
-    return [json.loads(out.read_text()) if out.exists() else [] for out in outs]
+    return codes

@@ -17,7 +17,8 @@ import pytest
 
 from qeffect.log.joint import replay_together
 from tests.deepspeed.faults import FAULTS, FAULTY_STEP
-from tests.deepspeed.ranks import launch
+from tests.deepspeed.ranks import launch, run
+from tests.docs.code import blocks
 
 pytestmark = pytest.mark.deepspeed
 
@@ -162,3 +163,14 @@ def test_a_fault_is_refused_where_it_happens(name: str, tmp_path: Path) -> None:
         assert FAULTY_STEP == len(found["bits"])
     for rank in {0, 1} - set(fault.ranks):
         assert not said[rank] or "refused" not in said[rank][0]
+
+
+def test_the_pages_example_runs(tmp_path: Path) -> None:
+    """The example trains for two steps on both ranks, and nothing is reported."""
+    example = tmp_path / "train.py"
+    example.write_text(blocks("docs/deepspeed.md", "python")[0].text)
+    codes = run(tmp_path, [[str(example)]] * 2)
+
+    assert [0, 0] == codes
+    for rank in range(2):
+        assert "()" in (tmp_path / f"rank{rank}.txt").read_text().splitlines()
