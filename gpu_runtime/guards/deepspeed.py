@@ -30,6 +30,7 @@ from typing import Any
 from qeffect.contract import Contract
 from qeffect.refusals import refused
 from qeffect.schedule.actions import ScheduleError
+from qeffect.schedule.pairing import Work
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
@@ -39,7 +40,7 @@ from .evidence import BackwardPasses, Weights, not_run
 from .judging import ContractLogs, Judge
 from .releases import check_release
 from .reports import Manner, OnViolation, Reports, Violation
-from .works import Work, Works
+from .works import Works
 
 __all__ = ["TESTED", "UNUSED", "GuardedEngine", "Violation", "guard"]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from .works import Work
+from qeffect.schedule.pairing import Work
 
 __all__ = ["Buffers", "first_tensor"]
 

@@ -8,14 +8,12 @@ from qeffect.action_blocks import Dgrad, Forward
 from qeffect.contract import Contract
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.relations.constants import GENERATION_MAX
+from qeffect.schedule.pairing import Work
 
-__all__ = ["Event", "Work", "Works"]
+__all__ = ["Event", "Works"]
 
 Event = tuple[str, int, int]
 """An action: torch's name of its kind, its stage, and its microbatch (-1 without one)."""
-
-Work = tuple[int, int]
-"""A stage and a microbatch."""
 
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
 

@@ -137,7 +137,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.pipe_buffers["outputs"][buffer_id] = outputs
         if self.is_last_stage():
             self.loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
-            self._total += float(self.loss)
+            self._total += float(self.loss.detach())
 
     def _backward(self, buffer_id: int) -> None:
         if self.is_last_stage():
