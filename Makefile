@@ -40,7 +40,7 @@ nightly: $(VENV)/.test
 # The guard of DeepSpeed's engine over the real package, on CPUs. The package is in a folder of its
 # own, so that the ordinary suite stays without it.
 deepspeed: $(VENV)/.deepspeed
-	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m deepspeed $(RECORDED)
+	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m deepspeed tests/deepspeed $(RECORDED)
 
 $(VENV)/.deepspeed: $(VENV)/.test tests/deepspeed/requirements.txt
 	rm -rf $(VENV)/deepspeed
