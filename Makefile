@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # Bytecode is kept in the tree: without it each process of the suite compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check test slow nightly lint types bench clean
+.PHONY: check test slow nightly deepspeed lint types bench clean
 
 # The main job, what takes seconds first. Processor time on one core: fixtures, faults and failures
 # two seconds together, ranks 40 seconds; random schedules, exploration and proofs take the rest of
@@ -36,6 +36,17 @@ slow: $(VENV)/.test
 # What takes longest: the rest of every matrix. `test` has rows that hold each part of it.
 nightly: $(VENV)/.test
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly -n auto $(RECORDED)
+
+# The guard of DeepSpeed's engine over the real package, on CPUs. The package is in a folder of its
+# own, so that the ordinary suite stays without it.
+deepspeed: $(VENV)/.deepspeed
+	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m deepspeed tests/deepspeed $(RECORDED)
+
+$(VENV)/.deepspeed: $(VENV)/.test tests/deepspeed/requirements.txt
+	rm -rf $(VENV)/deepspeed
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-deps --no-build-isolation \
+	  --target $(VENV)/deepspeed -r tests/deepspeed/requirements.txt
+	touch $@
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -118,7 +118,7 @@ def test_an_unknown_profile_is_refused() -> None:
 @pytest.mark.parametrize(
     ("expression", "shown"),
     [
-        ("not gpu and not slow and not nightly and not browser", False),
+        ("not gpu and not slow and not nightly and not browser and not deepspeed", False),
         ("slow", False),
         ("nightly and not gpu", False),
         ("gpu", True),

@@ -14,7 +14,33 @@ from typing import Any
 
 import attrs
 
-__all__ = ["BackwardPasses", "ForwardCalls", "GradientWrites", "Weights", "Written", "is_sharded"]
+from qeffect.refusals import Refused, refused
+
+__all__ = [
+    "BackwardPasses",
+    "ForwardCalls",
+    "GradientWrites",
+    "Weights",
+    "Written",
+    "is_sharded",
+    "not_run",
+]
+
+
+def not_run(call: str, action: str) -> Refused:
+    """
+    Return the refusal of an action whose computation did not run.
+
+    Args:
+        call: The call of the contract that the action would have been committed with.
+        action: The action.
+    """
+    return refused(
+        "epoch.device-count",
+        call,
+        f"{action}: its computation did not run",
+        "one run of each action that is committed",
+    )
 
 
 def _nodes(value: Any) -> Iterator[Any]:
@@ -29,10 +55,19 @@ def _nodes(value: Any) -> Iterator[Any]:
 
 
 class BackwardPasses:
-    """Counts the backward passes through the outputs of each forward."""
+    """
+    Counts the backward passes through the outputs of each forward.
+
+    Attributes:
+        total: The passes through outputs of all forwards.
+        last: Name of the forward whose output was passed last.
+    """
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, list[int]] = {}
+        self._nodes: dict[Hashable, int] = {}
+        self.total = 0
+        self.last: Hashable = None
 
     def watch(self, work: Hashable, outputs: Any) -> None:
         """
@@ -46,9 +81,12 @@ class BackwardPasses:
         if not nodes:
             return
         passes = self._passes[work] = [0]
+        self._nodes[work] = len(nodes)
 
         def count(_: Any) -> None:
             passes[0] += 1
+            self.total += 1
+            self.last = work
 
         for node in nodes:
             node.register_prehook(count)
@@ -58,9 +96,14 @@ class BackwardPasses:
         passes = self._passes.get(work)
         return None if passes is None else passes[0]
 
+    def nodes(self, work: Hashable) -> int:
+        """Return how many tensors of a forward's outputs have a graph."""
+        return self._nodes.get(work, 0)
+
     def clear(self) -> None:
         """Forget every forward."""
         self._passes.clear()
+        self._nodes.clear()
 
 
 class ForwardCalls:
@@ -169,6 +212,26 @@ class Weights:
         )
         named = self._module.named_parameters()
         return Written(next((n for n, p in named if p is parameter), "unnamed"), now, before)
+
+    def check(self, call: str, stage: int) -> None:
+        """
+        Check that no weight was written since.
+
+        Args:
+            call: The call of the contract that the check is made with.
+            stage: Index of the stage that is about to act.
+
+        Raises:
+            Refused: ``version.wrong-epoch``.
+        """
+        if (written := self.written()) is not None:
+            raise refused(
+                "version.wrong-epoch",
+                call,
+                f"weight {written.name} of stage {stage} at version {written.found}, written in "
+                "mid-step",
+                f"version {written.expected}, as at the stage's first forward of the step",
+            )
 
 
 def is_sharded(module: Any) -> bool:

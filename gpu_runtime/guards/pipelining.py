@@ -44,9 +44,10 @@ from .judging import ContractLogs, Judge
 from .meeting import MeetingError, meet
 from .pipelining_evidence import StageEvidence
 from .pipelining_step import GuardedStep, TableReductions
-from .pipelining_table import Event, GuardedRow, declared_order, event_of, table_of
+from .pipelining_table import GuardedRow, declared_order, event_of, table_of
 from .releases import check_release
 from .reports import Manner, OnViolation, Reports, Violation
+from .works import Event
 
 __all__ = ["UNUSED", "GuardedSchedule", "MeetingError", "Violation", "guard"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qeffect.refusals import Refused, refused
+from qeffect.refusals import Refused
 
-from .evidence import BackwardPasses, ForwardCalls, GradientWrites, Weights, is_sharded
-from .pipelining_table import Event
+from .evidence import BackwardPasses, ForwardCalls, GradientWrites, Weights, is_sharded, not_run
+from .works import Event
 
 __all__ = ["METHODS", "StageEvidence"]
 
@@ -74,14 +74,8 @@ class StageEvidence:
         weights = self._weights.get(stage)
         if weights is None:
             self._weights[stage] = Weights(self._module(stage))
-        elif (written := weights.written()) is not None:
-            raise refused(
-                "version.wrong-epoch",
-                _CHECKS[kind],
-                f"weight {written.name} of stage {stage} at version {written.found}, written in "
-                "mid-step",
-                f"version {written.expected}, as at the stage's first forward of the step",
-            )
+        else:
+            weights.check(_CHECKS[kind], stage)
 
     def watch(self, event: Event) -> None:
         """Watch an action whose method is no longer the guard's."""
@@ -139,14 +133,8 @@ class StageEvidence:
     def not_run(self, event: Event) -> Refused:
         """Return the refusal of an action whose computation did not run."""
         kind, stage, microbatch = event
-        return refused(
-            "epoch.device-count",
-            _COMMITS.get(kind, "finalize"),
-            f"{kind} of stage {stage}"
-            + (f", microbatch {microbatch}" if microbatch >= 0 else "")
-            + ": its computation did not run",
-            "one run of each action that is committed",
-        )
+        which = f", microbatch {microbatch}" if microbatch >= 0 else ""
+        return not_run(_COMMITS.get(kind, "finalize"), f"{kind} of stage {stage}{which}")
 
     def _module(self, stage: int) -> Any:
         return getattr(self._stages[stage], "submod", None)

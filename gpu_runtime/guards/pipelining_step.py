@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import attrs
 
-from qeffect.action_blocks import Dgrad, Forward
 from qeffect.contract import Contract
-from qeffect.keys import TapeKey, TapeRef
-from qeffect.relations.constants import GENERATION_MAX
 
-from .pipelining_table import Event
+from .works import Works
 
 __all__ = ["GuardedStep", "TableReductions"]
-
-_RECEIVES = frozenset({"RECV_F", "RECV_B"})
 
 
 @attrs.frozen
@@ -36,7 +30,7 @@ class TableReductions:
     awaits_reductions: bool = False
 
 
-class GuardedStep:
+class GuardedStep(Works):
     """
     The live work, messages and reductions of one step under a contract.
 
@@ -48,61 +42,10 @@ class GuardedStep:
     """
 
     def __init__(self, contract: Contract, reductions: TableReductions) -> None:
-        self.contract = contract
+        super().__init__(contract)
         self.reductions = reductions
-        self._refs: dict[tuple[int, int], TapeRef] = {}
-        self._posted: set[Event] = set()
-        self._reading: set[Event] = set()
         self._final: set[int] = set()
         self._reducing: list[int] = []
-
-    def check(self, event: Event) -> Any:
-        """Check F (`F`), dI (`I`), dW (`W`) or a full backward (`B`); return its open block."""
-        kind, stage, microbatch = event
-        key, work = TapeKey(self.contract.epoch, stage, microbatch), (stage, microbatch)
-        block: Any
-        if kind == "F":
-            self._finish_receive("RECV_F", key)
-            block = self.contract.forward(key)
-        elif kind == "W":
-            block = self.contract.wgrad(key, self._ref(work))
-        else:
-            self._finish_receive("RECV_B", key)
-            block = self.contract.dgrad(key, self._ref(work))
-        return block.__enter__()
-
-    def commit(self, event: Event, block: Any) -> None:
-        """Commit an action that ran, by the block that `check` returned."""
-        kind, stage, microbatch = event
-        block.__exit__(None, None, None)
-        if isinstance(block, Forward):
-            self._refs[stage, microbatch] = block.ref
-        elif isinstance(block, Dgrad) and kind == "B":  # the full backward has run dW too
-            key = TapeKey(self.contract.epoch, stage, microbatch)
-            with self.contract.wgrad(key, self._ref((stage, microbatch))):
-                pass
-
-    def post_message(self, event: Event) -> None:
-        """Post a send or a receive."""
-        kind, stage, microbatch = event
-        key, gradient = TapeKey(self.contract.epoch, stage, microbatch), kind.endswith("B")
-        if kind == "RECV_F":
-            self._refs[stage, microbatch] = self.contract.reserve(key)
-        ref = self._ref((stage, microbatch))
-        if kind in _RECEIVES:
-            self.contract.post_receive(key, ref, gradient=gradient)
-            self._posted.add(event)
-        else:
-            self.contract.read(key, ref, gradient=gradient)
-            self._reading.add(event)
-
-    def finish_send(self, event: Event) -> None:
-        """End a send, which torch has waited for."""
-        kind, stage, microbatch = event
-        key = TapeKey(self.contract.epoch, stage, microbatch)
-        ref = self._ref((stage, microbatch))
-        self.contract.finish_read(key, ref, gradient=kind == "SEND_B")
-        self._reading.discard(event)
 
     def reduce(self, stage: int) -> None:
         """Finalize a stage, and start its reduction if the table has one."""
@@ -120,7 +63,7 @@ class GuardedStep:
             stages: Indices of this rank's stages.
         """
         if not self.reductions.awaits_sends:  # torch has already waited for every send
-            for event in sorted(self._reading):
+            for event in sorted(self.reading):
                 self.finish_send(event)
         for stage in stages:
             if stage not in self._final:
@@ -129,16 +72,3 @@ class GuardedStep:
             for reduced in self._reducing:
                 self.contract.finish_reduction(reduced)
         self.contract.commit_epoch()
-
-    def _finish_receive(self, kind: str, key: TapeKey) -> None:
-        event = (kind, key.stage, key.microbatch)
-        if event in self._posted:
-            self._posted.discard(event)
-            ref = self._ref((key.stage, key.microbatch))
-            self.contract.finish_receive(key, ref, gradient=kind == "RECV_B")
-
-    def _ref(self, work: tuple[int, int]) -> TapeRef:
-        ref = self._refs.get(work)
-        if ref is None:  # nothing was retained: use a reference that was never issued
-            return TapeRef(0, GENERATION_MAX, self.contract.incarnation)
-        return ref

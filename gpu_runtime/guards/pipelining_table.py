@@ -10,10 +10,9 @@ from qeffect.schedule.actions import Kind, Schedule
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.torch_tables import SINGLE, torch_schedule
 
-__all__ = ["Event", "GuardedRow", "RowGuard", "declared_order", "event_of", "table_of"]
+from .works import Event
 
-Event = tuple[str, int, int]
-"""An action: torch's name of its kind, its stage, and its microbatch (-1 without one)."""
+__all__ = ["GuardedRow", "RowGuard", "declared_order", "event_of", "table_of"]
 
 
 class RowGuard(Protocol):

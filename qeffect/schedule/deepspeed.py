@@ -33,7 +33,7 @@ from .infer import MAX_ENTRIES, schedule_of
 from .own_class import import_class
 from .pairing import Work
 
-__all__ = ["deepspeed_schedule"]
+__all__ = ["INSTRUCTIONS", "deepspeed_schedule"]
 
 #: DeepSpeed's own classes can be named without their module.
 MODULE = "deepspeed.runtime.pipe.schedule"
@@ -45,7 +45,8 @@ _MESSAGES = {
 }
 _BATCHES = "CommitP2P launches its messages together, so no send of a batch holds its rank"
 _BUFFERED = {*_MESSAGES, "LoadMicroBatch", "ForwardPass", "BackwardPass"}
-_INSTRUCTIONS = {*_BUFFERED, "CommitP2P", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
+#: The instructions that are known.
+INSTRUCTIONS = {*_BUFFERED, "CommitP2P", "ReduceGrads", "ReduceTiedGrads", "OptimizerStep"}
 
 
 def deepspeed_schedule(name: str | type, *, stages: int, microbatches: int) -> Schedule:
@@ -152,14 +153,14 @@ class _Stream:
 
     def _known(self, number: int, instruction: Any) -> tuple[str, dict[str, Any]]:
         for base in type(instruction).__mro__:
-            if base.__name__ in _INSTRUCTIONS:
+            if base.__name__ in INSTRUCTIONS:
                 given = dict(getattr(instruction, "kwargs", {}))
                 break
         else:
             raise self._error(
                 number,
                 type(instruction).__name__,
-                f"unknown instruction; expected one of {', '.join(sorted(_INSTRUCTIONS))}",
+                f"unknown instruction; expected one of {', '.join(sorted(INSTRUCTIONS))}",
             )
         buffer, phase = given.get("buffer_id"), given.get("phase", 0)
         if base.__name__ in _BUFFERED and (type(buffer) is not int or buffer < 0):

@@ -27,6 +27,9 @@ ELSEWHERE = {
         "tests/docs/test_readme.py::test_the_embedding_ends_in_the_refusal_that_it_names"
     ),
     "README.md python 2": "tests/ranks/test_guard.py::test_the_example_runs",
+    "docs/deepspeed.md python 0": (
+        "tests/deepspeed/test_real_engine.py::test_the_pages_example_runs"
+    ),
     "gpu_runtime/README.md python 0": (
         "tests/runtime/test_embedding.py::test_the_documented_loop_trains"
     ),

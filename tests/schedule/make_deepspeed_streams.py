@@ -23,7 +23,10 @@ FOLDER = Path(__file__).parent / "deepspeed_streams"
 #: Class, ranks and microbatches.
 SIZES = (
     ("TrainSchedule", 1, 3),
+    ("TrainSchedule", 1, 4),
     ("TrainSchedule", 2, 3),
+    ("TrainSchedule", 2, 4),
+    ("TrainSchedule", 2, 6),
     ("TrainSchedule", 4, 2),
     ("TrainSchedule", 4, 8),
     ("DualPipeVSchedule", 2, 4),

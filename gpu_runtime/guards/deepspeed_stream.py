@@ -1,0 +1,111 @@
+"""The instructions of DeepSpeed's pipeline engine, and the table that its schedule class makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+
+from qeffect.keys import Cell, cell_of
+from qeffect.schedule.actions import Kind, ScheduleError
+from qeffect.schedule.check import check
+from qeffect.schedule.deepspeed import INSTRUCTIONS, deepspeed_schedule
+
+__all__ = ["GuardedMap", "Stream", "name_of", "stream_of"]
+
+
+def name_of(cls: type) -> str:
+    """Return the name of DeepSpeed's instruction that a class is, or is derived from."""
+    return next((base.__name__ for base in cls.__mro__ if base.__name__ in INSTRUCTIONS), "")
+
+
+@attrs.frozen
+class Stream:
+    """
+    What a rank's stream of instructions declares.
+
+    Args:
+        source: Name of the schedule, with its sizes.
+        stages: The stages of the rank, of phase 0 first.
+        num_stages: Number of stages of the pipeline.
+        slots: Number of buffers of a stage.
+        order: The rank's F and dI, as a contract declares them; None if the table is wrong.
+        names: The instructions of the rank.
+        wrong: What is wrong with the table: clause, text and remedy; None if it is right.
+    """
+
+    source: str
+    stages: tuple[int, ...]
+    num_stages: int
+    slots: int
+    order: Mapping[Any, list[tuple[str, Cell]]] | None
+    names: frozenset[str]
+    wrong: tuple[str, str, str] | None = None
+
+
+def stream_of(engine: Any) -> Stream:
+    """
+    Return what the engine's own schedule declares, from the instructions of all ranks.
+
+    Raises:
+        ScheduleError: The schedule's class cannot be read, or the rank never updates its weights.
+    """
+    schedule = engine._train_schedule()
+    ranks, rank, microbatches = engine.num_stages, engine.stage_id, engine.micro_batches
+    table = deepspeed_schedule(type(schedule), stages=ranks, microbatches=microbatches)
+    names = frozenset(name_of(type(each)) for step in schedule.steps() for each in step)
+    if "OptimizerStep" not in names:
+        raise ScheduleError(
+            f"{table.source}: no OptimizerStep on rank {rank}; a guarded train_batch ends with one"
+        )
+    folded = table.num_stages > ranks
+    buffers = schedule.num_pipe_buffers()
+    found = check(table).finding
+    kinds = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
+    order = [
+        (kinds[atom.kind], cell_of(atom.stage, atom.microbatch, 0, 0))
+        for atom in table.atoms[rank]
+        if atom.kind in kinds
+    ]
+    return Stream(
+        table.source,
+        (rank, table.num_stages - 1 - rank) if folded else (rank,),
+        table.num_stages,
+        buffers // 2 if folded else buffers,
+        None if found else {0: order},
+        names,
+        (found.clause, str(found), found.remedy) if found else None,
+    )
+
+
+class GuardedMap(Mapping[type, Callable[..., Any]]):
+    """
+    The engine's map from instructions to methods, with a guard around each method.
+
+    Methods are looked up in the engine's own map at each instruction, so that a method that is
+    exchanged later is guarded too.
+
+    Args:
+        engine: The engine.
+        before: The map that the engine had of its own; None if it has that of its class.
+        run: Called with an instruction's name, its method, the engine and its arguments.
+    """
+
+    def __init__(self, engine: Any, before: Any, run: Callable[..., Any]) -> None:
+        self._class, self._before, self._run = type(engine), before, run
+
+    def _methods(self) -> Mapping[type, Callable[..., Any]]:
+        methods: Mapping[type, Callable[..., Any]]
+        methods = self._class._INSTRUCTION_MAP if self._before is None else self._before
+        return methods
+
+    def __getitem__(self, cls: type) -> Callable[..., Any]:
+        return partial(self._run, name_of(cls), self._methods()[cls])
+
+    def __iter__(self) -> Iterator[type]:
+        return iter(self._methods())
+
+    def __len__(self) -> int:
+        return len(self._methods())
