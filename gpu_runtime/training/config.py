@@ -237,11 +237,13 @@ class Run:
             after the last step. A value that is not finite ends the run as diverged, with exit code
             1. 0 looks only before a checkpoint and after a resume.
         tensorboard: Folder for TensorBoard; empty for none.
-        event_logs: Folder for the event log of each rank; empty for none.
+        event_logs: Folder for the event log of each rank; empty for none. Logs that are there are
+            moved to `before-0001` and so on below it.
         event_log_steps: Steps per file of an event log; the next file then continues it. 0 writes
             one file.
         event_log_keep: Files of an event log that stay per rank, the one being written included;
-            the oldest is removed when a further one begins. 0 keeps all.
+            the oldest is removed when a further one begins. Of the logs of processes before, only
+            the last one's then stay. 0 keeps all.
         deterministic: Whether libraries may only use CUDA kernels that give the same bits each
             time. If not, a run that resumes may end with other bits than a run that never stopped.
             `--compare` always asks for such kernels.

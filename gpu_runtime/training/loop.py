@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
+from qeffect.cli.command import Progress
 from qeffect.destination_registry import DestinationRegistry
 from qeffect.launched import START, trains
 from qeffect.log.rotation import Rotation
@@ -43,6 +45,7 @@ from .digest_log import DIGESTS, MATRICES, joined, padded
 from .divergence import DivergedError, UpdateWatch, diverged
 from .ending import REASONS, EndRequest
 from .evaluate import evaluate
+from .event_logs import set_aside
 from .figures import perplexity
 from .launches import StepRunner, mode_of
 from .look import NonFinite, nonfinite
@@ -138,6 +141,7 @@ class Trainer:
             registry=_DESTINATIONS,
             gradient_digests=config.guard.digests,
         )
+        self._watch_logs()
         if trains(sys.argv):
             START.arm()  # the worker's own handler names no cause before the first step
         self.losses: list[float] = []
@@ -346,16 +350,35 @@ class Trainer:
         run = self.config.run
         if not run.event_logs:
             return None
-        folder = self.config.path(self.config.run.event_logs)
-        problem = ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = f"{self.config.source}: [run] event_logs: {folder}: {error.strerror or error}"
-        agree_on(self.member, problem)
-        path = folder / f"rank{self.member.rank}.jsonl"
+        path = set_aside(
+            self.config.path(run.event_logs),
+            self.member,
+            f"{self.config.source}: [run] event_logs",
+            one=bool(run.event_log_keep),
+        )
         rotates = bool(run.event_log_steps)
         return Rotation(path, run.event_log_steps, run.event_log_keep) if rotates else path
+
+    def _watch_logs(self) -> None:
+        """Let the run go on if its event log or its rank log can no longer be written."""
+        for log, what in (
+            (self.worker.runtime.recorder, "event log"),
+            (self.worker.rank_log, "rank log"),
+        ):
+            if log is not None:
+                log.ends = partial(self._log_ended, what)
+
+    def _log_ended(self, what: str, error: OSError) -> None:
+        """Say, on the rank whose log has ended, that it is not whole."""
+        text = (
+            f"NOT LOGGED from here on: [run] event_logs: the {what} of rank {self.member.rank}: "
+            f"{error.strerror or error}"
+        )
+        if self.log is not None:
+            self.log({"warning": text})
+            self.log.note(text)
+        else:
+            Progress().note(text)
 
     @property
     def tokens_a_step(self) -> int:

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -46,6 +46,7 @@ class RankLog:
         place: Slot and generation of the buffer of the next posted message.
         ended: Whether the log was closed, or could not be written; later events are left out.
         problem: Why the log could not be written; empty if all is well.
+        ends: Takes the error with which the log ended, once; None tells nobody.
 
     >>> log = RankLog(None, rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
     >>> log("begin_step", epoch=0)
@@ -59,6 +60,7 @@ class RankLog:
         self.place = (0, 0)
         self.ended = False
         self.problem = ""
+        self.ends: Callable[[OSError], object] | None = None
         self._count = 0
         self._lock = threading.Lock()  # an asynchronous save publishes from a thread
         self._chain = blake2b(digest_size=DIGEST_BYTES)
@@ -106,6 +108,8 @@ class RankLog:
                 self._file.write(line.encode())
             except OSError as error:  # a stop must not fail for its log
                 self.ended, self.problem = True, error.strerror or str(error)
+                if self.ends is not None:
+                    self.ends(error)
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ import errno
 import io
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -47,13 +48,18 @@ class Recorder:
 
     A line is written after its transition was accepted. An error in writing it, a full disk for
     example, reaches the caller of that transition, which has then happened: the ticket of a check
-    is among ``Contract.outstanding()``, and the log is not whole.
+    is among ``Contract.outstanding()``, and the log is not whole. If `ends` is set, the log ends
+    there instead, and the caller goes on.
 
     Args:
         contract: The contract to observe, before its first transition.
         file: Where to write: a path, a binary file, or None to keep the lines in memory; a
             `Rotation` writes several files, one after the other.
         rank: Rank of the process, for the log's readers.
+
+    Attributes:
+        ends: Takes the error with which the log ended, once; None raises errors.
+        ended: Whether the log ended with an error; later transitions are not written.
 
     Raises:
         TypeError: Not a file object, or opened in text mode.
@@ -85,6 +91,8 @@ class Recorder:
         self.contract = contract
         self.lines: list[str] = []
         self.events = 0
+        self.ends: Callable[[OSError], object] | None = None
+        self.ended = False
         self._steps: dict[RecordedStep, int] = {}
         self._owned = isinstance(file, str | os.PathLike)
         self._rotation = file if isinstance(file, Rotation) else None
@@ -180,9 +188,17 @@ class Recorder:
     def _rotate(self) -> None:
         """Begin the next file, if this one has its steps."""
         rotation = self._rotation
-        if rotation is None or self._taken < rotation.steps:
+        if rotation is None or self._taken < rotation.steps or self.ended:
             return
+        try:
+            self._next_file(rotation)
+        except OSError as error:
+            self._end(error)
+
+    def _next_file(self, rotation: Rotation) -> None:
         after = self._close_file()
+        if self.ended:
+            return
         self._part, self._taken = self._part + 1, 0
         state = columns_of(self.contract.memory)
         steps = ",".join(
@@ -203,7 +219,7 @@ class Recorder:
         """Write the closing line, and return its digest."""
         state = compact(fingerprints(self.contract.snapshot()))
         digest = self._write(f'{{"events":{self.events},"state":{state}')
-        if self._file is not None:
+        if self._file is not None and not self.ended:
             self._file.flush()
             if self._owned:
                 self._file.close()
@@ -221,8 +237,26 @@ class Recorder:
             recording.drop()
         if self.contract.observer is self:
             self.contract.observer = None
-            self._close_file()
+            try:
+                self._close_file()
+            except OSError as error:
+                self._end(error)
         return self.lines
+
+    def _end(self, error: OSError) -> None:
+        """
+        End the log with an error.
+
+        Raises:
+            OSError: Nothing takes the error.
+        """
+        if self.ends is None or self.ended:
+            raise error
+        self.ended = True
+        if self._owned and self._file is not None:
+            with suppress(OSError):  # closing writes the rest of the buffer
+                self._file.close()
+        self.ends(error)
 
     def __enter__(self) -> Recorder:
         return self
@@ -244,16 +278,21 @@ class Recorder:
 
     def _write(self, body: str) -> str:
         """Write a line, and return its digest."""
+        if self.ended:
+            return ""
         line = seal(body, self._chain)
         if self._file is None:
             self.lines.append(line)
         else:
             data = line.encode()
-            written = self._file.write(data)
-            if written is not None and written != len(data):  # an unbuffered file may do that
-                raise OSError(
-                    errno.EIO, f"{written} of {len(data)} bytes of the event log were written"
-                )
+            try:
+                written = self._file.write(data)
+                if written is not None and written != len(data):  # an unbuffered file may do that
+                    raise OSError(
+                        errno.EIO, f"{written} of {len(data)} bytes of the event log were written"
+                    )
+            except OSError as error:
+                self._end(error)
         return line[-2 - 2 * DIGEST_BYTES - 1 : -3]
 
 

@@ -15,6 +15,7 @@ from qeffect import Contract, Refused, StageConfig, TapeKey
 from qeffect.log.format import rebuild
 from qeffect.log.recorder import Recorder
 from qeffect.log.replayer import replay, replay_lines
+from qeffect.log.rotation import Rotation
 
 KEY = TapeKey(0, 0, 0)
 
@@ -91,6 +92,37 @@ class TestRecorder:
             forward(of)
 
         assert log.contract.outstanding() or of.live()
+
+    @pytest.mark.parametrize("rotates", [False, True])
+    def test_a_log_can_end_without_its_caller(self, tmp_path: Path, rotates: bool) -> None:
+        """On a full disk the contract goes on; the error is told once, also at the very end."""
+        path = tmp_path / "rank0.jsonl"
+        path.symlink_to("/dev/full")
+        for times in (1, 300):
+            of = contract()
+            told: list[OSError] = []
+            log = Recorder(of, Rotation(path, 1) if rotates else path)
+            log.ends = told.append
+            forward(of)
+            for _ in range(times):
+                of.submit()
+            assert log.close() == []
+            assert (of.observer, log.ended) == (None, True)
+            assert ["No space left on device"] == [error.strerror for error in told]
+
+    def test_the_next_file_may_be_the_one_that_ends_the_log(self, tmp_path: Path) -> None:
+        """It cannot be made."""
+        of = contract()
+        told: list[OSError] = []
+        log = Recorder(of, Rotation(tmp_path / "rank0.jsonl", 1))
+        log.ends = told.append
+        (tmp_path / "rank0.00001.jsonl").mkdir()
+        log._taken = 1
+        log._rotate()
+        of.submit()
+        log.close()
+        assert ["Is a directory"] == [error.strerror for error in told]
+        assert replay(tmp_path / "rank0.jsonl").verdict == "accepted"
 
     def test_the_log_is_closed_when_the_run_raises(self) -> None:
         """An exception inside the block still leaves a whole log."""

@@ -7,6 +7,7 @@ The logs are of real runs; a forged one has one edit, and digests that fit the e
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -445,6 +446,20 @@ class TestWriter:
         log.close()
 
         assert (True, "No space left on device") == (log.ended, log.problem)
+
+    def test_the_end_of_a_log_is_told_once(self, tmp_path: Path) -> None:
+        told: list[OSError] = []
+        log = RankLog(tmp_path / "a", rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
+        assert log._file is not None
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, log._file.fileno())
+        os.close(full)
+        log.ends = told.append
+        log("begin_step", epoch=0)
+        log("begin_step", epoch=1)
+        log.close()
+
+        assert ["No space left on device"] == [error.strerror for error in told]
 
     def test_without_a_log_a_worker_writes_none(self, tmp_path: Path) -> None:
         """A closed log takes no more events."""

@@ -334,6 +334,7 @@ def full(job: Job, folder: str, asynchronous: bool) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         dist.barrier()
         said[str(rank)]["latest"] = run.checkpoints.latest() == first
+        said[str(rank)]["left"] = sorted(p.name for p in Path(folder).glob(".*"))
     path = run.save()
     run.checkpoints.wait()
     said["then"] = run.checkpoints.latest() == path

@@ -187,3 +187,22 @@ def test_a_status_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
     (tmp_path / f".{STATUS}").mkdir()
     assert "status.json cannot be written: Is a directory" in write_status(tmp_path, {"state": "x"})
     assert json.loads((tmp_path / STATUS).read_text()) == {"state": "running"}
+
+
+def test_on_a_full_disk_the_status_is_written_over_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second file has room; the file that is there has some."""
+    assert write_status(tmp_path, {"state": "running", "cause": "x" * 200}) == ""
+    real = Path.open
+
+    def full(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
+        if mode == "wb":
+            raise OSError(28, "No space left on device")
+        return real(path, mode, *args, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    assert write_status(tmp_path, {"state": "ended"}) == ""
+    assert json.loads((tmp_path / STATUS).read_text()) == {"state": "ended"}
+    (tmp_path / STATUS).unlink()
+    assert "cannot be written: No space left" in write_status(tmp_path, {"state": "ended"})

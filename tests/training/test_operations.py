@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from qeffect.cli import main
 from qeffect.cli.interrupts import descendants
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.causes import TerminatedError
@@ -176,6 +177,62 @@ def test_what_a_killed_save_left_is_removed_at_the_start(tmp_path: Path) -> None
     ((code, _, err),) = said(tmp_path, [run, "--resume"])
     assert code == 0, err
     assert not left.exists()
+
+
+# Event logs
+
+
+LOGGED = RUN.replace("steps = 3", 'steps = 2\nevent_logs = "events"')
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The event logs of a folder."""
+    return {path.name: path.read_bytes() for path in folder.glob("rank0*.jsonl")
+            if not path.name.endswith(".ranks.jsonl")}  # fmt: skip
+
+
+def test_a_run_that_resumes_keeps_the_event_logs_before_it(tmp_path: Path) -> None:
+    """In folders of their own; both logs can be replayed."""
+    run, events = run_file(tmp_path, body=LOGGED), tmp_path / "events"
+    assert said(tmp_path, [run])[0][0] == 0
+    first = contents(events)
+    ((code, _, err),) = said(tmp_path, [run, "--resume", "--steps", "4"])
+    assert code == 0, err
+    assert contents(events / "before-0001") == first
+    ((code, _, err),) = said(tmp_path, [run, "--resume", "--steps", "5"])
+    assert code == 0, err
+    assert contents(events / "before-0001") == first
+    for folder in (events, events / "before-0001", events / "before-0002"):
+        assert main(["replay", *map(str, folder.glob("rank*.jsonl"))]) == 0
+
+
+def test_of_event_logs_with_a_limit_one_earlier_log_stays(tmp_path: Path) -> None:
+    """Restarts do not fill the disk."""
+    body = LOGGED.replace("[checkpoint]", "event_log_steps = 1\nevent_log_keep = 2\n[checkpoint]")
+    run, events = run_file(tmp_path, body=body), tmp_path / "events"
+    (events / "before-0007").mkdir(parents=True)
+    (events / "before-0007" / "mine.txt").touch()
+    for steps in ("2", "4", "6"):
+        ((code, _, err),) = said(tmp_path, [run, "--resume", "--steps", steps])
+        assert code == 0, err
+    found = sorted(path.name for path in events.iterdir() if path.is_dir())
+    assert found == ["before-0007", "before-0009"]
+    assert len(contents(events / "before-0009")) == 2
+
+
+def test_a_run_whose_event_log_ends_goes_on(tmp_path: Path) -> None:
+    """As for the run's own log: the end of the log is told, and nothing else changes."""
+    run = run_file(tmp_path, body=LOGGED.replace("[checkpoint]", 'log = "log.jsonl"\n[checkpoint]'))
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "rank0.jsonl").symlink_to("/dev/full")
+    ((code, _, err),) = said(tmp_path, [run])
+    assert code == 0, err
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["warning"] for line in lines if "warning" in line] == [
+        "NOT LOGGED from here on: [run] event_logs: the event log of rank 0: No space left on "
+        "device"
+    ]
+    assert names(tmp_path / "kept") == ["step-00000001", "step-00000002"]
 
 
 # Ranks whose launcher is gone

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -87,6 +88,7 @@ class Checkpoints:
         self.run: list[str] = [secrets.token_hex(8)]
         self.lock: FolderLock | None = None
         self._group = RankGroup()
+        self._first = False  # whether this is rank 0, which clears the folder
         self._under_way: tuple[Writer, Future[Any]] | None = None
         self.told = False
 
@@ -172,7 +174,7 @@ class Checkpoints:
             BackendError: A rank cannot write the checkpoint. Earlier checkpoints are unchanged, and
                 the run can continue.
         """
-        runtime = worker.runtime
+        runtime, self._first = worker.runtime, worker.member.rank == 0
         epoch = runtime.epoch
         final = self.folder / checkpoint_name(epoch)
         try:
@@ -238,7 +240,7 @@ class Checkpoints:
         try:
             state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group.handle)
         except CheckpointException as error:
-            raise SharedError(self._failed(writer.final, error)) from None
+            raise SharedError(self._failed(writer, error)) from None
         self.untidy = writer.words
 
     def _ended(self, future: Future[Any]) -> None:
@@ -247,9 +249,13 @@ class Checkpoints:
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self._group.end()
 
-    def _failed(self, final: Path, error: BaseException) -> str:
+    def _failed(self, writer: Writer, error: BaseException) -> str:
+        """Say why a save failed; if all ranks have ended it, what it wrote is removed."""
+        final = writer.final
         if isinstance(error, CheckpointException):
             rank, (cause, _) = min(error.failures.items())
+            if self._first:  # the disk may be full: leave its space to others
+                shutil.rmtree(writer.partial, ignore_errors=True)
             text = f"rank {rank}: {cause}"
         else:
             text = f"a rank is gone ({' '.join(str(error).split())[:80]})"
@@ -264,7 +270,7 @@ class Checkpoints:
         (writer, future), self._under_way = self._under_way, None
         error = future.exception()
         self.untidy = writer.words
-        return "" if error is None else self._failed(writer.final, error)
+        return "" if error is None else self._failed(writer, error)
 
     def failure(self) -> str:
         """
@@ -278,7 +284,7 @@ class Checkpoints:
         writer, future = self._under_way
         error = future.exception()
         self.told = error is not None
-        return "" if error is None else self._failed(writer.final, error)
+        return "" if error is None else self._failed(writer, error)
 
     def wait(self) -> None:
         """

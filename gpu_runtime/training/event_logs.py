@@ -1,0 +1,88 @@
+"""
+The folder of a run's event logs: the logs of the process before stay, in a folder of their own.
+
+A run that resumes, or that a launcher started again, begins new event logs under the same names.
+Those that are there say what happened before the end of the former process, so they are moved to
+`before-0001`, `before-0002` and so on. A rank moves only its own files: ranks of two hosts may each
+have a folder of this name. Rank logs have their attempt in their names and stay where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ..ranks.membership import Member, agree_on, all_gather
+
+__all__ = ["set_aside"]
+
+_BEFORE = re.compile(r"before-([0-9]{4,})")
+
+
+def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) -> Path:
+    """
+    Make the folder, and move the event logs of the process before; every rank calls it.
+
+    Args:
+        folder: The folder.
+        member: This rank.
+        where: The field that names the folder, for messages.
+        one: Keep only the newest of the logs that were moved.
+
+    Returns:
+        The file of this rank's event log.
+
+    Raises:
+        BackendError: On every rank: a rank cannot write to the folder.
+    """
+    own = re.compile(rf"rank{member.rank}(\.[0-9]{{5,}})?\.jsonl")
+    found: list[Path] = []
+    last, problem = 0, ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _files(folder, own)
+        last = max((number for number, _ in _befores(folder)), default=0)
+    except OSError as error:
+        problem = _said(where, folder, error)
+    agree_on(member, problem)
+    said = all_gather(member, (last, bool(found)))
+    if any(has for _, has in said):
+        into = folder / f"before-{max(number for number, _ in said) + 1:04d}"
+        try:
+            for path in found:
+                into.mkdir(exist_ok=True)
+                path.rename(into / path.name)
+        except OSError as error:
+            problem = _said(where, folder, error)
+        agree_on(member, problem)
+        if one:
+            _forget(folder, into, own)
+    return folder / f"rank{member.rank}.jsonl"
+
+
+def _said(where: str, folder: Path, error: OSError) -> str:
+    return f"{where}: {error.filename or folder}: {error.strerror or error}"
+
+
+def _files(folder: Path, named: re.Pattern[str]) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if named.fullmatch(p.name) and p.is_file())
+
+
+def _befores(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the folders of earlier logs, with their numbers."""
+    for path in folder.iterdir():
+        if (found := _BEFORE.fullmatch(path.name)) is not None and path.is_dir():
+            yield int(found[1]), path
+
+
+def _forget(folder: Path, newest: Path, own: re.Pattern[str]) -> None:
+    """Remove this rank's files from all folders of earlier logs but the newest."""
+    with suppress(OSError):
+        for _, path in [*_befores(folder)]:
+            if path != newest:
+                for file in _files(path, own):
+                    file.unlink()
+                with suppress(OSError):  # another rank's files are still there
+                    path.rmdir()
