@@ -27,6 +27,8 @@ from qeffect.report import UnusableError, require_place
 from qeffect.text import counted
 
 from ..backends.protocol import BackendError
+from ..ranks.attempt import UnreachableError
+from ..ranks.channels import LostError
 from ..ranks.consent import Cause, StoppedError
 from ..ranks.membership import Member, launcher_ranks
 from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
@@ -41,7 +43,7 @@ from .config_file import read
 from .divergence import DivergedError, UpdateWatch
 from .figures import derive_train
 from .language_model import LanguageJob
-from .loop import Trainer
+from .loop import RESUMABLE, Trainer
 
 __all__ = [
     "JoinedRun",
@@ -156,14 +158,27 @@ def carry_out(
     lock = _lock(config)
     try:
         return _carry_out(args, config, data, train, lock, how, deterministic, resume)
+    except KeyboardInterrupt:
+        _tell_start(config, lock, "interrupted", "SIGINT")
+        raise
+    except Exception as error:
+        lost = isinstance(error, (LostError, UnreachableError))
+        _tell_start(config, lock, str(error), "lost" if lost else "error", resume=lost)
+        raise
     finally:
         if lock is not None:
             lock.release()
 
 
-def _tell_start(config: Config, lock: FolderLock | None, text: str, kind: str) -> None:
-    """Write into the status file that the run ended in its start; only the lock's owner does."""
-    if lock is None:
+def _tell_start(
+    config: Config, lock: FolderLock | None, text: str, kind: str, *, resume: bool = True
+) -> None:
+    """
+    Write into the status file that the run ended in its start; only the lock's owner does.
+
+    Once the training has begun, the trainer tells how it ends.
+    """
+    if lock is None or lock.began or lock.lost():
         return
     folder = config.path(config.checkpoint.folder)
     facts = {
@@ -171,7 +186,7 @@ def _tell_start(config: Config, lock: FolderLock | None, text: str, kind: str) -
         "run": config.checkpoint.run or None,
         "ended_by": kind,
         "cause": text,
-        "resume": True,
+        "resume": resume,
         "step": None,
         "steps": config.run.steps,
         "checkpoint": next((path.name for _, path in checkpoint_folders(folder)), None),
@@ -215,8 +230,11 @@ def _carry_out(
     try:
         outcome = train(JoinedRun(config, data, member, what, lock))
     except (StoppedError, DivergedError) as stopped:
-        outcome = stopped_outcome(stopped.cause, what)
+        cause = stopped.cause
+        _tell_start(config, lock, cause.text, cause.kind, resume=cause.kind in RESUMABLE)
+        outcome = stopped_outcome(cause, what)
     except Refused as refused:
+        _tell_start(config, lock, str(refused), "refused", resume=False)
         facts = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
         outcome = Outcome("refused", facts, [what, str(refused)])
     if args.out is not None and member.rank == 0 and "losses" in outcome.data:

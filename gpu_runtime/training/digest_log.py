@@ -78,7 +78,7 @@ def read_digests(path: Path) -> dict[int, dict[Place, str]]:
                 ]
             elif DIGESTS in line:
                 found[int(line["step"])] = _by_place(places, line)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise UnusableError(
                 f"{path}: line {number}: expected a line of a run's log, as [run] log writes it, "
                 f"found {said[:40]!r}"

@@ -51,7 +51,10 @@ from .saturation import SATURATED, GradientScales
 from .start import load_start
 from .step_times import SlowestRank
 
-__all__ = ["Trainer"]
+__all__ = ["RESUMABLE", "Trainer"]
+
+RESUMABLE: Final = ("gone", "late", "ended", "lost")
+"""Kinds of causes after which a run may be resumed without a look."""
 
 #: Blocks of steps whose mean time gives the time to the end of a run.
 _PACES: Final = 50
@@ -72,7 +75,7 @@ class Trainer:
         resume: Continue from the newest checkpoint, if there is one.
         adopt: Resume also from another run's checkpoint.
         lock: The lock of the folder of checkpoints, on rank 0; taken here by default. `close`
-            releases it.
+            releases it. If no trainer can be made, a lock that was given stays.
 
     Raises:
         UnusableError: The configuration or the data cannot be used, or the folder has checkpoints
@@ -98,7 +101,8 @@ class Trainer:
         try:
             self._begin(member, config, show, data, note, resume=resume, adopt=adopt)
         except BaseException:
-            self._release()
+            if lock is None:  # otherwise the caller tells of it, and then releases the lock
+                self._release()
             raise
 
     def _begin(
@@ -186,6 +190,7 @@ class Trainer:
             if self.member.rank == 0:
                 self._lock = self._lock or FolderLock(made.folder)
                 self._warnings += [self._lock.problem] if self._lock.problem else clear(made.folder)
+                made.lock = self._lock
             newest = made.latest()
             if newest is None or resume:
                 named = given.run
@@ -371,6 +376,8 @@ class Trainer:
         """
         self._started = self._since = time.perf_counter()
         self._status("running")
+        if self._lock is not None:
+            self._lock.began = True
         seconds = self.config.run.max_seconds
         try:
             with EndRequest(self.worker, seconds, self._met) as self._request:
@@ -385,8 +392,11 @@ class Trainer:
             raise
         except StoppedError as stopped:
             cause = stopped.cause
-            resume = cause.kind in ("gone", "late", "ended", "lost")
+            resume = cause.kind in RESUMABLE
             self._status("ended", by=cause.kind, cause=cause.text, resume=resume)
+            raise
+        except KeyboardInterrupt:
+            self._status("ended", by="SIGINT", cause="interrupted", resume=True)
             raise
         except Exception as error:
             self._status("ended", by="error", cause=str(error))
@@ -401,6 +411,8 @@ class Trainer:
         """Write the status file; only rank 0 does, and only beside checkpoints."""
         if self.checkpoints is None or self.member.rank:
             return
+        if self._lock is not None and self._lock.lost():
+            return  # it is another run's by now
         folder = self.checkpoints.folder
         facts = {
             "state": state,

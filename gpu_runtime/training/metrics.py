@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,6 +17,9 @@ from qeffect.report import UnusableError, finite
 from qeffect.text import within
 
 __all__ = ["Log", "memory_bytes"]
+
+#: Bytes of a log's end that are read at a time.
+_TAIL = 1 << 16
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -74,6 +78,38 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
 
 
+def _end_last_line(path: Path) -> None:
+    """
+    Let the next line of a log begin behind a whole line.
+
+    A killed run, or a full disk, leaves the beginning of a line, which is cut off. Any other last
+    line without its newline gets one.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
+    if not path.is_file():
+        return  # a device has no lines
+    with path.open("r+b") as file:
+        size = at = file.seek(0, os.SEEK_END)
+        tail = b""
+        while at and b"\n" not in tail:
+            at = max(0, at - _TAIL)
+            file.seek(at)
+            tail = file.read(size - at)
+        last = tail.rpartition(b"\n")[2]
+        if not last:
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except (ValueError, RecursionError):
+            if last.startswith(b'{"'):
+                file.truncate(size - len(last))
+            else:
+                file.write(b"\n")
+
+
 class Log:
     """
     The log of a run; only rank 0 has one.
@@ -83,7 +119,8 @@ class Log:
     the log notes the error once, and training continues without the file.
 
     Args:
-        path: File of JSON lines, which are appended; None writes no file.
+        path: File of JSON lines, which are appended; None writes no file. If a killed run left its
+            last line unfinished, that line is removed.
         board: Folder for TensorBoard; None writes none.
         show: Shows a line on the terminal, unless another was shown a moment ago.
         note: Shows a line in any case; `show` by default.
@@ -120,6 +157,7 @@ class Log:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = path.open("a", encoding="utf-8")
+                _end_last_line(path)
             except OSError as error:
                 raise UnusableError(f"[run] log: {path}: {error.strerror or error}") from None
 

@@ -120,9 +120,22 @@ def main(argv: Sequence[str] | None = None, *, before: Sequence[str] = ()) -> in
     interrupts = Interrupts(partial(_interrupted, as_json))
     if argv is not None:
         return _main(given, as_json, interrupts)
+    _occupy_standard_streams()
     if trains(given):
         START.arm()
     return interrupts.run(partial(_main, given, as_json, interrupts))
+
+
+def _occupy_standard_streams() -> None:
+    """
+    Open /dev/null in the place of each closed standard stream: otherwise a file of the command
+    would get its number, and a library's message for standard error would go into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def _main(given: list[str], as_json: bool, interrupts: Interrupts) -> int:

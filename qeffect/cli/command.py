@@ -124,6 +124,9 @@ class Group(Protocol):
 class Progress:
     """
     Lines on standard error while long work runs: one a second, or on a terminal one that stays.
+
+    A line that cannot be written is lost, and the work goes on: the reader of a pipe may have
+    ended, or the disk of a file may be full.
     """
 
     stream: TextIO = field(factory=lambda: sys.stderr)
@@ -149,8 +152,7 @@ class Progress:
         if now - self._last[0] >= _REDRAWN_S:
             self._last[0] = now
             width = shutil.get_terminal_size().columns - 1
-            self.stream.write(f"\r{line[:width]}\x1b[K")
-            self.stream.flush()
+            self._write(f"\r{line[:width]}\x1b[K")
             _HELD[:] = [self.stream]
 
     @property
@@ -164,16 +166,37 @@ class Progress:
             # In one piece: an interrupt's line may come from beside.
             clear = "\r\x1b[K" if _HELD else ""
             _HELD.clear()
-            self.stream.write(f"{clear}{line}\n")
+            self._write(f"{clear}{line}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
             self.stream.flush()
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            _discard(self.stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """
+    Drop what a stream holds and could not write: Python would write it again at the end of the
+    process, fail, and change the exit code.
+    """
+    with suppress(OSError, ValueError):
+        number = stream.fileno()
+        kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, number)
+            stream.flush()
+        finally:
+            os.dup2(kept, number)
+            os.close(kept)
+            os.close(null)
 
 
 def end_line() -> None:
     """Leave the line that `Progress.stay` has drawn, before another one is printed."""
     for stream in _HELD:
-        with suppress(OSError, ValueError):
-            stream.write("\n")
-            stream.flush()
+        Progress(stream)._write("\n")
     _HELD.clear()
 
 

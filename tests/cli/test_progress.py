@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,3 +100,47 @@ def test_an_error_stands_below_the_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("qeffect.cli.faults.Faults.run", faults)
     assert main(["faults"]) == 2
     assert stream.getvalue() == "\rworking\x1b[K\nqeffect: no good\n"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_lines_that_cannot_be_written_are_lost(full: bool) -> None:
+    """The work goes on, and the exit code is its own; later lines are written again."""
+    body = (
+        "import os, sys\n"
+        "from qeffect.cli.command import Progress\n"
+        "progress = Progress()\n"
+        "progress.note('one')\n"
+        "progress.note('two')\n"
+        "os.dup2(1, 2)\n"
+        "progress.note('three')\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    if full:
+        os.close(write)
+        write = os.open("/dev/full", os.O_WRONLY)
+    ran = subprocess.run(
+        [sys.executable, "-c", body], stdout=subprocess.PIPE, stderr=write, check=False
+    )
+    os.close(write)
+    assert (ran.returncode, ran.stdout) == (0, b"three\n")
+
+
+def test_a_closed_stream_is_no_file_of_the_command(tmp_path: Path) -> None:
+    """What a library writes to the number of standard error does not reach another file."""
+    body = (
+        "import os, sys\n"
+        "from qeffect import cli\n"
+        "def _main(*_):\n"
+        "    with open(sys.argv[1], 'wb'):\n"
+        "        os.write(2, b'a library speaks')\n"
+        "    return 0\n"
+        "cli._main = _main\n"
+        "sys.exit(cli.main())\n"
+    )
+    ran = subprocess.run(
+        ["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-c", body, str(tmp_path / "file")],
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert (ran.returncode, (tmp_path / "file").read_bytes()) == (0, b"")

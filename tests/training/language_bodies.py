@@ -24,6 +24,8 @@ from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.training.checkpoint.lock import FolderLock
+from qeffect.gpu_runtime.training.checkpoint.status import STATUS
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
@@ -129,6 +131,25 @@ def standing_still(config: str) -> tuple[int, str, str]:
 def in_turn(cases: list[list[str]]) -> list[tuple[int, str, str]]:
     """Several runs of the command, one after the other, in the same processes."""
     return [trained(*case) for case in cases]
+
+
+def moved(case: list[str]) -> list[tuple[int, str, str]]:
+    """
+    A run of the command whose folder is moved away after the first save. A second lock, which
+    stands for another run's, takes the new folder.
+    """
+    real, others = Trainer._step, []
+
+    def step(self: Trainer, number: int) -> None:
+        if number == 1 and self.checkpoints is not None:
+            folder = self.checkpoints.folder
+            folder.rename(folder.with_name("away"))
+            others.append(FolderLock(folder))
+            (folder / STATUS).write_text("the other run's")
+        real(self, number)
+
+    Trainer._step = step  # type: ignore[method-assign]
+    return [trained(*case)]
 
 
 def exact(jobs: list[LanguageJob], steps: int) -> list[dict[str, Any]]:

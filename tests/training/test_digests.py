@@ -155,6 +155,8 @@ def test_launches_have_the_digests_of_guarded_steps(
         (lambda text: "", "expected digests of gradients, found none"),
         (lambda text: text.replace('"digests"', '"x"'), "found none"),
         (lambda text: text.replace('"step": 1,', '"step": "z",'), "expected a line of a run's log"),
+        (lambda text: text.replace('"step": 1,', '"step": Infinity,'), "line 3: expected a line"),
+        (lambda text: "[" * 100_000 + "\n" + text, "line 1: expected a line of a run's log"),
         (lambda text: "[]]\n" + text, "line 1: expected a line of a run's log"),
         (lambda text: text.replace("layers.0", "layers.9"), "only one of the runs has layers."),
     ],

@@ -120,6 +120,19 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "kept").glob("step-*"))
 
 
+def test_an_interrupt_is_told_in_the_status_file(tmp_path: Path) -> None:
+    """Nothing is saved; the run may be resumed from what was saved before."""
+    text(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG + SAVED + "every = 1\n")
+    (tmp_path / "said").mkdir()
+    run = [str(tmp_path / "run.toml"), "--quiet"]
+    found = launch(1, tmp_path / "said", bodies.signalled, [run], {0: [(2, "SIGINT")]})
+    assert [code for code, *_ in found.words[0]] == [130]
+    told = status(tmp_path)
+    assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "SIGINT", True)
+    assert (told["step"], told["checkpoint"]) == (2, "step-00000002")
+
+
 def test_a_failed_asynchronous_save_is_told_at_the_next_step(tmp_path: Path) -> None:
     """Once, with the path and the checkpoint that stays; not one period later."""
     text(tmp_path)

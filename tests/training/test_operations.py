@@ -23,6 +23,7 @@ from qeffect.gpu_runtime.ranks.launcher import Launcher
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.checkpoint.files import MANIFEST, canonical, run_of
 from qeffect.gpu_runtime.training.checkpoint.lock import LOCK, FolderLock
+from qeffect.gpu_runtime.training.checkpoint.status import STATUS
 from tests.cli.test_interrupts import alive
 from tests.ranks.ranks import launch
 
@@ -107,6 +108,62 @@ def test_a_file_system_without_locks_is_told(
 
     monkeypatch.setattr("fcntl.flock", flock)
     assert "cannot be locked: No locks available" in FolderLock(tmp_path).problem
+
+
+def test_a_folder_that_was_moved_away_is_locked_again(tmp_path: Path) -> None:
+    """The owner locks the new folder before it saves there; a run that was first keeps it."""
+    folder = tmp_path / "kept"
+    held = FolderLock(folder)
+    held.require()
+    assert not held.lost()
+    folder.rename(tmp_path / "away")
+    assert not held.lost()  # nobody has made a new one
+    held.require()
+    with pytest.raises(BackendError, match=f"in use by process {os.getpid()} on "):
+        FolderLock(folder)
+    (folder / LOCK).unlink()
+    other = FolderLock(folder)
+    assert held.lost()
+    with pytest.raises(BackendError, match=f"{folder} is in use by process {os.getpid()} on "):
+        held.require()
+    other.release()
+    held.require()
+    assert not held.lost()
+    held.release()
+
+
+def test_a_run_whose_folder_another_run_took_saves_nothing_there(tmp_path: Path) -> None:
+    """It goes on without a save, says why, and leaves the other run's status alone."""
+    body = RUN.replace("steps = 3", 'steps = 4\nlog = "log.jsonl"')
+    run = run_file(tmp_path, body=body)
+    (tmp_path / "said").mkdir()
+    found = launch(1, tmp_path / "said", bodies.moved, [run, *WORDS])
+    ((code, out, err),) = found.words[0]
+    assert code == 2
+    assert "kept is in use by process " in json.loads(out)["error"], err
+    assert names(tmp_path / "kept") == []
+    assert names(tmp_path / "away") == ["step-00000001"]
+    assert (tmp_path / "kept" / STATUS).read_text() == "the other run's"
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "not_saved" in line] == [1, 2]
+
+
+def test_a_start_that_fails_is_told_in_the_status_file(tmp_path: Path) -> None:
+    """What ended the run before it does not stand there any more."""
+    run = run_file(tmp_path)
+    assert said(tmp_path, [run, "--steps", "2"])[0][0] == 0
+    status = tmp_path / "kept" / STATUS
+    told = json.loads(status.read_text())
+    assert (told["ended_by"], told["resume"]) == ("steps", False)
+    status.write_text(json.dumps({**told, "ended_by": "max_seconds", "resume": True}))
+    facts = tmp_path / "kept" / "step-00000002" / "facts.json"
+    facts.write_bytes(facts.read_bytes() + b" ")
+    ((code, out, _),) = said(tmp_path, [run, "--resume"])
+    assert code == 2
+    told = json.loads(status.read_text())
+    assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "error", False)
+    assert told["cause"] in json.loads(out)["error"]
+    assert "facts.json has " in told["cause"]
 
 
 def test_what_a_killed_save_left_is_removed_at_the_start(tmp_path: Path) -> None:

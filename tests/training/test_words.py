@@ -181,6 +181,30 @@ def test_a_log_keeps_every_note(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("left", "stays"),
+    [
+        ('{"step": 1}\n{"step": 2, "lo', '{"step": 1}\n'),
+        ('{"step"', ""),
+        ('{"step": 1, "digests": [["' + "0" * 200_000, ""),
+        ('{"step": 1}', '{"step": 1}\n'),
+        ('{"step": 1}\n', '{"step": 1}\n'),
+        ("a note of mine", "a note of mine\n"),
+        ("", ""),
+    ],
+)
+def test_a_line_that_a_killed_run_left_unfinished_is_removed(
+    tmp_path: Path, left: str, stays: str
+) -> None:
+    """The next run appends behind a whole line; what no run wrote is not touched."""
+    path = tmp_path / "log.jsonl"
+    path.write_text(left)
+    log = Log(path, None, lambda _: None)
+    log({"step": 3})
+    log.close()
+    assert path.read_text() == stays + '{"step": 3}\n'
+
+
 STEP: dict[str, Any] = {
     "step": 7,
     "loss": 2.5,

@@ -33,6 +33,7 @@ from .load import (
     sources,
     write_loaded,
 )
+from .lock import FolderLock
 from .save import NonFiniteError, clear_for, facts_of, require_same, tensors_of
 
 __all__ = ["Checkpoints", "EarlierSaveError"]
@@ -58,6 +59,7 @@ class Checkpoints:
         changed: The differences that the last load found and accepted, in words.
         run: Identity of the run, then those of the runs that it adopted; every manifest has them.
             `load` carries on the checkpoint's. Rank 0's are written.
+        lock: The folder's lock, on rank 0 of a run that holds it; a save requires it.
         told: Whether `failure` has returned the failure of the save under way.
         untidy: What the last finished save could not remove, in words, on rank 0. The checkpoint is
             still whole.
@@ -83,6 +85,7 @@ class Checkpoints:
         self.changed: tuple[str, ...] = ()
         self.untidy: tuple[str, ...] = ()
         self.run: list[str] = [secrets.token_hex(8)]
+        self.lock: FolderLock | None = None
         self._group = RankGroup()
         self._under_way: tuple[Writer, Future[Any]] | None = None
         self.told = False
@@ -186,6 +189,8 @@ class Checkpoints:
             own.update(facts_of(worker, must, free), sums=checksums(tensors))
             own["nonfinite"] = nonfinite(worker, naming)
             if worker.member.rank == 0:
+                if self.lock is not None:
+                    self.lock.require()
                 left = clear_for(self.folder, final)
         except Exception as error:  # the other ranks wait for this one, whatever it is
             rank = worker.member.rank

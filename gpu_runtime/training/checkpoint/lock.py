@@ -5,6 +5,10 @@ The process of rank 0 holds an advisory lock (`flock`) on a file in the folder w
 kernel releases the lock when that process ends, however it ends, so a lock never outlives its
 owner. The file's text names the owner, for the message of a run that comes second; the text alone
 locks nothing.
+
+The lock is on the file, not on its name. If the folder is moved away or the file is removed while
+the run trains, another run could lock a new file of the same name. So the owner compares both
+before each save (`FolderLock.require`), and before it replaces the status file (`FolderLock.lost`).
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class FolderLock:
         folder: The folder; it is made.
 
     Attributes:
+        began: Whether the training began, and since then tells by itself how it ends.
         problem: Why the folder could not be locked though no other run holds it, in words: another
             run is then not noticed. Empty if the lock is held.
 
@@ -46,12 +51,23 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.problem = folder, ""
+        self.began = False
         self._handle: int | None = None
         self._said: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+        self._take()
+
+    def _take(self) -> None:
+        """
+        Lock the file that has the name now.
+
+        Raises:
+            BackendError: Another process holds the lock.
+        """
+        folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -66,6 +82,37 @@ class FolderLock:
                 ) from None
             self.problem = f"{folder} cannot be locked: {error.strerror or error}"
         self.say()
+
+    def require(self) -> None:
+        """
+        Require that no other process holds the folder's lock; lock the folder again if the file was
+        moved away or removed.
+
+        Raises:
+            BackendError: The file of this name is another one, and another process holds its lock.
+        """
+        if self._handle is None or self._same() is True:
+            return
+        former, self._handle = self._handle, None
+        try:
+            self._take()
+        except BackendError:
+            self._handle = former  # still locks the folder that was moved away
+            raise
+        os.close(former)
+
+    def lost(self) -> bool:
+        """Whether the file of this name is another one, which another process may hold."""
+        return self._handle is not None and self._same() is False
+
+    def _same(self) -> bool | None:
+        """Whether the file of this name is the locked one; None if no file has the name."""
+        assert self._handle is not None
+        try:
+            found = (self.folder / LOCK).stat()
+        except OSError:
+            return None
+        return os.path.samestat(found, os.fstat(self._handle))
 
     def say(self, **facts: Any) -> None:
         """Write who holds the lock, with further facts, such as the run's identity."""
