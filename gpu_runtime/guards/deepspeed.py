@@ -22,25 +22,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from qeffect.contract import Contract
 from qeffect.refusals import refused
 from qeffect.schedule.actions import ScheduleError
-from qeffect.schedule.pairing import Work
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
-from .deepspeed_buffers import Buffers, first_tensor
-from .deepspeed_stream import GuardedMap, Stream, stream_of
-from .evidence import BackwardPasses, Weights, not_run
+from .deepspeed_step import EngineStep
+from .deepspeed_stream import TIED, GuardedMap, Stream, stream_of
 from .judging import ContractLogs, Judge
 from .releases import check_release
 from .reports import Manner, OnViolation, Reports, Violation
-from .works import Works
 
 __all__ = ["TESTED", "UNUSED", "GuardedEngine", "Violation", "guard"]
 
@@ -52,14 +50,6 @@ TESTED = ("0.19", "0.19")
 
 #: The attribute of a guarded engine that holds the guard.
 _MARK = "_qeffect_guarded"
-_MESSAGES = {
-    "SendActivation": "SEND_F",
-    "RecvActivation": "RECV_F",
-    "SendGrad": "SEND_B",
-    "RecvGrad": "RECV_B",
-}
-_CALLS = {"F": "commit_forward", "B": "commit_dgrad"}
-_GRADIENTS, _TIED = "gradients", "tied"
 
 
 def guard(
@@ -143,19 +133,23 @@ class GuardedEngine:
         self._logs = ContractLogs(_folder(engine, log))
         self._steps = 0
         self._left = False  # whether the latest step was left unfinished
-        self._running = False
+        self._off = self._running = False
         self._inside = ""  # the instruction that runs
         self._known = True
         self._stream = self._declared()
         self.contract = self._contract()
-        self._forget_step()
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._step = EngineStep(engine, self._stream, self.contract)
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         before = vars(engine).get("_INSTRUCTION_MAP")
         self._replace(engine, "_INSTRUCTION_MAP", GuardedMap(engine, before, self._run))
         self._replace(engine, "train_batch", self._train_batch(engine.train_batch))
         self._replace(engine, "save_checkpoint", self._saving(engine.save_checkpoint))
-        self._replace(engine.optimizer, "step", self._updating(engine.optimizer.step))
-        for owner, name in ((engine, "buffered_allreduce_fallback"), *self._own_reduction()):
+        optimizer = engine.optimizer  # bound: a scheduler of torch wraps the function of the method
+        self._replace(optimizer, "step", MethodType(self._updating(optimizer.step), optimizer))
+        for owner, name in (
+            (engine, "buffered_allreduce_fallback"),
+            (optimizer, "reduce_gradients"),  # of ZeRO stage 1
+        ):
             if hasattr(owner, name):
                 self._replace(owner, name, self._reducing(getattr(owner, name)))
         self._hook = engine.module.register_forward_hook(self._forwarded)
@@ -181,7 +175,7 @@ class GuardedEngine:
             "no weight is written past its version counter, as through `.data`",
             "each method computes all of its instruction",
         ]
-        if _TIED in self._buckets():
+        if TIED in self._stream.buckets:
             claims.append("ReduceTiedGrads reduces the gradients of tied weights")
         if not getattr(self.engine, "pipeline_enable_backward_allreduce", True):
             claims.append("the optimizer reduces gradients by itself: ReduceGrads is switched off")
@@ -190,29 +184,32 @@ class GuardedEngine:
         return tuple(claims)
 
     def remove(self) -> None:
-        """Remove the guard; the engine is as it was before it."""
+        """
+        Remove the guard; the engine is as it was before it.
+
+        A method that somebody has wrapped again since stays wrapped, and does nothing of the guard.
+        """
+        self._off = True
         self._logs.close()
         self._hook.remove()
         while self._replaced:
-            owner, name, before = self._replaced.pop()
+            owner, name, before, value = self._replaced.pop()
+            if vars(owner).get(name) is not value:
+                continue
             if before is not None:
                 setattr(owner, name, before)
-            elif name in vars(owner):
+            else:
                 delattr(owner, name)
         if hasattr(self.engine, _MARK):
             delattr(self.engine, _MARK)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
+        self._replaced.append((owner, name, vars(owner).get(name), value))
         setattr(owner, name, value)
-
-    def _own_reduction(self) -> Iterator[tuple[Any, str]]:
-        yield self.engine.optimizer, "reduce_gradients"  # ZeRO stage 1
 
     # The contract
 
     def _declared(self) -> Stream:
-        self._microbatches = self.engine.micro_batches
         stream = stream_of(self.engine)
         self._known = stream.wrong is None
         if stream.wrong is not None:
@@ -226,16 +223,9 @@ class GuardedEngine:
             )
         return stream
 
-    def _buckets(self) -> tuple[str, ...]:
-        tied = getattr(self.engine.module, "get_tied_weights_and_groups", tuple)
-        names = [_GRADIENTS] if "ReduceGrads" in self._stream.names else []
-        if "ReduceTiedGrads" in self._stream.names and tied():
-            names.append(_TIED)
-        return tuple(names)
-
     def _contract(self) -> Contract:
         last, local = self._stream.num_stages - 1, self._stream.stages
-        buckets = tuple(map(Bucket, self._buckets()))
+        buckets = tuple(map(Bucket, self._stream.buckets))
         configs = []
         for stage in local:
             before = stage > 0 and stage - 1 not in local
@@ -243,7 +233,7 @@ class GuardedEngine:
             configs.append(
                 StageConfig(
                     stage,
-                    microbatches=self._microbatches,
+                    microbatches=self._stream.microbatches,
                     slots=self._stream.slots,
                     sends_output=behind,
                     sends_gradient=before,
@@ -262,6 +252,8 @@ class GuardedEngine:
 
     def _train_batch(self, train_batch: Callable[..., Any]) -> Callable[..., Any]:
         def guarded_train_batch(*args: Any, **kwargs: Any) -> Any:
+            if self._off:
+                return train_batch(*args, **kwargs)
             self._begin_step()
             self._running = True
             try:
@@ -278,7 +270,7 @@ class GuardedEngine:
 
     def _begin_step(self) -> None:
         """Drop the records of the last step, also of an unfinished one."""
-        changed = self.engine.micro_batches != self._microbatches
+        changed = self.engine.micro_batches != self._stream.microbatches
         if self._judge.reports is not None and (self._left or not self._judge.judges):
             # A violation, or a step that failed. A table that is wrong stays unjudged.
             self._judge.judges = self._known or changed
@@ -287,29 +279,17 @@ class GuardedEngine:
             self._judge("the beginning of train_batch", self._restart)
         self._left = True
         self._judge.step = self._steps
-        self._forget_step()
+        self._step = EngineStep(self.engine, self._stream, self.contract)
         self._judge("the beginning of train_batch", self._check_gradients)
         self._steps += 1
 
     def _restart(self) -> None:
-        if self.engine.micro_batches != self._microbatches:
+        if self.engine.micro_batches != self._stream.microbatches:
             self._stream = self._declared()
         self.contract = self._contract()
 
-    def _forget_step(self) -> None:
-        self._works = Works(self.contract)
-        self._buffers = Buffers()
-        self._passes = BackwardPasses()
-        self._weights: Weights | None = None
-        self._queued: list[tuple[str, int, int]] = []
-        self._calls, self._outputs = 0, None
-        self._backwards = 0
-        self._final = self._updated = self._reduced = False
-
     def _finish(self) -> None:
-        if not self._updated:
-            self._finalize()
-            raise not_run("commit_update", "OptimizerStep")
+        self._step.finish()
         self._left = False
 
     def _abort(self) -> None:
@@ -337,8 +317,8 @@ class GuardedEngine:
         """Run an instruction of the engine, guarded."""
         if not self._running:  # eval_batch
             return method(engine, **given)
-        said = ", ".join(f"{key}={value}" for key, value in given.items())
-        end = self._judge(f"{name}({said})", partial(self._begin, name, given))
+        action = f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})"
+        end = self._judge(action, partial(self._step.begin, name, given))
         self._inside = name
         try:
             found = method(engine, **given)
@@ -348,306 +328,53 @@ class GuardedEngine:
         finally:
             self._inside = ""
         if end is not None:
-            self._judge(f"{name}({said})", end)
+            self._judge(action, end)
         return found
 
-    def _begin(self, name: str, given: dict[str, Any]) -> Callable[[], None]:
-        """Check an instruction; return what commits it once it has run."""
-        if name in _MESSAGES:
-            return self._message(_MESSAGES[name], *self._place(given))
-        if name == "ForwardPass":
-            return self._forward(*self._place(given))
-        if name == "BackwardPass":
-            return self._backward(*self._place(given))
-        if name == "LoadMicroBatch":
-            return self._load(given["buffer_id"])
-        if name == "CommitP2P":
-            return self._finish_messages
-        if name == "ReduceTiedGrads":
-            return self._reduce_tied()
-        if name == "ReduceGrads":
-            return self._reduce()
-        if name == "OptimizerStep":
-            return self._update()
-        return lambda: None
-
-    def _place(self, given: dict[str, Any]) -> tuple[int, int]:
-        """Return stage and buffer of an instruction."""
-        phase = given.get("phase", 0)
-        return self._stream.stages[phase], given["buffer_id"]
-
-    def _held(self, what: str, buffer: int) -> Any:
-        return self.engine.pipe_buffers[what][buffer]
-
-    def _load(self, buffer: int) -> Callable[[], None]:
-        """Check the load of an input, on the first stage, and of labels, on the last one."""
-        folded = len(self._stream.stages) > 1
-        labels = buffer + self._microbatches if folded else buffer
-        if 0 not in self._stream.stages:
-            return lambda: self._buffers.labels.add(labels)
-        work = self._buffers.next("input", 0)
-        self._works.reserve(work, buffer)
-        arrived = self._arrival("LoadMicroBatch", work, buffer)
-
-        def end() -> None:
-            arrived()
-            self._buffers.labels.add(labels)
-
-        return end
-
-    def _arrival(self, name: str, work: Work, buffer: int) -> Callable[[], None]:
-        """Return what records an input, if the instruction has put one into its buffer."""
-        before = first_tensor(self._held("inputs", buffer))
-
-        def arrived() -> None:
-            now = first_tensor(self._held("inputs", buffer))
-            if now is None or now is before:
-                raise not_run("commit_forward", f"{name} into buffer {buffer}, {_named(work)}")
-            other = self._buffers.maker("input", now)
-            if other is not None and other != work:
-                raise refused(
-                    "ownership.wrong-key",
-                    "finish_receive",
-                    f"the input of {_named(other)} in buffer {buffer}",
-                    f"the input of {_named(work)}",
-                )
-            self._buffers.inputs[buffer] = work
-            self._buffers.made("input", work, now)
-
-        return arrived
-
-    def _forward(self, stage: int, buffer: int) -> Callable[[], None]:
-        work = self._buffers.maker("input", self._held("inputs", buffer))
-        if work is None:
-            work = self._buffers.inputs.get(buffer) or self._buffers.next("input", stage)
-        self._check_weights("check_forward", stage)
-        block = self._works.check(("F", *work))
-        if self._loses(stage) and buffer not in self._buffers.labels:
-            raise refused(
-                "ownership.receive-missing",
-                "check_forward",
-                f"buffer {buffer}, {_named(work)}, without labels of its own",
-                "labels that LoadMicroBatch brought after the last forward of the buffer",
-            )
-        self._calls, self._outputs = 0, None
-
-        def end() -> None:
-            if self._calls != 1:
-                self._abort()
-                times = "twice" if self._calls > 1 else ""
-                raise _ran("F", work, times)
-            self._works.commit(("F", *work), block)
-            self._buffers.labels.discard(buffer)
-            self._buffers.tapes[buffer] = work
-            self._buffers.made("output", work, self._used(stage, buffer))
-            self._buffers.made("sent", work, self._held("outputs", buffer))
-            self._passes.watch(work, self._outputs)
-            self._outputs = None
-
-        return end
-
-    def _loses(self, stage: int) -> bool:
-        """Whether a stage computes the loss, of labels."""
-        return (
-            stage == self._stream.num_stages - 1
-            and getattr(self.engine.module, "loss_fn", None) is not None
-        )
-
     def _forwarded(self, module: Any, inputs: Any, outputs: Any) -> None:
-        """Count a call of the engine's module."""
-        self._calls += 1
-        self._outputs = outputs
-
-    def _used(self, stage: int, buffer: int) -> Any:
-        """What a backward of a buffer starts from: the output, or the loss on the last stage."""
-        if stage < self._stream.num_stages - 1:
-            return self._held("outputs", buffer)
-        kept = self.engine.pipe_buffers.get("losses")
-        return self.engine.loss if kept is None else kept[buffer]
-
-    def _backward(self, stage: int, buffer: int) -> Callable[[], None]:
-        work = self._buffers.tapes.get(buffer) or self._buffers.next("backward", stage)
-        used = self._buffers.maker("output", self._used(stage, buffer))
-        self._check_weights("check_dgrad", stage)
-        block = self._works.check(("B", *work), used)
-        own, total = self._passes.of(work), self._passes.total
-
-        def end() -> None:
-            now = self._passes.of(work)
-            if own is not None and now is not None:
-                others = self._passes.total - total - (now - own)
-                if others or now == own or (now - own > 1 and self._passes.nodes(work) == 1):
-                    self._abort()
-                if others:
-                    raise refused(
-                        "ownership.wrong-key",
-                        "commit_dgrad",
-                        f"a backward through the output of {_named(self._passes.last)}",
-                        f"one through the output of {_named(work)}",
-                    )
-                if now == own:
-                    raise _ran("B", work, "")
-                if now - own > 1 and self._passes.nodes(work) == 1:
-                    raise _ran("B", work, "twice")
-            self._works.commit(("B", *work), block)
-            self._buffers.gradients[buffer] = work
-            self._backwards += 1
-
-        return end
-
-    def _message(self, kind: str, stage: int, buffer: int) -> Callable[[], None]:
-        buffers = self._buffers
-        used = None
-        if kind == "RECV_F":
-            work = buffers.next("input", stage)
-            event = (kind, *work)
-            arrived = self._arrival("RecvActivation", work, buffer)
-            self._works.post_message(event, slot=buffer)
-        else:
-            made = buffers.gradients if kind == "SEND_B" else buffers.tapes
-            work = made.get(buffer) or buffers.next(kind, stage)
-            event = (kind, *work)
-            if kind == "SEND_F":
-                used = buffers.maker("sent", self._held("outputs", buffer))
-            elif kind == "SEND_B":
-                used = buffers.maker("input", self._held("inputs", buffer))
-            arrived = _nothing
-            self._works.post_message(event, used=used)
-        self._queued.append(event)
-
-        def end() -> None:
-            arrived()
-            if "CommitP2P" not in self._stream.names:
-                self._finish_messages()
-
-        return end
-
-    def _finish_messages(self) -> None:
-        """End the messages that were queued: the engine has waited for them."""
-        while self._queued:
-            event = self._queued.pop(0)
-            if event[0].startswith("RECV"):
-                self._works.finish_receive(event)
-            else:
-                self._works.finish_send(event)
-
-    def _check_weights(self, call: str, stage: int) -> None:
-        if self._weights is None:
-            self._weights = Weights(self.engine.module)
-        else:
-            self._weights.check(call, stage)
+        """Record a call of the engine's module."""
+        if self._inside == "ForwardPass":
+            self._step.forwarded(outputs)
 
     # Reductions, the update, checkpoints
 
-    def _finalize(self) -> None:
-        if not self._final:
-            self._check_weights("finalize", self._stream.stages[0])
-            for stage in self._stream.stages:
-                self.contract.finalize(stage)
-            self._final = True
-
-    def _reduce_tied(self) -> Callable[[], None]:
-        if _TIED not in self._buckets():
-            return _nothing
-        self.contract.start_reduction(_TIED)
-        return partial(self.contract.finish_reduction, _TIED)
-
-    def _whole(self) -> bool:
-        """Whether every microbatch of the step has run."""
-        return bool(self._backwards == self._microbatches * len(self._stream.stages))
-
-    def _reduce(self) -> Callable[[], None]:
-        if self._final or not self._whole():  # a second one, or one that comes too early
-            self.contract.start_reduction(_GRADIENTS)
-        self._finalize()
-        self._reduced = False
-
-        def end() -> None:
-            if self._reduced:
-                return
-            if getattr(self.engine, "pipeline_enable_backward_allreduce", True):
-                raise not_run("finish_reduction", "ReduceGrads")
-            self.contract.start_reduction(_GRADIENTS)
-            self.contract.finish_reduction(_GRADIENTS)
-
-        return end
-
     def _reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         def guarded_reduction(*args: Any, **kwargs: Any) -> Any:
-            if not self._running or _GRADIENTS not in self._buckets():
+            if not self._running:
                 return reduce(*args, **kwargs)
             at = "" if self._inside == "ReduceGrads" else "a reduction"
-            self._judge(at, partial(self.contract.start_reduction, _GRADIENTS))
+            self._judge(at, self._step.start_reduction)
             found = reduce(*args, **kwargs)
-            self._reduced = True
-            self._judge("", partial(self.contract.finish_reduction, _GRADIENTS))
+            self._judge("", self._step.finish_reduction)
             return found
 
         return guarded_reduction
 
-    def _update(self) -> Callable[[], None]:
-        if self._whole():
-            self._finalize()
-        before = self._updated
-        self._updated = False
-
-        def end() -> None:
-            if not self._updated:
-                self._updated = before
-                raise not_run("commit_update", "OptimizerStep")
-
-        return end
-
     def _updating(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded_update(*args: Any, **kwargs: Any) -> Any:
-            def check() -> Any:
-                if self._weights is not None:
-                    self._weights.check("check_update", self._stream.stages[0])
-                return self.contract.update().__enter__()
-
-            block = self._judge(
-                "" if self._inside == "OptimizerStep" else "optimizer.step()", check
-            )
+        @wraps(step)
+        def guarded_update(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._off:
+                return step(*args, **kwargs)
+            at = "" if self._inside == "OptimizerStep" else "optimizer.step()"
+            block = self._judge(at, self._step.check_update)
             try:
                 found = step(*args, **kwargs)
             except BaseException:
                 self._abort()
                 raise
             if block is not None:
-                self._judge("", lambda: block.__exit__(None, None, None))
-                self._weights = None
-            self._updated = True
+                self._judge("", partial(self._step.commit_update, block))
             return found
 
         return guarded_update
 
     def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def guarded_save(*args: Any, **kwargs: Any) -> Any:
-            if self._running or not self._left:
+            if not self._off and (self._running or not self._left):
                 self._judge("save_checkpoint", self.contract.check_checkpoint)
             return save(*args, **kwargs)
 
         return guarded_save
-
-
-def _nothing() -> None: ...
-
-
-def _named(work: Any) -> str:
-    stage, microbatch = work
-    return f"stage {stage}, microbatch {microbatch}"
-
-
-def _ran(kind: str, work: Work, times: str) -> Any:
-    action = f"{kind} of {_named(work)}"
-    if not times:
-        return not_run(_CALLS[kind], action)
-    return refused(
-        "epoch.device-count",
-        _CALLS[kind],
-        f"{action}: its computation ran {times}",
-        "one run of each action that is committed",
-    )
 
 
 def _folder(engine: Any, log: Path | None) -> Path | None:

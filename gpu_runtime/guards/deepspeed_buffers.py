@@ -11,14 +11,26 @@ from qeffect.schedule.pairing import Work
 
 __all__ = ["Buffers", "first_tensor"]
 
+#: Values that have a graph. Tensors without one may be shared by microbatches, as a mask is.
+_WITH_GRAPH = frozenset({"used", "output"})
 
-def first_tensor(value: Any) -> Any:
-    """Return the first tensor of a nest of tuples, lists and mappings; None without one."""
+
+def first_tensor(value: Any, *, with_graph: bool = False) -> Any:
+    """
+    Return the first tensor of a nest of tuples, lists and mappings; None without one.
+
+    Args:
+        value: The nest.
+        with_graph: Whether only a tensor counts that has a graph.
+    """
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, tuple | list):
-        return next((t for t in map(first_tensor, value) if t is not None), None)
-    return value if hasattr(value, "requires_grad") else None
+        found = (first_tensor(each, with_graph=with_graph) for each in value)
+        return next((tensor for tensor in found if tensor is not None), None)
+    if not hasattr(value, "requires_grad") or (with_graph and value.grad_fn is None):
+        return None
+    return value
 
 
 class Buffers:
@@ -35,6 +47,7 @@ class Buffers:
         tapes: By buffer, the work that was forwarded last.
         gradients: By buffer, the work whose backward ran last.
         labels: The buffers whose labels no forward has used.
+        received: The work whose gradient was received last.
     """
 
     def __init__(self) -> None:
@@ -42,6 +55,7 @@ class Buffers:
         self.tapes: dict[int, Work] = {}
         self.gradients: dict[int, Work] = {}
         self.labels: set[int] = set()
+        self.received: Work | None = None
         self._counts: Counter[tuple[str, int]] = Counter()
         self._made: dict[tuple[str, int], tuple[Any, Work]] = {}
 
@@ -51,13 +65,20 @@ class Buffers:
         return stage, self._counts[what, stage] - 1
 
     def made(self, what: str, work: Work, value: Any) -> None:
-        """Record what a buffer holds of a work: its ``input`` or its ``output``."""
-        tensor = first_tensor(value)
+        """
+        Record whose a value is.
+
+        Args:
+            what: ``input``, ``output``, ``gradient``, or ``used`` for what a backward starts from.
+            work: The work.
+            value: What a buffer holds.
+        """
+        tensor = first_tensor(value, with_graph=what in _WITH_GRAPH)
         if tensor is not None:
             self._made[what, id(tensor)] = weakref.ref(tensor), work
 
     def maker(self, what: str, value: Any) -> Work | None:
-        """Return the work that a tensor was made for; None if the tensor is unknown."""
-        tensor = first_tensor(value)
+        """Return the work that a value was made for; None if the value is unknown."""
+        tensor = first_tensor(value, with_graph=what in _WITH_GRAPH)
         found = self._made.get((what, id(tensor)))
         return None if found is None or found[0]() is not tensor else found[1]

@@ -13,7 +13,10 @@ from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.deepspeed import INSTRUCTIONS, deepspeed_schedule
 
-__all__ = ["GuardedMap", "Stream", "name_of", "stream_of"]
+__all__ = ["GRADIENTS", "TIED", "GuardedMap", "Stream", "name_of", "stream_of"]
+
+#: Names of what is reduced: the gradients over replicas, and those of tied weights over stages.
+GRADIENTS, TIED = "gradients", "tied"
 
 
 def name_of(cls: type) -> str:
@@ -30,18 +33,22 @@ class Stream:
         source: Name of the schedule, with its sizes.
         stages: The stages of the rank, of phase 0 first.
         num_stages: Number of stages of the pipeline.
+        microbatches: Number of microbatches.
         slots: Number of buffers of a stage.
         order: The rank's F and dI, as a contract declares them; None if the table is wrong.
         names: The instructions of the rank.
+        buckets: What the rank reduces.
         wrong: What is wrong with the table: clause, text and remedy; None if it is right.
     """
 
     source: str
     stages: tuple[int, ...]
     num_stages: int
+    microbatches: int
     slots: int
     order: Mapping[Any, list[tuple[str, Cell]]] | None
     names: frozenset[str]
+    buckets: tuple[str, ...]
     wrong: tuple[str, str, str] | None = None
 
 
@@ -73,11 +80,21 @@ def stream_of(engine: Any) -> Stream:
         table.source,
         (rank, table.num_stages - 1 - rank) if folded else (rank,),
         table.num_stages,
+        microbatches,
         buffers // 2 if folded else buffers,
         None if found else {0: order},
         names,
+        tuple(_buckets(engine, names)),
         (found.clause, str(found), found.remedy) if found else None,
     )
+
+
+def _buckets(engine: Any, names: frozenset[str]) -> Iterator[str]:
+    if "ReduceGrads" in names:
+        yield GRADIENTS
+    tied = getattr(engine.module, "get_tied_weights_and_groups", tuple)
+    if "ReduceTiedGrads" in names and tied():
+        yield TIED
 
 
 class GuardedMap(Mapping[type, Callable[..., Any]]):

@@ -142,6 +142,31 @@ def another_output_before(engine: Any) -> None:
     edit_method(engine, "RecvGrad", around)
 
 
+def another_gradient(engine: Any) -> None:
+    """Two gradients are received, one over the other, before the first backward."""
+
+    def edit(row: list[Any]) -> list[Any]:
+        later = row.pop(_places(row, "RecvGrad")[1])
+        row.insert(_places(row, "BackwardPass")[0], later)
+        return row
+
+    edit_stream(engine, edit)
+
+
+def another_output_of_the_fold(engine: Any) -> None:
+    """The first backward of phase 0 starts from the output of the next microbatch."""
+    done = []
+
+    def around(method: Any, call: int, self: Any, **given: Any) -> None:
+        if given["phase"] == 0 and not done:
+            outputs, own = self.pipe_buffers["outputs"], given["buffer_id"]
+            outputs[own], outputs[own + 1] = outputs[own + 1], outputs[own]
+            done.append(own)
+        method(self, **given)
+
+    edit_method(engine, "BackwardPass", around)
+
+
 def another_input(engine: Any) -> None:
     """A forward reads the input of the microbatch before it."""
 
@@ -318,6 +343,10 @@ FAULTS: dict[str, Fault] = {
         Fault(left_out_inside, (0,), "epoch.device-count", "BackwardPass"),
         Fault(another_output, (0,), "ownership.wrong-key", "BackwardPass"),
         Fault(another_output_before, (0,), "ownership.wrong-key", "SendActivation"),
+        Fault(another_gradient, (0,), "ownership.wrong-key", "BackwardPass"),
+        Fault(
+            another_output_of_the_fold, (0,), "ownership.wrong-key", "BackwardPass", model="folded"
+        ),
         Fault(another_input, (0,), "ownership.wrong-key", "LoadMicroBatch"),
         Fault(load_left_out, (0,), "ownership.repeated-forward", "ForwardPass"),
         Fault(labels_left_out, (1,), "ownership.receive-missing", "ForwardPass"),

@@ -15,12 +15,14 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 WIDTH, ROWS = 8, 2
 #: No process lives longer; a hung rank prints where it hangs.
@@ -39,19 +41,18 @@ class Block(nn.Module):
 
 
 class Pair(nn.Module):
-    """A layer that passes a tuple on: an activation, and one that needs no gradient."""
+    """A layer that passes a tuple on: a mask that all microbatches share, and an activation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.block, self.mask = Block(), torch.ones(ROWS, dtype=torch.long)
 
     def forward(self, given: Any) -> Any:
-        x, mask = given if isinstance(given, tuple) else (given, torch.ones(ROWS, dtype=torch.long))
-        return self.block(x), mask
+        return self.mask, self.block(given[-1] if isinstance(given, tuple) else given)
 
 
 def loss_of_pair(output: Any, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output[0], target)
+    return nn.functional.mse_loss(output[1], target)
 
 
 def data(seed: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
@@ -94,7 +95,14 @@ def build(case: dict[str, Any]) -> Any:
         **case.get("config", {}),
     }
     parameters = [p for p in net.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=config)
+    own: dict[str, Any] = {}
+    if case.get("scheduler") == "before":
+        del config["optimizer"]
+        own["optimizer"] = torch.optim.SGD(parameters, lr=0.1)
+        own["lr_scheduler"] = StepLR(own["optimizer"], 1, 0.5)
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=config, **own)
+    if case.get("compiled"):
+        engine.compile(backend="eager")
     return engine
 
 
@@ -112,6 +120,7 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
         guarded = guards.guard(engine, manner=manner, log=case.get("log"))
     if fault is not None and rank in fault.ranks:
         put_under(guarded, engine, fault.put)
+    scheduler = StepLR(engine.optimizer, 1, 0.5) if case.get("scheduler") == "after" else None
     seed = 7 + (rank if engine.is_data_parallel else 0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     batches = data(seed, dtype)
@@ -122,6 +131,8 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
             if case.get("resize") and step == 1:
                 engine.set_train_batch_size(engine.train_batch_size() * 3 // 2)
             loss = float(engine.train_batch(batches))
+            if scheduler is not None:
+                scheduler.step()
             if case.get("evaluate"):
                 engine.eval_batch(batches)
             if case.get("save"):
@@ -161,6 +172,7 @@ def digest(value: Tensor) -> str:
 def main(rank: int, world: int, store: str, out: str, cases: list[dict[str, Any]]) -> None:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message=".*optimizer.step")  # a scheduler of torch misses it
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world
     )
