@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # Bytecode is kept in the tree: without it each process of the suite compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check test slow nightly deepspeed lint types bench clean
+.PHONY: check test slow nightly deepspeed megatron torchtitan lint types bench clean
 
 # The main job, what takes seconds first. Processor time on one core: fixtures, faults and failures
 # two seconds together, ranks 40 seconds; random schedules, exploration and proofs take the rest of
@@ -48,6 +48,35 @@ $(VENV)/.deepspeed: $(VENV)/.test tests/deepspeed/requirements.txt
 	  --target $(VENV)/deepspeed -r tests/deepspeed/requirements.txt
 	touch $@
 
+# The guard of Megatron-core's loops over the real package, on CPUs: each release has a folder of its
+# own. The wheels are those of Python 3.12; their code runs on 3.11 too.
+megatron: $(VENV)/.megatron
+	MEGATRON_RELEASES=$(CURDIR)/$(VENV)/megatron $(BIN)/python -m pytest -m megatron tests/megatron $(RECORDED)
+
+$(VENV)/.megatron: $(VENV)/.test tests/megatron/requirements.txt
+	rm -rf $(VENV)/megatron
+	for package in $$(grep '^megatron-core' tests/megatron/requirements.txt); do \
+	  $(BIN)/python -m pip install -q --no-deps --only-binary=:all: \
+	    --python-version 3.12 --ignore-requires-python \
+	    --target $(VENV)/megatron/$${package##*==} $$package \
+	    $$(grep -v '^#\|^megatron-core' tests/megatron/requirements.txt) || exit 1; \
+	done
+	touch $@
+
+# The guard of TorchTitan's pipeline over the real trainer, and that of torch's pipeline over the
+# torch that TorchTitan needs, on CPUs. Both are in an environment of their own: 6 GB on disk.
+TITAN := $(VENV)/torchtitan
+torchtitan: $(VENV)/.torchtitan
+	$(TITAN)/bin/python -m pytest -m torchtitan tests/torchtitan $(RECORDED)
+	$(TITAN)/bin/python -m pytest tests/ranks/test_guard_evidence.py tests/ranks/test_guard_legal.py \
+	  tests/ranks/test_guard_manners.py tests/torchtitan/test_guard.py
+
+$(VENV)/.torchtitan: tests/torchtitan/requirements.txt
+	rm -rf $(TITAN)
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip install -q -r tests/torchtitan/requirements.txt
+	touch $@
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,7 +95,7 @@ $(VENV)/.verify: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.verify
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify,cvc5,train,export,torchao,plots,test,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify,cvc5,train,export,tensorboard,torchao,plots,test,dev]'
 	touch $@
 
 clean:

@@ -1,5 +1,8 @@
 """
-The one thing that pyproject.toml cannot say: a source distribution keeps the links of the tree.
+What pyproject.toml cannot say: the version comes from git, and a source distribution keeps links.
+
+A tagged commit has its tag's version. Any other commit has the next release's, a count of commits
+and the commit itself, `0.1.0.dev12+g0123...`, with `.changes` if tracked files differ from it.
 
 Setuptools puts a linked folder's files into the archive twice, under the link and beside it. The
 suite, the linters and an editable install want the tree as it is.
@@ -7,11 +10,16 @@ suite, the linters and an editable install want the tree as it is.
 
 from __future__ import annotations
 
+import email
+import subprocess
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.sdist import sdist
 
+#: The next release; a tag `v0.1.0` makes it.
+RELEASE = "0.1.0"
+HERE = Path(__file__).resolve().parent
 LINKS = [path for path in sorted(Path("qeffect").iterdir()) if path.is_symlink()]
 
 
@@ -26,4 +34,31 @@ class SourceTree(sdist):
             Path(base_dir, link).symlink_to(link.readlink())
 
 
-setup(cmdclass={"sdist": SourceTree})
+def git(*words: str) -> str | None:
+    """What git prints, None if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(HERE), *words], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def version() -> str:
+    """The version of this tree; a tree without git has its archive's, or the next release's."""
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != HERE:
+        archived = HERE / "PKG-INFO"
+        if archived.exists():
+            return email.message_from_string(archived.read_text("utf-8"))["Version"]
+        return RELEASE
+    changes = ".changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    tag = git("describe", "--tags", "--exact-match", "--match", "v*")
+    if tag and not changes:
+        return tag.removeprefix("v")
+    count, head = git("rev-list", "--count", "HEAD"), git("rev-parse", "HEAD")
+    return f"{RELEASE}.dev{count}+g{head}{changes}"
+
+
+setup(version=version(), cmdclass={"sdist": SourceTree})

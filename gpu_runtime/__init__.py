@@ -20,8 +20,9 @@ rehearses the contract's checks before it launches the graph (`ranks/rehearsal.p
 The rooms, each of which imports only those before it: `backends/` (layers), `report.py`, `step/`
 (one action, its memory, graphs and streams), `runtime/` (one process), `operators.py` (actions as
 operators of torch), `ranks/` (the pipeline), `training/`, `doctor.py`, `lab/` (compares, times and
-reports) and `commands.py`, which loads the others by name. `README.md` describes every room;
-`renamed.py` has the names of earlier releases.
+reports) and `commands.py`, which loads the others by name. `guards/` is a layer beside them, and is
+installed as `qeffect.guards`. `README.md` describes every room; `renamed.py` has the names of
+earlier releases.
 
 Importing this package imports neither torch, Transformer Engine nor CUDA.
 """

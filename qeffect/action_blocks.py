@@ -73,11 +73,15 @@ class Guards(Protocol):
         updates: int | None = None,
         scales: int | None = None,
         draws: int | None = None,
+        weight: tuple[int, int] | None = None,
     ) -> TapeRef | None:
         """Redeem a ticket after its action succeeded."""
 
     def abort(self, ticket: Ticket) -> None:
         """Redeem a ticket after its action failed."""
+
+    def move_scales(self, stage: int, updates: int | None = None) -> None:
+        """Record that the scales of a stage's domain moved in the update."""
 
 
 class Actions(Protocol):
@@ -226,11 +230,13 @@ class Dgrad(_Guarded):
     A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
 
     If the backend reports them, set ``updates`` to the number of scaling updates, and ``scales`` to
-    the token at which the F ran whose scales dI used. If dI recomputes F, set ``draws`` to where
-    the recomputation began to draw.
+    the token at which the F ran whose scales dI used, or, if scales move once an epoch, the token
+    at which they had moved. If dI recomputes F, set ``draws`` to where
+    the recomputation began to draw. Set ``weight`` to the factor by which the microbatch's gradient
+    is weighted, as (numerator, denominator).
     """
 
-    __slots__ = ("draws", "key", "options", "queued", "ref", "scales", "updates")
+    __slots__ = ("draws", "key", "options", "queued", "ref", "scales", "updates", "weight")
 
     def __init__(
         self, contract: Guards, key: TapeKey, ref: TapeRef, options: dict[str, Any]
@@ -240,13 +246,19 @@ class Dgrad(_Guarded):
         self.updates: int | None = None
         self.scales: int | None = None
         self.draws: int | None = None
+        self.weight: tuple[int, int] | None = None
 
     def check(self) -> Ticket:
         return self.contract.check_dgrad(self.key, self.ref, **self.options)
 
     def commit(self) -> None:
         self.contract.commit(
-            self.ticket, self.queued, updates=self.updates, scales=self.scales, draws=self.draws
+            self.ticket,
+            self.queued,
+            updates=self.updates,
+            scales=self.scales,
+            draws=self.draws,
+            weight=self.weight,
         )
 
 
@@ -269,7 +281,12 @@ class Wgrad(_Guarded):
 
 
 class Update(_Guarded):
-    """A guarded update of the weights; an exception in the block leaves them half updated."""
+    """
+    A guarded update of the weights; an exception in the block leaves them half updated.
+
+    If scales move once an epoch (`StageConfig.scales`), move them in the block, once for each
+    domain, and call `move_scales` after each movement.
+    """
 
     __slots__ = ("options",)
 
@@ -278,6 +295,10 @@ class Update(_Guarded):
 
     def check(self) -> Ticket:
         return self.contract.check_update(**self.options)
+
+    def move_scales(self, stage: int, updates: int | None = None) -> None:
+        """Record that the scales of a stage's domain moved; see `Contract.move_scales`."""
+        self.contract.move_scales(stage, updates)
 
     def commit(self) -> None:
         self.contract.commit(self.ticket)

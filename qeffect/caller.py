@@ -26,8 +26,9 @@ class Caller:
     Attributes:
         contract: The contract that the calls go to.
         refs: The reference of each cell's latest forward.
-        scales: The token at which each cell's latest forward ran.
+        scales: The token that names the scales of each cell's latest forward.
         draws: Where each cell's latest forward began to draw random numbers.
+        walks: Over how many walks of an epoch the weights of gradients add up to their sum.
 
     >>> from qeffect import StageConfig
     >>> caller = Caller(Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))]))
@@ -44,6 +45,8 @@ class Caller:
         self.scales: dict[Cell, int] = {}
         self.draws: dict[Cell, int] = {}
         self._drawn = 0
+        self._moved: dict[Hashable, int] = {}
+        self.walks = 1
         self._configs = {config.stage: config for config in self.contract.stages}
 
     def link(self, stage: int, caller: Hashable = "main") -> int:
@@ -69,14 +72,14 @@ class Caller:
         key = self.key(stage, microbatch, block)
         ticket = self.contract.check_forward(key, **options)
         filled = self._filled(stage) if options.get("refresh") else None
-        self.scales[key.cell] = self.contract.token(stage)
+        self.scales[key.cell] = self._scales(stage)
         updates, draws = self._updates(stage), self.draw(key)
         ref = self.contract.commit(ticket, filled=filled, updates=updates, draws=draws)
         assert ref is not None
         self.refs[key.cell] = ref
 
     def draw(self, key: TapeKey) -> int | None:
-        """Return where the F of a key draws, if its backend reports that: after every other F."""
+        """Return where a key's F begins to draw, behind all earlier F; None if not reported."""
         if not self._configs[key.stage].reports_draws:
             return None
         self.draws[key.cell] = self._drawn
@@ -94,8 +97,22 @@ class Caller:
         config = self._configs[stage]
         scales = self.scales[key.cell] if config.tape_scales == "carried" else None
         draws = self.draws[key.cell] if config.recomputes_draws else None
-        updates = self._updates(stage)
-        self.contract.commit(ticket, config.matrices, updates=updates, scales=scales, draws=draws)
+        updates, weight = self._updates(stage), self.weight(stage)
+        self.contract.commit(
+            ticket, config.matrices, updates=updates, scales=scales, draws=draws, weight=weight
+        )
+
+    def weight(self, stage: int) -> tuple[int, int] | None:
+        """
+        Return the weight of a microbatch of the stage, if its backend reports that.
+
+        Every microbatch has the same weight, and the epoch has `walks` walks.
+        """
+        config = self._configs[stage]
+        if config.weights_sum is None:
+            return None
+        above, below = config.weights_sum
+        return above, below * config.microbatches * self.walks
 
     def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Run dW and cover every matrix."""
@@ -117,10 +134,25 @@ class Caller:
 
     def commit(self) -> int:
         """Commit the epoch; every graph stream waits for the optimizer's update."""
-        epoch = self.contract.commit_epoch()
+        moving = {c.domain: c for c in self.contract.stages[::-1] if c.scales == "epoch"}
+        if moving:
+            with self.contract.update() as update:
+                for config in moving.values():
+                    update.move_scales(config.stage, 1 if config.reports_updates else None)
+                    self._moved[config.domain] = self.contract.token(config.stage)
+            epoch = self.contract.epoch
+        else:
+            epoch = self.contract.commit_epoch()
         for link in dict.fromkeys(self.link(stage) for stage in self._configs):
             self.contract.join(link)
         return epoch
+
+    def _scales(self, stage: int) -> int:
+        """The token that names the scales of the next F."""
+        config = self._configs[stage]
+        if config.scales == "action":
+            return self.contract.token(stage)
+        return self._moved.get(config.domain, 0)
 
     def _filled(self, stage: int) -> dict[str, int] | None:
         """The report of a refresh, if the backend reports fills: every cache, this epoch."""
@@ -128,5 +160,6 @@ class Caller:
         return dict.fromkeys(config.matrices, self.contract.epoch) if config.reports_fills else None
 
     def _updates(self, stage: int) -> int | None:
-        """The report of F and dI, if the stage's backend reports updates: one scaling update."""
-        return 1 if self._configs[stage].reports_updates else None
+        """The report of F and dI: one update, or none if scales move once an epoch."""
+        config = self._configs[stage]
+        return int(config.scales == "action") if config.reports_updates else None

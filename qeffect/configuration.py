@@ -261,6 +261,8 @@ def _write_stage(config: StageConfig) -> dict[str, Any]:
     ]
     plain["buffers"] = [[matrix, _printable(name, "buffer")] for matrix, name in config.buffers]
     plain["tied"] = list(config.tied)
+    if config.weights_sum is not None:
+        plain["weights_sum"] = list(config.weights_sum)
     return {name: given for name, given in plain.items() if given != ADDED.get(name, ...)}
 
 

@@ -144,6 +144,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             )
         self.observer = observer
         self._entered = False  # True while a call is under way
+        self._weighed = {config.stage: config.counted for config in self.stages}
         self._shares = any(config.tied for config in self.stages)
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)

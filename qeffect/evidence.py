@@ -82,19 +82,28 @@ def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
 
 
 def commit_arguments(
-    ticket: Ticket, names: Any, of: int, evidence: Any, updates: Any, scales: Any, draws: Any
+    ticket: Ticket,
+    names: Any,
+    of: int,
+    evidence: Any,
+    updates: Any,
+    scales: Any,
+    draws: Any,
+    *,
+    weighed: tuple[Any, Any],
 ) -> tuple[Any, ...]:
     """
     Return the arguments of the transition that commits a ticket's action.
 
     Args:
         ticket: The ticket.
-        names: Matrices that were filled; for a refresh and F.
+        names: Matrices whose weight cache was filled; given for a refresh and for F.
         of: Weight epoch that they were filled from; for a refresh, an evaluation and F.
         evidence: Matrices that were queued or covered; for dI and dW.
         updates: Number of scaling updates; for F, dI and an evaluation.
         scales: Token of the F whose scales were used; for dI.
         draws: Position of the random generator; for F and dI.
+        weighed: Weight of the microbatch's gradient and the parts that it counts in; for dI.
     """
     redeems = ticket.slot, ticket.serial
     if ticket.action == "F":
@@ -106,5 +115,5 @@ def commit_arguments(
     if ticket.action == "update":
         return redeems
     if ticket.action == "dI":
-        return (*redeems, evidence, updates, scales, draws)
+        return (*redeems, evidence, updates, scales, draws, *weighed)
     return (*redeems, evidence)

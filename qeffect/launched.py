@@ -19,10 +19,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["START", "Start", "trains"]
+__all__ = ["PARENT", "START", "Start", "trains"]
 
 #: Seconds for which a survivor stays, so that the others do not take it for the dead rank.
 _STAY_S = 2.0
+#: Seconds for which a rank whose connection broke looks for the process that has ended.
+_SEEN_S = 1.0
+#: What to do after an end before the run's file was read.
+_AGAIN = "Start it again, with --resume if it has checkpoints"
 #: The file, beside torchrun's own, of a rank that ends by itself and says why.
 _SPOKEN = "qeffect.ended"
 
@@ -43,14 +47,17 @@ class Start:
 
     Attributes:
         place: What the rank is doing, for the cause.
-        tell: Takes the cause and its kind on the rank that speaks; None tells nobody.
+        tell: Takes the cause and its kind on the rank that speaks, and returns a line that says
+            whether to start the run again; None before the run is known.
     """
 
     def __init__(self) -> None:
         self.place = "importing"
-        self.tell: Callable[[str, str], object] | None = None
+        self.tell: Callable[[str, str], str] | None = None
         self._wakes: tuple[int, int] | None = None
         self._spoke = False
+        self._speaker: str | None = None
+        self._choice = threading.Lock()
 
     def arm(self) -> None:
         """Answer SIGTERM from now on; call it in the main thread, in a rank of torchrun."""
@@ -73,13 +80,47 @@ class Start:
         if self._wakes is not None and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
 
+    def gone(self) -> tuple[int, str] | None:
+        """
+        Look, after a connection broke in the start, which rank of this host has ended.
+
+        Returns:
+            The first such rank that did not say why, and the cause in words; None without such a
+            rank, or if this rank is not in its start. If SIGTERM came first, the thread that it
+            woke says the cause and ends this process, so this call does not return.
+        """
+        if self._wakes is None or signal.getsignal(signal.SIGTERM) != self._noted:
+            return None
+        until = time.monotonic() + _SEEN_S
+        while time.monotonic() < until:
+            gone = _ranks()[1]
+            if any(map(_has_spoken, gone)):
+                return None
+            if gone:  # a process closes its connections a moment before it has ended
+                self._speak_here()
+                return gone[0], _cause(int(os.environ["RANK"]), gone, self.place)[1]
+            time.sleep(0.05)
+        return None
+
     def leave(self) -> None:
         """End by oneself: this rank says why, and the others need not."""
+        self._speak_here()
         self._spoke = True
         self.disarm()
         if (folder := _folder_of(int(os.environ.get("LOCAL_RANK", "0")))) is not None:
             with suppress(OSError):
                 (folder / _SPOKEN).touch()
+
+    def _speak_here(self) -> None:
+        """Speak in the calling thread; wait for the end if the thread of SIGTERM speaks already."""
+        if not self._claim("caller"):
+            time.sleep(_STAY_S + _SEEN_S)
+
+    def _claim(self, speaker: str) -> bool:
+        """Whether this speaker is the only one of the process that says why it ends."""
+        with self._choice:
+            self._speaker = self._speaker or speaker
+            return self._speaker == speaker
 
     def _noted(self, *_: object) -> None:
         """Python's handler; the thread has been woken by the time that this runs."""
@@ -91,19 +132,22 @@ class Start:
             signal.getsignal(signal.SIGTERM) != self._noted
         ):
             pass
+        if not self._claim("signal"):
+            return  # a broken connection told the main thread first
         here, gone = _ranks()
         spoken = [rank for rank in gone if _has_spoken(rank)]
         rank = int(os.environ["RANK"])
         if rank == min(here) and not spoken:
             kind, text = _cause(rank, gone, self.place)
+            then = _AGAIN
             if self.tell is not None:
                 with suppress(Exception):  # the cause is said in any case
-                    self.tell(text, kind)
+                    then = self.tell(text, kind)
             line = f"Every rank stopped: {text}"
             if "--json" in sys.argv:
                 said = json.dumps({"verdict": "unusable", "error": line})
                 os.write(1, f"{said}\n".encode())
-            os.write(2, f"qeffect: {line}\n".encode())
+            os.write(2, f"qeffect: {line}\nqeffect: {then}\n".encode())
         time.sleep(_STAY_S)
         os._exit(2)
 
@@ -155,3 +199,15 @@ def _has_spoken(rank: int) -> bool:
 
 START = Start()
 """The start of this process."""
+
+PARENT = [os.getppid()]
+"""The parent of this process, read at the first import: its end is noticed from then on."""
+
+
+def _forked() -> None:
+    """A forked process imports nothing: its parent is the process that forked."""
+    PARENT[:] = [os.getppid()]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -168,6 +168,7 @@ def lay_out(
             # Configured and never written, so that one object serves as both without an edge.
             "gradient_of": edges.gradients(cells) if edges.sources != edges.targets else inputs,
             "declared": has_order,
+            "epoch_scales": _epoch_scales(stages, domains),
             "forward_at": forward_at,
             "dgrad_at": dgrad_at,
             "destination_of": destination_of,
@@ -185,6 +186,7 @@ def lay_out(
             "carried_scales": by_stage({c.stage: int(c.tape_scales == "carried") for c in stages}),
             "reports_draws": by_stage({c.stage: int(c.reports_draws) for c in stages}),
             "recomputes_draws": by_stage({c.stage: int(c.recomputes_draws) for c in stages}),
+            "reports_weights": by_stage({c.stage: int(c.weights_sum is not None) for c in stages}),
             "stage_at": [first for first, _ in bucket_stages.values()],
             "tied_at": [last for _, last in bucket_stages.values()],
             "reduce_at": _reduce_at(bucket_stages, reductions),
@@ -200,6 +202,25 @@ def _keepers(buffer_of: Mapping[Cell, int], buffers: int, cells: Sequence[Cell])
     for cell in cells:
         first.setdefault(buffer_of[cell], cell)
     return [first.get(buffer, cells[0]) for buffer in range(buffers)]
+
+
+def _epoch_scales(stages: Sequence[StageConfig], domains: Mapping[Hashable, int]) -> list[int]:
+    """
+    Return, for each domain, 1 if its scales move once an epoch.
+
+    Raises:
+        ValueError: Two stages of a domain differ.
+    """
+    forms: dict[Hashable, StageConfig] = {}
+    for config in stages:
+        first = forms.setdefault(config.domain, config)
+        if first.scales != config.scales:
+            raise ValueError(
+                f"stage {config.stage} has scales={config.scales!r}, but stage {first.stage} of "
+                f"the same domain {config.domain!r} has scales={first.scales!r}; one movement "
+                "moves all scales of a domain, so give its stages the same value"
+            )
+    return [int(forms[name].scales == "epoch") for name in domains]
 
 
 def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, int]]:
@@ -261,6 +282,7 @@ def _require_relations(
         ("version", "reports_fills=True", any(config.reports_fills for config in stages)),
         ("order", "a declared order", bool(declared)),
         ("order", "reports_updates=True", any(config.reports_updates for config in stages)),
+        ("order", "scales='epoch'", any(config.scales == "epoch" for config in stages)),
         ("order", "tape_scales", any(config.tape_scales for config in stages)),
         ("order", "reports_draws=True", any(config.reports_draws for config in stages)),
         ("arena", "destinations", any(config.destinations for config in stages)),

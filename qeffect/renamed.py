@@ -3,7 +3,7 @@ Old import names, which keep working for one release with a `DeprecationWarning`
 
 `install` takes a table of old and new names. A module that is imported by an old name is a
 stand-in: its attributes are those of the new module, the same objects. The tables below are the
-kernel's; `qeffect.gpu_runtime.renamed` has those of the runtime.
+kernel's and the guards'; `qeffect.gpu_runtime.renamed` has those of the runtime.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -19,14 +19,15 @@ from typing import Any
 
 import attrs
 
-__all__ = ["MODULES", "NAMES", "install", "whole"]
+__all__ = ["MODULES", "NAMES", "install", "old_names", "whole"]
 
-#: Modules of the kernel that the pages showed; both names are below `qeffect`.
+#: Modules of the kernel and the guards that the pages showed; both names are below `qeffect`.
 MODULES: Mapping[str, str] = {
     "calls.reading": "calls.queries",
     "config": "stage_config",
     "engine.memory": "engine.concrete_memory",
     "entries": "steps.entries",
+    "guards.price": "gpu_runtime.lab.commands.guards",
     "layout": "process_layout",
     "ledgers.counted": "ledgers.expected_counts",
     "ledgers.steps": "ledgers.recorded_steps",
@@ -64,6 +65,28 @@ def whole(package: str, new: str) -> str:
     ('qeffect.gpu_runtime.step.graphs', 'qeffect.guards')
     """
     return new if new.startswith("qeffect.") else f"{package}.{new}"
+
+
+def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """
+    Return a module's ``__getattr__`` for objects that have another name in the same module now.
+
+    Args:
+        module: The module.
+        names: New names by old ones.
+    """
+
+    def find(name: str) -> Any:
+        if (new := names.get(name)) is None:
+            raise AttributeError(f"module {module} has no attribute {name!r}")
+        warnings.warn(
+            f"{module}.{name} is now {module}.{new}; the next release removes the old name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(sys.modules[module], new)
+
+    return find
 
 
 class _StandIn(ModuleType):

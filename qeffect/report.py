@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def environment(
         argv: The command's arguments, by default those of this process; folders are left out.
         commit_given: The commit, for code outside a git checkout.
         device: Entries that the runtime adds about its device.
-        out: The report's file. If the commit is unknown, standard error says so once.
+        out: The report's file. If the commit is unknown, standard error reports this once.
 
     Raises:
         UnusableError: The given commit is malformed, or the commit is unknown and the file is in
@@ -140,14 +140,14 @@ def package(record: Mapping[str, Any], name: str) -> str | None:
 
 def commit(given: str | None = None) -> str:
     """
-    Return the commit of the checkout that this code runs from.
+    Return the commit of the checkout that this code runs from, or was built from.
 
     Args:
         given: The commit, for code that git does not know.
 
     Returns:
         Forty hexadecimal digits, with ``+changes`` if tracked files differ from that commit;
-        ``unknown`` for code outside a checkout of its own, such as an installed package.
+        ``unknown`` for code without git, such as a copied folder.
 
     Raises:
         UnusableError: The given commit is not 40 hexadecimal digits.
@@ -160,7 +160,7 @@ def commit(given: str | None = None) -> str:
     top = _git(root, "rev-parse", "--show-toplevel")
     # A package installed inside another checkout is not at that checkout's commit.
     if top is None or Path(top).resolve() != root:
-        return UNKNOWN
+        return _commit_built()
     head = _git(root, "rev-parse", "HEAD")
     if head is None:
         return UNKNOWN
@@ -345,6 +345,24 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def _commit_built() -> str:
+    """The commit in the version of the installed package, if this code is that package."""
+    try:
+        installed = distribution("qeffect")
+    except PackageNotFoundError:
+        return UNKNOWN
+    if (
+        installed.read_text("RECORD") is None
+    ):  # metadata of a source tree, perhaps of an older commit
+        return UNKNOWN
+    if Path(str(installed.locate_file("qeffect/report.py"))).resolve() != Path(__file__).resolve():
+        return UNKNOWN
+    found = re.search(r"\+g([0-9a-f]{40})(\.changes)?$", installed.version)
+    if found is None:
+        return UNKNOWN
+    return found[1] + ("+changes" if found[2] else "")
 
 
 def _version(name: str) -> str:

@@ -12,14 +12,26 @@ from attrs.validators import in_, optional
 
 from .destinations import Destination
 from .keys import Cell, cell_of
-from .relations.constants import BACK_BIT, COPY_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
+from .relations.constants import (
+    BACK_BIT,
+    COPY_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    NEVER,
+    OUT_BIT,
+    WGRAD_BIT,
+)
 from .text import shown
 
-__all__ = ["ADDED", "Bucket", "StageConfig"]
+__all__ = ["ADDED", "UNWEIGHTED", "Bucket", "StageConfig"]
 
 #: Upper bound of stage indices, slots and cells of a stage: each has entries in lists.
 _MOST: Final = 1 << 20
 
+
+#: The weight of a gradient that was not reported: its parts, and those of the epoch.
+UNWEIGHTED: Final = (NEVER, NEVER)
 
 #: Declarations that plain data name only if they are made, so that older logs and checkpoints stay
 #: as they are; by name, the value of a stage without the declaration.
@@ -28,6 +40,8 @@ ADDED: Final[Mapping[str, Any]] = {
     "feeds": None,
     "reports_draws": False,
     "recomputes_draws": False,
+    "weights_sum": None,
+    "scales": "action",
 }
 
 
@@ -46,6 +60,21 @@ def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
 def _flag(config: Any, attribute: Attribute[bool], value: Any) -> None:
     if value.__class__ is not bool:
         raise TypeError(f"{attribute.name} must be a bool, got {shown(value)}")
+
+
+def _fraction(config: Any, attribute: Attribute[Any], value: Any) -> None:
+    if value is None:
+        return
+    pair = value if isinstance(value, tuple) else ()
+    if len(pair) != 2 or not all(type(n) is int and 1 <= n <= _MOST for n in pair):
+        raise TypeError(
+            f"{attribute.name} must be (numerator, denominator), two integers from 1 to {_MOST:,}, "
+            f"or None; got {shown(value)}"
+        )
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value  # as plain data spells it
 
 
 def _hashable(config: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -152,7 +181,8 @@ class StageConfig:
             caches were filled and from which weight epoch. Otherwise the contract trusts that a
             refresh filled the cache.
         reports_updates: The backend reports, at the commit of F and dI, how often the domain's
-            scaling state was updated. Otherwise the contract trusts that it was updated once.
+            scaling state was updated. Otherwise the contract trusts that it was updated once; or,
+            with ``scales="epoch"``, not at all.
         tape_scales: The scales that dI dequantizes its tape with. ``carried``: the tape keeps the
             scales of its F, and dI reports which scales it used. ``live``: dI reads the domain's
             current scales. None: the backend cannot say, and the contract trusts it.
@@ -180,9 +210,20 @@ class StageConfig:
             Otherwise the contract trusts that no replay draws the same numbers again.
         recomputes_draws: dI recomputes the forward, and the backend reports at the commit of dI
             the position at which the recomputation began to draw; requires ``reports_draws``.
+        weights_sum: What the weights of the gradients of one epoch add up to, as (numerator,
+            denominator); the backend then reports each weight at the commit of dI. (1, 1) if each
+            microbatch's loss is divided so that the gradient is a mean, as by 1/M; (1, R) if the
+            gradients of R replicas are then summed. None: nothing is reported, and the contract
+            trusts the scale of the loss. The weights of all blocks and invocations of a microbatch
+            count, as parts of one sum for each.
+        scales: When the scaling state of the stage's domain moves. ``action``: each F and dI moves
+            it, as delayed scaling does by default. ``epoch``: F and dI only gather, and the update
+            moves it once (`Contract.move_scales`); F and dI then report 0 updates, and the update
+            1. All stages of a domain have the same value.
 
     Raises:
-        TypeError: A count is not an integer, a flag not a ``bool``, or a name not a string.
+        TypeError: A count is not an integer, a flag not a ``bool``, a fraction not two positive
+            integers, or a name not a string.
         ValueError: A count is out of range, a matrix is named twice, buckets do not hold every
             matrix once, or a tied matrix has no name in ``buffers``.
 
@@ -218,6 +259,8 @@ class StageConfig:
     feeds: int | None = field(default=None, validator=optional(_at_least(0)))
     reports_draws: bool = field(default=False, validator=_flag)
     recomputes_draws: bool = field(default=False, validator=_flag)
+    weights_sum: tuple[int, int] | None = field(default=None, converter=_pair, validator=_fraction)
+    scales: str = field(default="action", validator=in_(("action", "epoch")))
 
     def __attrs_post_init__(self) -> None:
         if (count := self.microbatches * self.blocks * self.invocations) > _MOST:
@@ -285,6 +328,31 @@ class StageConfig:
             for b in range(self.blocks)
             for i in range(self.invocations)
         )
+
+    def counted(self, weight: Any) -> tuple[int, int]:
+        """
+        Return the weight of a microbatch's gradient as the contract counts it.
+
+        Args:
+            weight: (numerator, denominator) of the factor by which the gradient of one microbatch
+                is weighted, a numerator of at least 0 over a denominator of at least 1.
+
+        Returns:
+            How many parts the weight has, and how many parts the epoch's weights must have in all;
+            (-1, -1) if the weight cannot be read or `weights_sum` is None.
+
+        >>> StageConfig(0, microbatches=4, slots=1, weights_sum=(1, 2)).counted((1, 8))
+        (2, 8)
+        """
+        if self.weights_sum is None or not isinstance(weight, (tuple, list)) or len(weight) != 2:
+            return UNWEIGHTED
+        numerator, denominator = weight
+        if type(numerator) is not int or type(denominator) is not int:
+            return UNWEIGHTED
+        if numerator < 0 or denominator < 1:
+            return UNWEIGHTED
+        above, below = self.weights_sum
+        return numerator * below, denominator * above * self.blocks * self.invocations
 
     def on_trust(self) -> tuple[str, ...]:
         """

@@ -263,7 +263,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "scaled_at",
         "slot -> int",
         0,
-        "token at which the latest tenant's F ran; its dI must use the scales of that F",
+        "`rolled_at` as the latest tenant's F left it, a name for the scales that its dI must use",
         "commit_forward",
     ),
     _state(
@@ -271,8 +271,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "rolled_at",
         "domain -> int",
         0,
-        "token at which the domain's latest F ran; the scales of that F are live now",
-        "commit_forward",
+        "token at which the domain's latest F ran, whose scales are live now; if scales move once "
+        "an epoch, the token at which they moved last since a restore",
+        "commit_forward move_scales restore",
     ),
     _state(
         "order",
@@ -289,6 +290,15 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         NEVER,
         "position at which the domain's latest F began to draw; -1 for none since a restore",
         "commit_forward restore",
+    ),
+    _state(
+        "order",
+        "gathered",
+        "domain -> flag",
+        0,
+        "if the domain's scales move once an epoch: 1 from an F that succeeded until the scales "
+        "move",
+        "commit_forward move_scales restore",
     ),
     # arena
     _state(
@@ -580,6 +590,22 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "ticket of the evaluation in flight, or 0",
         "check_evaluation commit_evaluation abort_evaluation",
     ),
+    _state(
+        "epoch",
+        "parts",
+        "stage -> int",
+        0,
+        "parts in which the weights of the epoch's gradients are counted; 0 before its first dI",
+        "commit_dgrad commit_update restore",
+    ),
+    _state(
+        "epoch",
+        "unweighed",
+        "stage -> int",
+        0,
+        "how many of these parts are in no weight yet; below 0 if the weights have too many",
+        "commit_dgrad restore",
+    ),
     # persistence
     _state(
         "persistence",
@@ -649,6 +675,11 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "declared", "domain -> flag", "1 if the order of the domain's F and dI is declared"
     ),
+    _configured(
+        "epoch_scales",
+        "domain -> flag",
+        "1 if the domain's scales move once an epoch, in the update, and not with F and dI",
+    ),
     _configured("forward_at", "cell -> int", "declared position of the cell's F"),
     _configured("dgrad_at", "cell -> int", "declared position of the cell's dI"),
     _configured(
@@ -713,6 +744,11 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "recomputes_draws",
         "stage -> flag",
         "1 if dI recomputes F, and the backend reports where the recomputation began to draw",
+    ),
+    _configured(
+        "reports_weights",
+        "stage -> flag",
+        "1 if the backend reports the weight of each microbatch's gradient",
     ),
     _configured(
         "stage_at",

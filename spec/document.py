@@ -19,6 +19,7 @@ from .predicates import Register
 from .promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, MEMORY, PAPER, STEPS, WORLD
 from .rank_log import RANK_EVENTS, RANK_HEADER
 from .ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
+from .recorded import STEP_PROMISES
 from .transitions import TRANSITIONS
 from .world import WORDS
 
@@ -36,7 +37,7 @@ def contract() -> str:
     chapters = "\n".join(
         [
             *(_transitions(), _state(), _paper(), _promises(keeping), _ranks()),
-            *(_text("steps"), _text("differences"), _text("closing")),
+            *(_steps(), _text("differences"), _text("closing")),
         ]
     )
     return "\n".join(
@@ -348,6 +349,19 @@ def _promises(keeping: Mapping[str, Any]) -> str:
     return "\n".join(
         [*lines, "### Words for the world", "", *_table(("word", "meaning"), words), ""]
     )
+
+
+def _steps() -> str:
+    lines = [_text("steps"), "The promises of a step in one call, and what shows each:", ""]
+    for p in STEP_PROMISES:
+        proof = f"a proof for every path (`{p.proof}`); " if p.proof else ""
+        found: dict[str, list[str]] = {}
+        for one in p.tests:
+            file, _, test = one.partition(": ")
+            found.setdefault(file, []).append(f"`{test}`")
+        tests = "; ".join(f"{', '.join(own)} in `{file}`" for file, own in found.items())
+        lines.append(f"- `{p.name}`: {p.text} *Shown by* {proof}{tests}.")
+    return "\n".join([*lines, ""])
 
 
 def _ranks() -> str:

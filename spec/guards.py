@@ -154,6 +154,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "order.scaling-updates",
         "order.wrong-scales",
         "order.wrong-draws",
+        "epoch.other-parts",
     ),
     "abort_dgrad": ("ownership.unknown-ticket",),
     "check_wgrad": (
@@ -304,6 +305,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "epoch.half-updated",
         "epoch.wrong-epoch",
         "epoch.not-final",
+        "epoch.wrong-weights",
         "completion.update-stream",
         "completion.weights-in-use",
         "completion.gradients-in-use",
@@ -311,9 +313,15 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "reduction.in-flight",
         "reduction.missing",
     ),
+    "move_scales": (
+        "order.moves-outside-update",
+        "order.nothing-gathered",
+        "order.scaling-updates",
+    ),
     "commit_update": (
         "epoch.unknown-ticket",
         "epoch.unknown-ticket",
+        "order.scales-not-moved",
     ),
     "abort_update": (
         "epoch.unknown-ticket",

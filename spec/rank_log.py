@@ -46,10 +46,6 @@ def _naturals(value: Any) -> bool:
     return type(value) is list and all(map(_natural, value))
 
 
-def _votes(value: Any) -> bool:
-    return _naturals(value) and all(vote <= 2 for vote in value)
-
-
 def _channels(value: Any) -> bool:
     return type(value) is list and all(_naturals(one) and len(one) == 3 for one in value)
 
@@ -62,7 +58,7 @@ FIELD_KINDS: Final[Mapping[str, Any]] = {
     "a name, or null": _maybe_word,
     "true or false": _flag,
     "[sending stage, microbatch, whether it is a gradient]": _message,
-    "0 (yes), 1 (no) or 2 (other gradients), by rank": _votes,
+    "0 (yes), 1 (no), 2 (other gradients) or more (two runs differ), by rank": _naturals,
     "[sender, receiver, messages per step], each": _channels,
 }
 
@@ -103,14 +99,20 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     "post_receive": (_POSTED, "the rank posted a receive"),
     "sent": (_ENDED, "a send ended"),
     "received": (_ENDED, "a receive ended"),
+    "behind_send": (_ENDED, "what the rank queues from here on runs behind a send"),
+    "behind_receive": (_ENDED, "what the rank queues from here on runs behind a receive"),
     "finish": (_EPOCH, "the gradients are final and the contract allows the commit"),
     "consent": (_EPOCH, "the rank consents to the commit"),
     "commit": (_EPOCH, "the rank updated its weights, or launched its update, and committed"),
     "capture": (_EPOCH, "the rank begins to capture a step as one launch"),
+    "second_run": (_EPOCH, "the step's device work ran twice, or is launched twice"),
     "captured": (_EPOCH, "all ranks captured the step"),
     "launch": (_EPOCH, "the host launches the step"),
     "votes": (
-        {**_EPOCH, "votes": "0 (yes), 1 (no) or 2 (other gradients), by rank"},
+        {
+            **_EPOCH,
+            "votes": "0 (yes), 1 (no), 2 (other gradients) or more (two runs differ), by rank",
+        },
         "the host read the devices' votes of an earlier launch",
     ),
     "leave": (_EPOCH, "the last launch ended; guarded steps or a checkpoint may follow"),

@@ -81,10 +81,11 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition("check_dgrad(key, ref, token, link)", "Before dI: reserves tape and domain."),
     _transition(
-        "commit_dgrad(slot, ticket, queued, updates, scales, draws)",
+        "commit_dgrad(slot, ticket, queued, updates, scales, draws, weight, parts)",
         "After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, "
         "`scales` the token of the F whose scales dI used, and `draws` says where dI began to draw "
-        "when it recomputed F.",
+        "when it recomputed F. `weight` of `parts` is the share that the microbatch's gradient has "
+        "in the epoch's.",
     ),
     _transition(
         "abort_dgrad(slot, ticket)",
@@ -174,6 +175,11 @@ TRANSITIONS: tuple[Transition, ...] = (
         "check_update(epoch, caller)",
         "Before the optimizer's update, on the caller's stream: reserves the weights of every "
         "stage.",
+    ),
+    _transition(
+        "move_scales(stage, updates)",
+        "In an update, after the scales of the stage's domain moved: only where scales move once "
+        "an epoch. `updates` counts how often they moved.",
     ),
     _transition(
         "commit_update(epoch, ticket)",

@@ -74,7 +74,8 @@ WORDS: Final[Mapping[str, Word]] = {
         acting="how many actions are in flight on the slot",
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
-        scaled_by="the domain's `updates` just before the tenant's F",
+        scaled_by="the domain's `updates` just before the scales of the tenant's F were rolled: "
+        "just before that F; or, if they move once an epoch, at their last movement (0 for none)",
         rolls_seen="the domain's `rolls` just after the tenant's F",
         drew_at="where the tenant's F began to draw random numbers, if it reported that",
         last_rank="the capture rank of the slot's graph that was replayed last",
@@ -103,6 +104,8 @@ WORDS: Final[Mapping[str, Word]] = {
         num_wgrads="how many dW of the stage succeeded in this walk",
         num_skipped="how many cells of the stage the walk under way leaves out",
         forwards_of_epoch="how many F of the stage succeeded since the weights last changed",
+        weighed="the sum of the weights of the stage's dI since the weights last changed, in parts",
+        counted_in="the parts in which the latest of these counted its weight; 0 before the first",
         cached="the version of the weights in the stage's quantized cache; -1 for none",
         fills="how often that cache was filled",
         fill_of_epoch="the fill that the epoch's first F read; -1 before it",
@@ -123,9 +126,14 @@ WORDS: Final[Mapping[str, Word]] = {
     ),
     **_words(
         "domain",
-        updates="scaling updates (F and dI that succeeded) since the last restore",
+        updates="scaling updates since the last restore: F and dI that succeeded, each as often "
+        "as it updated scales; or, if they move once an epoch, once",
         updates_of_walk="scaling updates in this walk",
-        rolls="the forwards that have rolled the domain's scales, ever",
+        rolls="how often the domain's scales were rolled, ever: by each F; or, if they move once "
+        "an epoch, by each movement",
+        gathers="if the domain's scales move once an epoch: the F and dI that gathered since they "
+        "moved",
+        moves="how often the domain's scales moved since the last restore",
         drew_last="where the latest reporting F began to draw since the last restore; -1 for none",
         repeats="how many of those F began to draw at an arbitrary position",
         running="F, dI, refreshes and evaluations in flight",
@@ -159,6 +167,7 @@ WORDS: Final[Mapping[str, Word]] = {
         "one",
         weights="the number of optimizer updates of the weights",
         updated_on="the calling stream that the latest optimizer update runs on",
+        commits="the optimizer updates that ended whole since the last restore",
         walks="the walks over all microbatches that are over since the weights last changed",
         optimizing="how many optimizer updates are in flight",
         left_out="how many cells the walk under way leaves out",

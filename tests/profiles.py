@@ -73,16 +73,19 @@ def by_profile(dev: T, ci: T) -> T:
     return dev if THINNED else ci
 
 
-def few(cases: Iterable[Any], dev: Collection[int]) -> list[Any]:
+def few(cases: Iterable[Any], dev: Collection[int], ci: Collection[int] | None = None) -> list[Any]:
     """
-    Return the cases of a matrix as parameters of a test; ``dev`` leaves most of them out.
+    Return the cases of a matrix as parameters of a test; each profile runs those of the one before.
 
     Args:
         cases: Cases; a tuple has a value for each parameter.
-        dev: Positions of the cases that ``dev`` runs too. The others are marked ``ci``.
+        dev: Positions of the cases that ``dev`` runs.
+        ci: Positions of the cases that ``ci`` runs besides; by default all others. What is left is
+            marked ``nightly``.
     """
     made = []
     for n, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        made.append(pytest.param(*values, marks=() if n in dev else pytest.mark.ci))
+        rest = pytest.mark.ci if ci is None or n in ci else pytest.mark.nightly
+        made.append(pytest.param(*values, marks=() if n in dev else rest))
     return made

@@ -1,11 +1,14 @@
 """
 Arrows between layers: spec <- qeffect <- {verification, gpu_runtime, guards}, and none crosses.
+
+One module of the laboratory imports the guards: it measures them.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,8 +32,16 @@ ALLOWED = {
     "gpu_runtime": {"spec", "qeffect", "gpu_runtime"},
     "guards": {"spec", "qeffect", "guards"},
 }
+#: The one module of the runtime that imports the guards.
+TIMES_THE_GUARDS = ROOT / "gpu_runtime" / "lab" / "commands" / "guards.py"
 #: The one module of the kernel that knows torch, and only inside its functions.
 TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
+#: The modules that import each framework.
+IMPORTS_OF_FRAMEWORKS = {
+    "deepspeed": {"qeffect/schedule/deepspeed.py"},
+    "megatron": {"gpu_runtime/guards/megatron_library.py", "gpu_runtime/lab/sides/megatron.py"},
+    "torchtitan": set(),  # its guard takes what a run gives it
+}
 #: The one module of the kernel that pytest loads, by an entry point.
 PYTEST_PLUGIN = ROOT / "qeffect" / "pytest_plugin.py"
 
@@ -59,13 +70,32 @@ def _statements(path: Path) -> tuple[tuple[bool, ast.Import | ast.ImportFrom], .
         inside, node = left.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
             found.append((inside, node))
+        elif (called := _called(node)) is not None:
+            found.append((inside, called))
         inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         left += [(inside, child) for child in ast.iter_child_nodes(node)]
     return tuple(found)
 
 
+def _called(node: ast.AST) -> ast.Import | ast.ImportFrom | None:
+    """The statement that a call such as ``import_module("a.b")`` stands for."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    function = node.func
+    called = getattr(function, "attr", None) or getattr(function, "id", None)
+    first = node.args[0]
+    text = first.value if isinstance(first, ast.Constant) else None
+    if called not in ("import_module", "__import__") or not isinstance(text, str):
+        return None
+    name = text.lstrip(".")
+    if not (level := len(text) - len(name)):
+        return ast.Import(names=[ast.alias(name)])
+    module, _, last = name.rpartition(".")
+    return ast.ImportFrom(module=module or None, names=[ast.alias(last)], level=level)
+
+
 def statements(path: Path, *, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The import statements of a module, with or without those inside functions."""
+    """The imports of a module, calls of `import_module` too, with or without those in functions."""
     yield from (node for inside, node in _statements(path) if lazy or not inside)
 
 
@@ -99,7 +129,92 @@ def test_no_module_imports_a_layer_above_or_beside_it(package: str) -> None:
         assert not {n.partition(".")[0] for n in _names(path, lazy=True)} & set(INSIDE.values())
         ours = {name for name in _imports(path, lazy=True) if name in PACKAGES}
 
-        assert ours <= ALLOWED[package], path
+        assert ours <= ALLOWED[package] | ({"guards"} if path == TIMES_THE_GUARDS else set()), path
+
+
+def _own_by_full_name(package: str) -> list[tuple[str, str]]:
+    """Modules of a layer that import one of the same layer by its full name, and that name."""
+    found = []
+    for path in _modules(package):
+        for node in statements(path, lazy=True):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif node.level:
+                continue
+            else:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                parts = name.split(".")
+                if INSIDE.get(".".join(parts[:2]), parts[0]) == package:
+                    found.append((path.name, name))
+    return found
+
+
+@EACH
+def test_imports_within_a_layer_are_relative(package: str) -> None:
+    """A tool that draws imports, and an editor, then find the module without the links."""
+    assert [] == _own_by_full_name(package)
+
+
+def _planted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, module: str, code: str
+) -> Path:
+    """Put a layer of one module in place of a layer; return the module's file."""
+    path = folder / package / module
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{code}\n")
+    monkeypatch.setitem(FOLDERS, package, folder / package)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("package", "code"),
+    [
+        ("gpu_runtime", "import qeffect.gpu_runtime.step.graphs"),
+        ("gpu_runtime", "from qeffect.gpu_runtime import step"),
+        ("gpu_runtime", "def f():\n    from qeffect.gpu_runtime.step.graphs import capture"),
+        ("verification", 'import_module("qeffect.verification.lint")'),
+        ("qeffect", "from qeffect import Contract"),
+        ("qeffect", "import qeffect.keys"),
+        ("spec", 'importlib.import_module("qeffect.spec.clauses")'),
+    ],
+)
+def test_a_full_name_within_a_layer_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, code: str
+) -> None:
+    """However it is imported."""
+    _planted(tmp_path, monkeypatch, package, "planted.py", code)
+
+    assert ["planted.py"] == [name for name, _ in _own_by_full_name(package)]
+
+
+@pytest.mark.parametrize(
+    ("code", "layer"),
+    [
+        ("import qeffect.gpu_runtime.step.graphs", "gpu_runtime"),
+        ("import os, qeffect.verification", "verification"),
+        ('import_module("qeffect.guards.pipelining")', "guards"),
+        ('def f():\n    importlib.import_module("torch.distributed")', "torch"),
+        ('__import__("numpy")', "numpy"),
+    ],
+)
+def test_an_import_of_every_form_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, layer: str
+) -> None:
+    """Also one that is no statement, but a call."""
+    path = _planted(tmp_path, monkeypatch, "spec", "planted.py", code)
+
+    assert layer in set(_imports(path, lazy=True))
+
+
+def test_a_relative_call_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``import_module`` with dots begins at the module's own package."""
+    code = 'import_module("..guarded.names", __package__)'
+    path = _planted(tmp_path, monkeypatch, "spec", "clauses/planted.py", code)
+
+    assert ["qeffect.spec.guarded.names"] == [
+        ".".join(part for part in name.split(".") if part) for name in _names(path, lazy=True)
+    ]
 
 
 def _module(path: Path) -> str:
@@ -186,6 +301,52 @@ def test_transformer_engine_in_one_backend() -> None:
     }
 
     assert users == {"gpu_runtime/backends/te"}
+
+
+def _frameworks(path: Path) -> set[str]:
+    """
+    The frameworks that a module imports, also by a name that is put together.
+
+    A text that is the dotted name of a framework's module counts as an import.
+    """
+    found = set(_imports(path, lazy=True))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = re.fullmatch(r"(\w+)(\.\w+)+\.?", node.value)
+            found |= {match[1]} if match else set()
+    return found & IMPORTS_OF_FRAMEWORKS.keys()
+
+
+def test_each_framework_is_imported_by_one_module() -> None:
+    """Beside it only the laboratory's side of a comparison imports Megatron-core."""
+    users: dict[str, set[str]] = {name: set() for name in IMPORTS_OF_FRAMEWORKS}
+    for package in PACKAGES:
+        for path in _modules(package):
+            for name in _frameworks(path):
+                users[name].add(path.relative_to(ROOT).as_posix())
+
+    assert users == IMPORTS_OF_FRAMEWORKS
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torchtitan.config",
+        "from deepspeed import pipe",
+        'import_module("megatron.core")',
+        'core = "megatron.core"\nimport_module(f"{core}.optimizer")',
+    ],
+)
+def test_an_import_of_a_framework_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """By a statement, by a call, or by a name that is put together; a release's name is none."""
+    path = _planted(tmp_path, monkeypatch, "guards", "planted.py", code)
+    other = path.with_name("other.py")
+    other.write_text('check_release("torchtitan")\n')
+
+    assert 1 == len(_frameworks(path))
+    assert set() == _frameworks(other)
 
 
 def _modules_of(statement: str) -> list[str]:

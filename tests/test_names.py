@@ -46,8 +46,26 @@ TEXT: Mapping[str, str] = {
     r"\b(input|weight)_gradients?\b": "dgrad, wgrad",
     r": presented \S": "found ...; expected ...",
 }
+#: Verbs and adjectives that name no function, method, field or class of the product, and a noun.
+DEFINITIONS: Mapping[str, str] = {
+    "apart": "`evaluation_scope`; `single_edit_logs`, `run_parallel`",
+    "settled": "`settling_steps`",
+    "told": "`kept_calls` of a mutant; a progress text is `shown`",
+    "looks": "`searching`",
+    "Given": "`FileEncoding`",
+    "_Told": "`_RankRecord`",
+    "_Kept": "`_StepRecord`",
+}
+#: Where such a name stays, and why.
+STAYS: Mapping[tuple[str, str], str] = {
+    ("gpu_runtime/runtime/runtime.py", "apart"): "the name of the last release",
+    ("verification/ranks/explore.py", "apart"): "a field of a report",
+}
 #: Types of which there is one each.
-TYPES = ("Cell", "Work", "BenchCell", "Discipline", "Provisioning")
+TYPES = (
+    *("Cell", "Work", "BenchCell", "Discipline", "Provisioning"),
+    *("Field", "Finding", "Outcome", "Start", "Transition", "Verdict"),
+)
 
 
 def files(suffix: str, *rooms: str) -> Iterator[tuple[str, str]]:
@@ -102,6 +120,18 @@ def definitions() -> tuple[tuple[str, str], ...]:
     return tuple((n, d) for n, source in files(".py", *ROOMS[:-1]) for d in defined(source))
 
 
+def named(source: str) -> Iterator[str]:
+    """Yield the names of functions, methods, classes and fields, at any depth."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            for own in node.body:
+                targets = own.targets if isinstance(own, ast.Assign) else []
+                targets = [own.target] if isinstance(own, ast.AnnAssign) else targets
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
 def literals(room: str, name: str) -> set[str]:
     """Return the values of the one `NAME = Literal[...]` of a room."""
     for _, source in files(".py", room):
@@ -138,6 +168,32 @@ def test_an_old_identifier_is_seen(word: str) -> None:
 def test_an_old_word_is_seen(text: str) -> None:
     """In a comment, a message or a page."""
     assert 1 == len(misworded(text))
+
+
+def test_no_definition_is_a_verb_or_an_adjective_of_the_list() -> None:
+    """Each has a noun of the field; what stays is still there."""
+    found = {
+        (name, word)
+        for name, source in files(".py", *ROOMS[:-1])
+        if any(word in source for word in DEFINITIONS)
+        for word in named(source)
+        if word in DEFINITIONS
+    }
+    assert set(STAYS) == found
+
+
+@pytest.mark.parametrize("word", DEFINITIONS)
+def test_an_old_definition_is_seen(word: str) -> None:
+    """As a function, a method, a field and a class."""
+    for source in (
+        f"def {word}(): ...",
+        f"class A:\n    def {word}(self): ...",
+        f"class A:\n    {word} = 1",
+        f"class A:\n    {word}: int",
+        f"class {word}: ...",
+    ):
+        assert word in list(named(source))
+    assert word not in list(named(f"x = st.{word}\n{word} = 1"))
 
 
 @pytest.mark.parametrize("name", TYPES)

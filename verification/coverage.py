@@ -59,13 +59,8 @@ _RESERVED = "the slot was reserved for this key, and the reservation was asked t
 COVERED: Final[tuple[Covered, ...]] = (
     Covered("check_forward", "ownership.repeated-forward", "reserved", _RESERVED),
     Covered("check_forward", "ownership.generation-exhausted", "reserved", _RESERVED),
+    Covered("check_forward", "ownership.skipped", "reserved", _RESERVED),
     Covered("check_forward", "version.wrong-epoch", "reserved", _RESERVED),
-    Covered(
-        "bind",
-        "epoch.in-flight",
-        "",
-        "every cell is bound during an update; needed where the arena is left out",
-    ),
     Covered(
         "check_refresh",
         "epoch.in-flight",
@@ -78,12 +73,6 @@ COVERED: Final[tuple[Covered, ...]] = (
         "evaluation under way",
         "an evaluation keeps its domain busy; needed where order, which refuses a busy domain, is "
         "left out",
-    ),
-    Covered(
-        "checkpoint",
-        "persistence.mid-epoch",
-        "dW without F",
-        "dW that ran had its F; needed where order, which counts those, is left out",
     ),
 )
 

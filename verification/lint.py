@@ -22,7 +22,7 @@ from qeffect.engine.stage import RELATIONS, STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG
 from qeffect.spec.clauses import CLAUSES
 
-__all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
+__all__ = ["BOUNDARY", "RULES", "LintFinding", "lint", "lint_source"]
 
 #: Transitions that may quantify over a column: they end an epoch, and may cost the pool's size.
 BOUNDARY = frozenset(
@@ -65,7 +65,7 @@ RULES: Mapping[str, str] = {
 
 
 @frozen
-class Finding:
+class LintFinding:
     """
     A construct that a reading would not understand.
 
@@ -104,7 +104,7 @@ _EXPRESSIONS = (
 )
 
 
-def lint() -> list[Finding]:
+def lint() -> list[LintFinding]:
     """
     Return the findings in the relation modules.
 
@@ -120,7 +120,7 @@ def lint() -> list[Finding]:
 
 def lint_source(
     source: str, module: str, columns: Collection[str] = (*CONFIG, *STATE)
-) -> list[Finding]:
+) -> list[LintFinding]:
     """
     Return the findings in the source of one relation module.
 
@@ -154,13 +154,13 @@ class _Checker:
     own: set[str]
     columns: set[str]
     functions: Mapping[str, ast.FunctionDef]
-    findings: list[Finding] = field(factory=list)
+    findings: list[LintFinding] = field(factory=list)
     function: str = ""
 
     def report(self, rule: str, node: ast.AST) -> None:
         line = getattr(node, "lineno", 0)
         where = f"{self.module}.{self.function}:{line}"
-        finding = Finding(rule, where, ast.unparse(node).partition("\n")[0])
+        finding = LintFinding(rule, where, ast.unparse(node).partition("\n")[0])
         if finding not in self.findings:
             self.findings.append(finding)
 

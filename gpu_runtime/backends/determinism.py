@@ -1,15 +1,40 @@
 """
-The environment variables with which the libraries choose deterministic kernels.
+What results depend on beside the numbers: the libraries' choice of kernels, and threads on a CPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
-__all__ = ["DETERMINISTIC"]
+import torch
+
+from .protocol import BackendError
+
+__all__ = ["DETERMINISTIC", "require_deterministic"]
 
 #: Transformer Engine allows nondeterministic attention by default; cuBLAS needs a fixed workspace.
 DETERMINISTIC: Mapping[str, str] = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+
+
+def require_deterministic(device: torch.device) -> None:
+    """
+    Set this process up as epoch scales imply: deterministic kernels, and one thread on a CPU.
+
+    On a GPU, call it before the libraries are imported: they read the variables once.
+
+    Raises:
+        BackendError: On a GPU, the environment decides otherwise.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    for name, value in DETERMINISTIC.items():
+        found = os.environ.setdefault(name, value)
+        if device.type == "cuda" and found != value:
+            raise BackendError(
+                f"{name} is {found!r} in the environment, but scales that move once an epoch need "
+                f"{value!r}, without which a mapping may change bits; unset it"
+            )

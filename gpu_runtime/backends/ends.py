@@ -9,7 +9,7 @@ could be deferred, so it comes out of dI with the gradients of norms and biases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -24,11 +24,14 @@ __all__ = [
     "EMBEDDED",
     "PROJECTED",
     "Ends",
+    "LossShare",
     "TokenEmbedding",
     "cross_entropy",
+    "mean_cross_entropy",
     "part_seed",
     "stage_ends",
     "tie_head",
+    "weight_of",
 ]
 
 EMBEDDED, PROJECTED = "embedding.weight", "head.weight"
@@ -211,6 +214,45 @@ class _Rows(torch.autograd.Function):
         return total.to(dtype), None
 
 
+@attrs.frozen
+class LossShare:
+    """
+    A microbatch's share of the loss of a step, which tells by how much it was divided.
+
+    Args:
+        mean: Mean over one microbatch, of outputs and targets.
+        parts: What the mean is divided by: the microbatches over all walks and replicas, if the
+            shares add up to the mean over all.
+
+    >>> share = LossShare(lambda hidden, target: (hidden - target).mean(), 4)
+    >>> float(share(torch.ones(2), torch.zeros(2))), share.weight
+    (0.25, (1, 4))
+    """
+
+    mean: Callable[[Tensor, Tensor], Tensor]
+    parts: int
+
+    def __call__(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Return the share."""
+        return self.mean(hidden, target) / self.parts
+
+    @property
+    def weight(self) -> tuple[int, int]:
+        """The factor of the microbatch's gradient, as `Contract.commit` takes it."""
+        return 1, self.parts
+
+
+def weight_of(loss: object) -> tuple[int, int] | None:
+    """Return the factor by which a loss weights its microbatch; None if it is no `LossShare`."""
+    return loss.weight if isinstance(loss, LossShare) else None
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log likelihood of a microbatch, in fp32, of logits and the next tokens."""
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    return functional.cross_entropy(flat, targets.reshape(-1))
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:
     """
     A microbatch's share of the mean negative log likelihood, in fp32.
@@ -220,5 +262,4 @@ def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:
         targets: The token that follows each position.
         parts: Number of microbatches over all replicas; the shares add up to the mean.
     """
-    flat = logits.reshape(-1, logits.shape[-1]).float()
-    return functional.cross_entropy(flat, targets.reshape(-1)) / parts
+    return mean_cross_entropy(logits, targets) / parts

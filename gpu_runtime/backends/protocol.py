@@ -145,6 +145,8 @@ class Tape:
         stores: Where the library queues deferred work; one private set per slot, because a store
             is a bare FIFO queue without key or owner.
         drawn: Where its F drew random numbers: positions of the generator, in order.
+        weight: The factor by which its F weighted the microbatch's loss, as (numerator,
+            denominator); None if the loss did not tell.
     """
 
     slot: int
@@ -154,6 +156,7 @@ class Tape:
     work: list[DeferredWork] = attrs.field(factory=list)
     bound: Mapping[str, Tensor] | None = None
     drawn: tuple[int, ...] = ()
+    weight: tuple[int, int] | None = None
 
     @property
     def queued(self) -> tuple[str, ...]:
@@ -167,6 +170,7 @@ class Tape:
         self.work.clear()
         self.bound = None
         self.drawn = ()
+        self.weight = None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -189,6 +193,8 @@ class Reports:
             F draws none; None if F draws and does not report where.
         recomputes: Whether dI recomputes F and reports in `Dgrads.draws` where it drew; requires
             `draws`. False if dI draws nothing again; None if dI does and does not report where.
+        weights: Whether dI reports in `Dgrads.weight` by which factor the microbatch's gradient is
+            weighted. A captured graph has the factor of its capture.
 
     Raises:
         ValueError: ``carried`` without `updates`, the unit of positions.
@@ -202,6 +208,7 @@ class Reports:
     recorded: bool = False
     draws: bool | None = False
     recomputes: bool | None = False
+    weights: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.tape_scales == "carried" and self.updates is None:
@@ -250,6 +257,8 @@ class Dgrads:
         scales: Value of `Reports.updates` when the F ran whose scales dI used; None if the backend
             does not report it, or if dI used the scales of more than one F.
         draws: Where the recomputation of F began to draw random numbers; None if not reported.
+        weight: The factor by which the microbatch's gradient is weighted, as (numerator,
+            denominator); None if not reported.
     """
 
     inputs: tuple[Tensor, ...]
@@ -257,6 +266,7 @@ class Dgrads:
     queued: tuple[str, ...]
     scales: int | None = None
     draws: int | None = None
+    weight: tuple[int, int] | None = None
 
 
 @attrs.frozen(eq=False)

@@ -39,14 +39,15 @@ from .deepspeed_stream import TIED, GuardedMap, Stream, stream_of
 from .judging import ContractLogs, Judge
 from .releases import check_release
 from .reports import Manner, OnViolation, Reports, Violation
+from .trust import DEEPSPEED
 
 __all__ = ["TESTED", "UNUSED", "GuardedEngine", "Violation", "guard"]
 
 #: Relations that a guard of plain modules leaves out.
 UNUSED = ("version", "arena", "capture", "completion")
 
-#: The oldest and the newest release of DeepSpeed that the guard was tested with.
-TESTED = ("0.19", "0.19")
+#: The releases of DeepSpeed that the guard was tested with.
+TESTED = ("0.19",)
 
 #: The attribute of a guarded engine that holds the guard.
 _MARK = "_qeffect_guarded"
@@ -163,25 +164,18 @@ class GuardedEngine:
     @property
     def violations(self) -> tuple[Violation, ...]:
         """The first violation of each clause, in manner ``report``."""
-        reports = self._judge.reports
-        return () if reports is None else tuple(reports.violations.values())
+        return self._judge.violations
 
     def on_trust(self) -> tuple[str, ...]:
         """Return what the guard of this engine takes on trust."""
-        claims = [
-            "the data iterator yields each microbatch once; its contents are not looked at",
-            "a message that was sent arrives, and brings what was sent",
-            "a reduction that was called reduces every gradient, over the right group",
-            "no weight is written past its version counter, as through `.data`",
-            "each method computes all of its instruction",
-        ]
+        names = ["data", "messages", "reductions", "counters", "methods"]
         if TIED in self._stream.buckets:
-            claims.append("ReduceTiedGrads reduces the gradients of tied weights")
+            names.append("tied")
         if not getattr(self.engine, "pipeline_enable_backward_allreduce", True):
-            claims.append("the optimizer reduces gradients by itself: ReduceGrads is switched off")
+            names.append("optimizer")
         if getattr(self.engine, "is_pipe_partitioned", False):
-            claims.append("a partitioned activation is that of its buffer's microbatch")
-        return tuple(claims)
+            names.append("partitioned")
+        return tuple(DEEPSPEED[name].said() for name in names)
 
     def remove(self) -> None:
         """

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from qeffect.contract import Contract
-from qeffect.refusals import Refused, refused
+from qeffect.refusals import refused
 from qeffect.schedule.pairing import Work
 
 from .deepspeed_buffers import Buffers, first_tensor
 from .deepspeed_stream import GRADIENTS, TIED, Stream
-from .evidence import BackwardPasses, Weights, not_run
+from .evidence import BackwardPasses, Weights, another_work, not_once, not_run, work_name
 from .works import Works
 
 __all__ = ["EngineStep"]
@@ -143,10 +143,10 @@ class EngineStep:
         def arrived() -> None:
             now = first_tensor(self._held("inputs", buffer))
             if now is None or now is before:
-                raise not_run("commit_forward", f"{name} into buffer {buffer}, {_named(work)}")
+                raise not_run("commit_forward", f"{name} into buffer {buffer}, {work_name(work)}")
             other = self._buffers.maker("input", now)
             if other is not None and other != work:
-                raise _another("finish_receive", "input", other, work)
+                raise another_work("finish_receive", "input", other, work)
             self._buffers.inputs[buffer] = work
             self._buffers.made("input", work, now)
 
@@ -162,7 +162,7 @@ class EngineStep:
             raise refused(
                 "ownership.receive-missing",
                 "check_forward",
-                f"buffer {buffer}, {_named(work)}, without labels of its own",
+                f"buffer {buffer}, {work_name(work)}, without labels of its own",
                 "labels that LoadMicroBatch brought after the last forward of the buffer",
             )
         self._calls, self._outputs = 0, None
@@ -170,7 +170,7 @@ class EngineStep:
         def end() -> None:
             outputs, self._outputs = self._outputs, None
             if self._calls != 1:
-                raise _ran("commit_forward", f"F of {_named(work)}", self._calls)
+                raise not_once("commit_forward", f"F of {work_name(work)}", self._calls)
             self._works.commit(("F", *work), block)
             self._buffers.labels.discard(buffer)
             self._buffers.tapes[buffer] = work
@@ -199,7 +199,7 @@ class EngineStep:
         block = self._works.check(("B", *work), used)
         arrived = self._gradient_of(stage, buffer)
         if arrived is not None and arrived != work:
-            raise _another("check_dgrad", "gradient", arrived, work)
+            raise another_work("check_dgrad", "gradient", arrived, work)
         before, total = self._passes.of(work), self._passes.total
 
         def end() -> None:
@@ -207,9 +207,9 @@ class EngineStep:
             if before is not None and passed is not None:
                 own = passed - before
                 if self._passes.total - total > own:
-                    raise _another("commit_dgrad", "output", self._passes.last, work)
+                    raise another_work("commit_dgrad", "output", self._passes.last, work)
                 if own != 1 and (own == 0 or self._passes.nodes(work) == 1):
-                    raise _ran("commit_dgrad", f"B of {_named(work)}", own)
+                    raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
             self._works.commit(("B", *work), block)
             self._buffers.gradients[buffer] = work
             self._backwards += 1
@@ -320,26 +320,3 @@ class EngineStep:
 
 
 def _nothing() -> None: ...
-
-
-def _named(work: Any) -> str:
-    stage, microbatch = work
-    return f"stage {stage}, microbatch {microbatch}"
-
-
-def _another(call: str, what: str, other: Any, work: Work) -> Refused:
-    """Return the refusal of an action that uses what belongs to another microbatch."""
-    found, expected = (f"the {what} of {_named(each)}" for each in (other, work))
-    return refused("ownership.wrong-key", call, found, expected)
-
-
-def _ran(call: str, action: str, times: int) -> Refused:
-    """Return the refusal of an action whose computation did not run, or ran too often."""
-    if times == 0:
-        return not_run(call, action)
-    return refused(
-        "epoch.device-count",
-        call,
-        f"{action}: its computation ran {times} times",
-        "one run of each action that is committed",
-    )

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from qeffect.refusals import Refused, refused
+from qeffect.schedule.pairing import Work
 
 __all__ = [
     "BackwardPasses",
@@ -22,8 +23,12 @@ __all__ = [
     "GradientWrites",
     "Weights",
     "Written",
+    "another_work",
+    "counters",
     "is_sharded",
+    "not_once",
     "not_run",
+    "work_name",
 ]
 
 
@@ -43,9 +48,43 @@ def not_run(call: str, action: str) -> Refused:
     )
 
 
+def not_once(call: str, action: str, times: int) -> Refused:
+    """Return the refusal of an action whose computation did not run, or ran too often."""
+    if times == 0:
+        return not_run(call, action)
+    return refused(
+        "epoch.device-count",
+        call,
+        f"{action}: its computation ran {times} times",
+        "one run of each action that is committed",
+    )
+
+
+def work_name(work: Any) -> str:
+    """Return what messages call a work, a pair of stage and microbatch."""
+    stage, microbatch = work
+    return f"stage {stage}, microbatch {microbatch}"
+
+
+def another_work(call: str, what: str, other: Any, work: Work) -> Refused:
+    """
+    Return the refusal of an action that uses what belongs to another microbatch.
+
+    Args:
+        call: The call of the contract that refuses.
+        what: What is used, such as ``input``.
+        other: The work that it belongs to.
+        work: The work of the action.
+    """
+    found, expected = (f"the {what} of {work_name(each)}" for each in (other, work))
+    return refused("ownership.wrong-key", call, found, expected)
+
+
 def _nodes(value: Any) -> Iterator[Any]:
-    """Yield the graph node behind each tensor of a nested output."""
-    if isinstance(value, tuple | list):
+    """Yield the graph node behind each tensor, or gradient edge, of a nested output."""
+    if hasattr(value, "node") and hasattr(value, "output_nr"):  # a named tuple of torch
+        yield value.node
+    elif isinstance(value, tuple | list):
         for part in value:
             yield from _nodes(part)
     elif isinstance(value, Mapping):
@@ -112,16 +151,21 @@ class ForwardCalls:
 
     Args:
         module: The module; None is never called.
+
+    Attributes:
+        output: What the last call returned; None before one.
     """
 
     def __init__(self, module: Any) -> None:
         self._calls = 0
+        self.output: Any = None
         self._hook: Any = None
         if module is not None:
             self._hook = module.register_forward_hook(self._count)
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, module: Any, given: Any, output: Any) -> None:
         self._calls += 1
+        self.output = output
 
     def seen(self) -> bool:
         """Whether the module was called; stops watching."""
@@ -133,7 +177,7 @@ class ForwardCalls:
 
 class GradientWrites:
     """
-    Watches whether a gradient of a module's parameters is written.
+    Watches whether a gradient of a module's parameters is written, in `.grad` or in `main_grad`.
 
     Args:
         module: The module; None has no parameters.
@@ -145,6 +189,7 @@ class GradientWrites:
 
     def _now(self) -> list[tuple[Any, int]]:
         grads = [parameter.grad for parameter in self._parameters]
+        grads += [getattr(parameter, "main_grad", None) for parameter in self._parameters]
         return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
     def seen(self) -> bool:
@@ -179,39 +224,58 @@ class Weights:
 
     Watched are the parameters that are trained. Left out are those that a module writes by itself
     in its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of a module that is
-    sharded by FSDP, which gathers them in place.
+    sharded by FSDP, which puts gathered ones in their place.
 
     Args:
         module: The module; None has no weights.
+        watched: Whether a parameter is watched; by default every trained one.
+        shards: The parameters of a module that is sharded, by name, as its optimizer has them.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._parameters: list[Any] = []
+    def __init__(
+        self,
+        module: Any,
+        watched: Callable[[Any], bool] | None = None,
+        shards: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._module, self._shards = module, shards or {}
+        self._counters: list[Any] = []
         own: list[Any] = []
-        for part in () if is_sharded(module) else module.modules():
-            listed = own if vars(part).get("max_norm") is not None else self._parameters
+        sharded = is_sharded(module)
+        for part in () if sharded else module.modules():
+            listed = own if vars(part).get("max_norm") is not None else self._counters
             listed += [p for p in part._parameters.values() if p is not None and p.requires_grad]
         if own:
             left_out = set(map(id, own))
-            self._parameters = [p for p in self._parameters if id(p) not in left_out]
+            self._counters = [p for p in self._counters if id(p) not in left_out]
+        if watched is not None:
+            self._counters = list(filter(watched, self._counters))
+        if sharded:
+            self._counters = [each for shard in self._shards.values() for each in counters(shard)]
+        self._expected = self._versions()
+
+    def renew(self) -> None:
+        """Take the weights as they are from now on."""
         self._expected = self._versions()
 
     def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+        return [counter._version for counter in self._counters]
 
     def written(self) -> Written | None:
-        """Return the first weight that was written since; None if there is none."""
+        """Return the first weight that was written since; None without one."""
         found = self._versions()
         if found == self._expected:
             return None
-        parameter, now, before = next(
+        counter, now, before = next(
             three
-            for three in zip(self._parameters, found, self._expected, strict=True)
+            for three in zip(self._counters, found, self._expected, strict=True)
             if three[1] != three[2]
         )
-        named = self._module.named_parameters()
-        return Written(next((n for n, p in named if p is parameter), "unnamed"), now, before)
+        return Written(self._name(counter), now, before)
+
+    def _name(self, counter: Any) -> str:
+        named = [*self._shards.items(), *self._module.named_parameters()]
+        return next((n for n, p in named if any(c is counter for c in counters(p))), "unnamed")
 
     def check(self, call: str, stage: int) -> None:
         """
@@ -232,6 +296,12 @@ class Weights:
                 "mid-step",
                 f"version {written.expected}, as at the stage's first forward of the step",
             )
+
+
+def counters(parameter: Any) -> list[Any]:
+    """Return the tensors whose version counters show a write to a parameter, or to its shard."""
+    local = getattr(parameter, "_local_tensor", None)
+    return [parameter] if local is None else [parameter, local]
 
 
 def is_sharded(module: Any) -> bool:

@@ -72,14 +72,14 @@ class Judge:
         self.step = 0
         self._rank, self._stop = rank, stop
 
-    def __call__(self, action: str, call: Callable[[], _T], place: str = "") -> _T | None:
+    def __call__(self, action: str, call: Callable[[], _T], step: int | None = None) -> _T | None:
         """
         Ask the contract about an action, unless nothing is judged at present.
 
         Args:
             action: The action, in the framework's notation; the one before if empty.
             call: Asks the contract.
-            place: Where the action is in the rank's row.
+            step: Where the action is in the rank's row, from 0.
 
         Raises:
             Refused: The action breaks the contract, and violations are not reported.
@@ -92,6 +92,7 @@ class Judge:
             return call()
         except Refused as refused:
             if self.reports is None:
+                place = "" if step is None else f", step {step} of its row"
                 refused.add_note(f"at pipeline rank {self._rank()}{place}: {self.at}")
                 raise
             self.reports.add(Violation.of(refused, self._rank(), self.step, self.at))
@@ -102,6 +103,11 @@ class Judge:
         self.judges = False
         self._stop()
         return None
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The first violation of each clause; none where violations are not reported."""
+        return () if self.reports is None else tuple(self.reports.violations.values())
 
     def abort(self, contract: Contract) -> None:
         """Abort the actions that are under way."""

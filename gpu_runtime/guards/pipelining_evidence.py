@@ -20,6 +20,9 @@ METHODS: Mapping[str, str] = {
     "W": "backward_weight_one_chunk",
     "REDUCE_GRAD": "perform_reduce_grad",
 }
+#: Attributes of stages that compute with graphs of their own: TorchTitan's `GraphPipelineStage` and
+#: AutoParallel's.
+OWN_GRAPHS = ("graphs", "graph_callables")
 _CHECKS = {"F": "check_forward", "I": "check_dgrad", "B": "check_dgrad"}
 _COMMITS = {"F": "commit_forward", "I": "commit_dgrad", "B": "commit_dgrad", "W": "commit_wgrad"}
 
@@ -28,11 +31,11 @@ class StageEvidence:
     """
     Evidence of the actions of one rank's stages.
 
-    An action ran if the stage's own method ran, the one that the guard found. If another method
-    has taken its place, something else has to show that the action ran: a call of the stage's
-    module for F, a backward through the graph of its forward for I and B, a written gradient for B,
-    W and for the scaling of gradients. In either case a backward that leaves the graph of its
-    forward untouched did not run.
+    An action ran if the stage's own method ran: the method that the stage had before the guard. If
+    another method or a registered function has taken its place, something else has to show that the
+    action ran: a call of the stage's module for F, a backward through the graph of its forward for
+    I and B, a written gradient for B, W and for the scaling of gradients. In either case a backward
+    that leaves the graph of its forward untouched did not run.
 
     Args:
         stages: torch's stages of the rank.
@@ -44,22 +47,40 @@ class StageEvidence:
         self._passes = BackwardPasses()
         self._weights: dict[int, Weights] = {}
         self._watched: dict[Event, Callable[[], bool]] = {}
+        #: What the module returned in a forward that no method of the guard has run.
+        self._returned: dict[Event, Any] = {}
+        #: By stage, the optimizer's parameters of a sharded module, by name.
+        self._shards: dict[int, Mapping[str, Any]] = {}
 
     def own(self, stage: int, name: str, method: Any) -> None:
-        """Record the guard's method in a stage, which runs the one that the guard found."""
+        """Record the guard's method of a stage, which calls the method that was there before."""
         self._own[stage, name] = method
 
-    def begin_step(self) -> None:
-        """Forget the last step."""
+    def watch_shards(self, shards: Mapping[int, Mapping[str, Any]]) -> None:
+        """Watch the weights of sharded stages from now on, by stage and name."""
+        self._shards = {stage: shards.get(stage, {}) for stage in self.sharded()}
+
+    def begin_step(self, *, begins_epoch: bool = True) -> None:
+        """Forget the last step; forget the weights' versions where an epoch begins."""
         self._passes.clear()
-        self._weights.clear()
+        if begins_epoch:
+            self._weights.clear()
         for seen in self._watched.values():
             seen()
         self._watched.clear()
+        self._returned.clear()
+
+    def forget_weights(self) -> None:
+        """Forget the weights' versions: an update has written the weights."""
+        self._weights.clear()
 
     def sharded(self) -> list[int]:
-        """Return the stages whose weights are not watched, since FSDP gathers them in place."""
-        return [stage for stage in self._stages if is_sharded(self._module(stage))]
+        """Return the stages whose weights are not watched, since FSDP puts others in place."""
+        return [
+            stage
+            for stage in self._stages
+            if is_sharded(self._module(stage)) and not self._shards.get(stage)
+        ]
 
     def check_weights(self, event: Event) -> None:
         """
@@ -73,24 +94,55 @@ class StageEvidence:
             return
         weights = self._weights.get(stage)
         if weights is None:
-            self._weights[stage] = Weights(self._module(stage))
+            self._weights[stage] = Weights(self._module(stage), shards=self._shards.get(stage))
         else:
             weights.check(_CHECKS[kind], stage)
 
-    def watch(self, event: Event) -> None:
-        """Watch an action whose method is no longer the guard's."""
+    def check_update(self) -> None:
+        """
+        Check that no weight was written since its stage's first F of the epoch.
+
+        Raises:
+            Refused: ``version.wrong-epoch``.
+        """
+        for stage, weights in self._weights.items():
+            weights.check("check_update", stage)
+
+    def keeps_graphs(self, stage: int) -> bool:
+        """Whether a stage computes with graphs of its own, which leave none of this evidence."""
+        return any(hasattr(self._stages[stage], name) for name in OWN_GRAPHS)
+
+    def watch(self, event: Event, *, registered: bool = False) -> None:
+        """
+        Watch an action whose method is no longer the guard's.
+
+        Args:
+            event: The action.
+            registered: Whether a registered function runs it.
+        """
         kind, stage, _ = event
         name = METHODS[kind]
-        if vars(self._stages[stage]).get(name) is self._own.get((stage, name)):
+        if not registered and vars(self._stages[stage]).get(name) is self._own.get((stage, name)):
             return
         if kind == "F":
-            self._watched[event] = ForwardCalls(self._module(stage)).seen
+            self._watched[event] = self._forward(event)
         elif kind == "I" and self._stages[stage].is_first:  # see `untouched`
             self._watched[event] = lambda: True
         elif kind in ("W", "REDUCE_GRAD"):
             self._watched[event] = GradientWrites(self._module(stage)).seen
         else:
             self._watched[event] = self._backward(event)
+
+    def _forward(self, event: Event) -> Callable[[], bool]:
+        """Return what tells whether the stage's module was called, and keeps what it returned."""
+        calls = ForwardCalls(self._module(event[1]))
+
+        def seen() -> bool:
+            called = calls.seen()
+            self._returned[event] = calls.output
+            return called
+
+        return seen
 
     def _backward(self, event: Event) -> Callable[[], bool]:
         """Return what tells whether a backward has passed, and a full one written gradients."""
@@ -118,9 +170,12 @@ class StageEvidence:
     def forwarded(self, event: Event) -> None:
         """Count backward passes through what a forward left in its stage, from now on."""
         _, stage, microbatch = event
-        left = getattr(self._stages[stage], "fwd_cache", {}).get(microbatch)
-        if isinstance(left, tuple) and left:
-            self._passes.watch((stage, microbatch), left[0])
+        returned = self._returned.pop(event, None)
+        outputs = _outputs(self._stages[stage], microbatch)
+        if outputs is None:
+            outputs = returned
+        if outputs is not None:
+            self._passes.watch((stage, microbatch), outputs)
 
     def untouched(self, event: Event) -> bool:
         """Whether a backward left the graph of its forward untouched."""
@@ -138,3 +193,13 @@ class StageEvidence:
 
     def _module(self, stage: int) -> Any:
         return getattr(self._stages[stage], "submod", None)
+
+
+def _outputs(stage: Any, microbatch: int) -> Any:
+    """Return what a forward left in its stage to start a backward from, if anything."""
+    states = getattr(stage, "_forward_chunk_states", None)  # torch 2.15
+    if states is not None:
+        state = states.get(microbatch)
+        return None if state is None else state.stage_output_for_backward()
+    left = getattr(stage, "fwd_cache", {}).get(microbatch)
+    return left[0] if isinstance(left, tuple) and left else None

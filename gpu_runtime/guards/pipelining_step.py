@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 
 from qeffect.contract import Contract
+from qeffect.refusals import refused
 
 from .works import Works
 
@@ -39,21 +41,43 @@ class GuardedStep(Works):
     Args:
         contract: The contract of the rank.
         reductions: The table's reductions.
+        accumulates: Whether gradients accumulate over steps until an update. Each step is then a
+            walk, which reduces its own gradients. The contract takes an epoch's reductions after
+            its last walk, and nobody knows which walk is the last: the step counts reductions
+            itself, and tells the contract of them when the update comes.
     """
 
-    def __init__(self, contract: Contract, reductions: TableReductions) -> None:
+    def __init__(
+        self, contract: Contract, reductions: TableReductions, *, accumulates: bool = False
+    ) -> None:
         super().__init__(contract)
         self.reductions = reductions
+        self._accumulates = accumulates
         self._final: set[int] = set()
         self._reducing: list[int] = []
+        self._reduced: set[int] = set()
 
     def reduce(self, stage: int) -> None:
         """Finalize a stage, and start its reduction if the table has one."""
         self.contract.finalize(stage)
         self._final.add(stage)
         if self.reductions.reduces[stage]:
-            self.contract.start_reduction(stage)
+            if not self._accumulates:
+                self.contract.start_reduction(stage)
             self._reducing.append(stage)
+
+    def finish_reduction(self, stage: int) -> None:
+        """End a reduction, which the framework has waited for."""
+        if not self._accumulates:
+            self.contract.finish_reduction(stage)
+        elif stage not in self._reducing or stage in self._reduced:
+            raise refused(
+                "reduction.not-started",
+                "finish_reduction",
+                f"no reduction of stage {stage} under way in this walk",
+                "a reduction that was started",
+            )
+        self._reduced.add(stage)
 
     def finish(self, stages: Iterable[int]) -> None:
         """
@@ -62,13 +86,46 @@ class GuardedStep(Works):
         Args:
             stages: Indices of this rank's stages.
         """
+        self._finish_work(stages)
+        if not self.reductions.awaits_reductions:
+            for reduced in self._reducing:
+                self.contract.finish_reduction(reduced)
+        self.contract.commit_epoch()
+
+    def finish_walk(self, stages: Iterable[int]) -> None:
+        """
+        End the step, whose gradients wait for an update.
+
+        Args:
+            stages: Indices of this rank's stages.
+        """
+        own = list(stages)
+        self._finish_work(own)
+        awaited = self._reduced if self.reductions.awaits_reductions else set(self._reducing)
+        for stage in own:
+            if self.reductions.reduces[stage] and stage not in awaited:
+                begun = stage in self._reducing
+                raise refused(
+                    "reduction.in-flight" if begun else "reduction.missing",
+                    "check_update",
+                    f"gradients of stage {stage}, whose reduction "
+                    + ("was not awaited" if begun else "did not begin"),
+                    "one reduction in each walk, awaited before the walk ends",
+                )
+
+    def check_update(self) -> Any:
+        """Check the update that ends the epoch; return its open block."""
+        for stage in self._reducing:
+            self.contract.start_reduction(stage)
+            self.contract.finish_reduction(stage)
+        self._reducing.clear()
+        return self.contract.update().__enter__()
+
+    def _finish_work(self, stages: Iterable[int]) -> None:
+        """End transfers, and finalize the stages that no reduction has finalized."""
         if not self.reductions.awaits_sends:  # torch has already waited for every send
             for event in sorted(self.reading):
                 self.finish_send(event)
         for stage in stages:
             if stage not in self._final:
                 self.contract.finalize(stage)
-        if not self.reductions.awaits_reductions:
-            for reduced in self._reducing:
-                self.contract.finish_reduction(reduced)
-        self.contract.commit_epoch()

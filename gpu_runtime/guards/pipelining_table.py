@@ -12,7 +12,11 @@ from qeffect.schedule.torch_tables import SINGLE, torch_schedule
 
 from .works import Event
 
-__all__ = ["GuardedRow", "RowGuard", "declared_order", "event_of", "table_of"]
+__all__ = ["GuardedRow", "ReadActions", "RowGuard", "declared_order", "event_of", "table_of"]
+
+
+#: How many actions `ReadActions` keeps.
+_READ = 1 << 16
 
 
 class RowGuard(Protocol):
@@ -29,6 +33,25 @@ def event_of(action: Any) -> Event:
     """Return torch's action as an event."""
     microbatch = -1 if action.microbatch_index is None else action.microbatch_index
     return action.computation_type.value, action.stage_index, microbatch
+
+
+class ReadActions:
+    """
+    torch's actions as events and as texts. Each action is read once: a step has the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Any, tuple[Event, str]]] = {}
+
+    def __call__(self, action: Any) -> tuple[Event, str]:
+        """Return an action's event and its text, such as ``1F0``."""
+        found = self._read.get(id(action))
+        if found is None or found[0] is not action:  # the kept action keeps its id
+            if len(self._read) >= _READ:  # of tables that are made anew for each step
+                self._read.clear()
+            found = action, (event_of(action), str(action))
+            self._read[id(action)] = found
+        return found[1]
 
 
 class GuardedRow(list[Any]):

@@ -13,25 +13,30 @@ class UntestedReleaseError(RuntimeError):
     """The guard was not tested with this release of its framework."""
 
 
-def check_release(
-    name: str, found: str, oldest: str, newest: str, *, manner: Manner, untested: bool
-) -> None:
+def check_release(name: str, found: str, *tested: str, manner: Manner, untested: bool) -> None:
     """
     Warn of a release that the guard was not tested with, or refuse it.
+
+    A release between two tested ones is warned of in either manner.
 
     Args:
         name: Name of the framework.
         found: Its installed release.
-        oldest: The oldest release that was tested, as major and minor number.
-        newest: The newest release that was tested.
+        tested: The releases that were tested, from the oldest on, as major and minor number.
         manner: ``report`` warns; ``refuse`` raises, unless `untested` is set.
         untested: Whether the caller asks for a guard of an untested release.
 
     Raises:
         UntestedReleaseError: In manner ``refuse``.
     """
-    if _minor(oldest) <= _minor(found) <= _minor(newest):
+    known = [_minor(release) for release in tested]
+    if _minor(found) in known:
         return
+    if known[0] < _minor(found) < known[-1]:
+        each = ", ".join(tested)
+        LOGGER.warning("this guard was tested with %s %s, not with %s", name, each, found)
+        return
+    oldest, newest = tested[0], tested[-1]
     said = f"this guard was tested with {name} {oldest} to {newest}; {found} is installed"
     if manner == "refuse" and not untested:
         raise UntestedReleaseError(

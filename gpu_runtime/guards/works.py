@@ -31,23 +31,25 @@ class Works:
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
         self.refs: dict[Work, TapeRef] = {}
+        self._keys: dict[Work, TapeKey] = {}
         self.posted: set[Event] = set()
         self.reading: set[Event] = set()
 
-    def check(self, event: Event, used: Work | None = None) -> Any:
+    def check(self, event: Event, used: Work | None = None, *, refresh: bool = False) -> Any:
         """
         Check F (`F`), dI (`I`), dW (`W`) or a full backward (`B`); return its open block.
 
         Args:
             event: The action.
             used: The work whose output a backward uses; by default its own.
+            refresh: Whether F quantizes the stage's weights anew.
         """
         kind, stage, microbatch = event
         key, work = self.key((stage, microbatch)), (stage, microbatch)
         block: Any
         if kind == "F":
             self.finish_receive(("RECV_F", *work))
-            block = self.contract.forward(key)
+            block = self.contract.forward(key, refresh=refresh)
         elif kind == "W":
             block = self.contract.wgrad(key, self.ref(work))
         else:
@@ -111,7 +113,10 @@ class Works:
 
     def key(self, work: Work) -> TapeKey:
         """Return the key of a work in the contract's epoch."""
-        return TapeKey(self.contract.epoch, *work)
+        key = self._keys.get(work)
+        if key is None:  # the epoch is the same until the step ends
+            key = self._keys[work] = TapeKey(self.contract.epoch, *work)
+        return key
 
     def ref(self, work: Work) -> TapeRef:
         """Return the reference to a work's tape."""

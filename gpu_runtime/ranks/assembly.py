@@ -34,6 +34,8 @@ def build_worker(
     skip_nonfinite: bool = False,
     registry: DestinationRegistry | None = None,
     gradient_digests: bool = False,
+    zero_stages: bool = False,
+    replay_every: int = 0,
 ) -> Worker:
     """
     Build this rank's guarded pipeline of a job, ready for its first step; every rank calls it.
@@ -52,6 +54,8 @@ def build_worker(
         skip_nonfinite: As for `Worker`; the job's counts too.
         registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
         gradient_digests: As for `Worker`.
+        zero_stages: As for `Worker`.
+        replay_every: As for `Worker`.
 
     Raises:
         ScheduleError: The table is refused.
@@ -83,6 +87,8 @@ def build_worker(
         ties=job.ties,
         registry=registry,
         gradient_digests=gradient_digests,
+        zero_stages=zero_stages,
+        replay_every=replay_every,
     )
     worker.heed_termination()
     return worker

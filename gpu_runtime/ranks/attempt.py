@@ -37,7 +37,7 @@ _MARGIN_S = 5.0
 
 
 class UnreachableError(BackendError):
-    """This rank cannot reach the others; it says so itself, as no other rank can."""
+    """This rank cannot reach the others; it reports this itself, since no other rank can."""
 
 
 def agree_on_attempt(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
+from qeffect.text import counted
 
 from .channels import ChannelEnds, LostError, Message, first_different_message
 
 __all__ = [
+    "WEIGHT",
     "Cause",
+    "Difference",
     "DisagreementError",
+    "MismatchError",
     "StoppedError",
     "TerminatedError",
     "Verdicts",
@@ -24,8 +28,72 @@ __all__ = [
 ]
 
 
+WEIGHT = "weight "
+"""What stands before the name of a weight that changed while a step ran twice."""
+
+
 class DisagreementError(RuntimeError):
     """All ranks came to the commit, with different epochs, messages or gradients."""
+
+
+@attrs.frozen
+class Difference:
+    """
+    A gradient that differs between two runs of one step, or a stage's numerical state, or a weight.
+
+    Args:
+        rank: The rank that computed it.
+        stage: Its stage.
+        name: Its name within the stage, or what stands for it (`double_run`).
+        count: How many gradients of the rank differ, if only the first of them is known; else 1.
+    """
+
+    rank: int
+    stage: int
+    name: str
+    count: int = 1
+
+
+class MismatchError(RuntimeError):
+    """
+    Two runs of one step from the same state have different gradients.
+
+    Args:
+        found: The gradients that differ.
+
+    Attributes:
+        unrecoverable: Whether a weight has changed, from which no step can be restarted.
+    """
+
+    unrecoverable = False
+
+    def __init__(self, found: Sequence[Difference]) -> None:
+        super().__init__(_mismatch_text(found))
+        self.found = tuple(found)
+
+
+def _difference(found: Difference | Mapping[str, Any]) -> Difference:
+    """A difference, or one that was plain data in the store."""
+    return found if isinstance(found, Difference) else Difference(**found)
+
+
+def _differences(
+    found: Iterable[Difference | Mapping[str, Any]],
+) -> tuple[Difference, ...]:
+    return tuple(map(_difference, found))
+
+
+def _mismatch_text(found: Sequence[Difference]) -> str:
+    """The ranks whose gradients differ, each with the number of differences and the first one."""
+    said = []
+    for rank in sorted({one.rank for one in found}):
+        own = [one for one in found if one.rank == rank]
+        many = sum(one.count for one in own)
+        said.append(
+            f"rank {rank} has {counted(many, 'difference')}, the first in stage {own[0].stage}: "
+            f"{own[0].name}"
+        )
+    return f"two runs of the step differ: {'; '.join(said)}"
 
 
 class TerminatedError(RuntimeError):
@@ -42,14 +110,17 @@ class Cause:
     Args:
         kind: `refused` (by the contract), `raised`, `dropped` (a message was skipped), `disagreed`
             (epochs, messages or gradients differ), `gone` (a process ended), `late` (a rank missed
-            the deadline), `ended` (by the launcher), `lost` (a connection broke) or `diverged` (a
-            number of the training is not finite).
+            the deadline), `ended` (by the launcher), `lost` (a connection broke), `differs` (two
+            runs of one step have different gradients) or `diverged` (a number of the training is
+            not finite).
         rank: The rank where the cause began.
         stage: The action's stage, or None.
         action: The action in the table's notation, or `commit`.
         clause: The clause that refused the action, or None.
         text: The whole cause in one line.
         recoverable: Whether every rank is still there to rebuild the epoch from the last commit.
+        step: The epoch of the cause, or None.
+        differ: For `differs`, the gradients that differ, as `Difference` describes them.
     """
 
     kind: str
@@ -59,6 +130,8 @@ class Cause:
     clause: str | None
     text: str
     recoverable: bool
+    step: int | None = None
+    differ: tuple[Difference, ...] = attrs.field(default=(), converter=_differences)
 
 
 class StoppedError(RuntimeError):
@@ -95,8 +168,8 @@ class Verdicts:
 
     def cause(self, epoch: int) -> Cause:
         """
-        Choose the one cause, by precedence: a refusal or an error, then a skipped message, then a
-        disagreement, then a rank that is gone or late.
+        Choose the one cause, by precedence: a refusal or an error, then two runs of a step that
+        differ, then a skipped message, then a disagreement, then a rank that is gone or late.
 
         Args:
             epoch: The epoch of the rank that chooses.
@@ -106,6 +179,12 @@ class Verdicts:
         for rank, v in sorted(said.items()):
             if v["kind"] in ("refused", "raised"):
                 return _cause(v["kind"], rank, v, v["text"], alive)
+        if differ := self._differ():
+            v = next(v for v in said.values() if v.get("differ"))
+            # A weight that changed is the reason for the other differences.
+            first = next((one for one in differ if one.name.startswith(WEIGHT)), differ[0])
+            chosen = _cause("differs", first.rank, v, _mismatch_text(differ), alive)
+            return attrs.evolve(chosen, stage=first.stage, differ=differ)
         for rank, v in sorted(said.items()):
             if (skipped := self._skipped(v)) is not None:
                 text = "the rank passed this action without sending the message"
@@ -136,6 +215,16 @@ class Verdicts:
     def _recoverable(self) -> bool:
         """Whether every rank has published a verdict from which it can rebuild the epoch."""
         return len(self.said) == self.world and all(v["recoverable"] for v in self.said.values())
+
+    def _differ(self) -> list[Difference]:
+        """Every gradient that differs between two runs; a rank knows its own best."""
+        found: list[Difference] = []
+        for rank in range(self.world):
+            own = self.said.get(rank, {}).get("differ", ())
+            every = [own, *(v.get("differ", ()) for v in self.said.values())]
+            told = ([_difference(one) for one in each if one["rank"] == rank] for each in every)
+            found += next(filter(None, told), [])
+        return found
 
     def _skipped(self, v: Mapping[str, Any]) -> dict[str, Any] | None:
         """The first send that a rank has passed but not posted."""
@@ -233,6 +322,8 @@ def verdict_of(
         kind = "late" if error.late else "lost"
     elif isinstance(error, DisagreementError):
         kind = "disagreed"
+    elif isinstance(error, MismatchError):
+        kind = "differs"
     elif isinstance(error, TerminatedError):
         kind = "ended"
     text = " ".join(str(error).split())
@@ -246,6 +337,7 @@ def verdict_of(
         "peer": getattr(error, "peer", None),
         "awaits": getattr(error, "action", None),
         "passed": passed,
+        "differ": [*map(attrs.asdict, error.found)] if isinstance(error, MismatchError) else [],
         "posted": {f"{e.source}>{e.to}": list(numbers) for e, numbers in posted.items()},
         "recoverable": not getattr(error, "unrecoverable", False),
     }
@@ -260,4 +352,4 @@ def _cause(kind: str, rank: int, where: Mapping[str, Any], what: str, recoverabl
     at = where["action"] or "an unknown action"
     text = f"rank {rank}, step {where['epoch']}, {at}: {what}"
     stage, action, clause = where["stage"], where["action"], where["clause"]
-    return Cause(kind, rank, stage, action, clause, text, recoverable)
+    return Cause(kind, rank, stage, action, clause, text, recoverable, where["epoch"])

@@ -26,6 +26,7 @@ from torch import Tensor
 from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 
+from .attempt import first_line
 from .bounded import bounded
 from .wait_clock import WaitClock
 
@@ -349,7 +350,7 @@ class Channels:
         """
         if self.host:
             try:
-                with self.waits.waiting():
+                with self.waits.waiting(transfer.action, transfer.peer):
                     transfer.work.wait(self.deadline)
             except RuntimeError as error:
                 raise self._lost(transfer, error) from None
@@ -357,7 +358,11 @@ class Channels:
             transfer.work.wait()
         self._under_way.discard(transfer)
         if self.log is not None:
-            event = "sent" if "SEND" in transfer.action else "received"
+            sends = "SEND" in transfer.action
+            if self.host:
+                event = "sent" if sends else "received"
+            else:  # the stream waits; the host does not know when the transfer ends
+                event = "behind_send" if sends else "behind_receive"
             self.log(event, peer=transfer.peer, action=transfer.action)
 
     # What was posted
@@ -434,9 +439,9 @@ def gloo_group(ranks: list[int], seconds: float) -> Any:
         seconds: Timeout of the group's collectives, and of making it.
 
     Raises:
-        UnansweredError: The ranks' common store did not answer.
+        UnansweredError: A rank did not come in time, or the ranks' common store did not answer.
     """
-    limit = datetime.timedelta(seconds=seconds)
+    limit, own = datetime.timedelta(seconds=seconds), dist.get_rank()
     try:
         return bounded(
             lambda: dist.new_group(ranks, backend="gloo", timeout=limit), seconds + _MARGIN_S
@@ -444,7 +449,13 @@ def gloo_group(ranks: list[int], seconds: float) -> Any:
     except TimeoutError:
         raise UnansweredError(
             "connect", -1, True,
-            f"rank {dist.get_rank()}: the ranks' common store did not answer within {seconds:g} s",
+            f"rank {own}: the ranks' common store did not answer within {seconds:g} s",
+        ) from None  # fmt: skip
+    except RuntimeError as error:
+        library = first_line(error)
+        raise UnansweredError(
+            "connect", -1, "timeout" in library or "imed out" in library,
+            f"rank {own}: ranks {ranks} did not connect within {seconds:g} s ({library})",
         ) from None  # fmt: skip
 
 

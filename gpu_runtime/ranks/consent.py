@@ -18,6 +18,7 @@ import datetime
 import json
 import math
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from torch import Tensor
 from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import Atom, Schedule
 
+from ..step.clipping import Part
 from .bounded import bounded
 from .causes import (
     Cause,
@@ -62,6 +64,10 @@ _UNSAID = -1
 _POLL_S = 1e-3
 _MARGIN_S = 10.0
 """Seconds past the grace after which a store that does not answer is given up."""
+_LEAST_S = 0.5
+"""The least seconds of each part of a stop that has to be over."""
+_ASIDE_S = 60.0
+"""Longer than another thread takes to tell the cause and to end the process."""
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
@@ -132,6 +138,7 @@ class Consent:
         asks: What this rank asks of all ranks after the step, as a number from 0 on.
         heard: The largest number that any rank asked in the last agreement.
         waits: Counts the host's waits.
+        until: When a stop has to be over, in seconds of `time.monotonic`; None for no such time.
     """
 
     store: Any
@@ -151,8 +158,16 @@ class Consent:
     asks: int = attrs.field(default=0, init=False)
     heard: int = attrs.field(default=0, init=False)
     waits: WaitClock = attrs.field(factory=WaitClock, init=False)
+    until: float | None = attrs.field(default=None, init=False)
+    _choice: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    _speaker: str = attrs.field(default="", init=False)
 
-    def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
+    def agree(
+        self,
+        epoch: int,
+        parts: Mapping[Part, float] | None = None,
+        places: Sequence[Part] = (),
+    ) -> list[float]:
         """
         Consent to the update, and wait until all ranks have consented to the same step.
 
@@ -160,22 +175,23 @@ class Consent:
 
         Args:
             epoch: The epoch that ends.
-            parts: Sum of squared gradients of each stage of this rank; either all ranks give parts
-                or none does. They travel in the same all-reduce.
+            parts: Sum of squared gradients of each part of the model on this rank; either all ranks
+                give parts or none does. They travel in the same all-reduce.
+            places: Every part of the model, in its order; the same on all ranks.
 
         Returns:
-            The parts of all stages in the model's order, the same bits on every rank; empty without
+            The sums of all parts in the model's order, the same bits on every rank; empty without
             parts.
 
         Raises:
             LostError: A rank is gone or late.
             DisagreementError: Epochs differ, the two ends of a channel differ, or two replicas
-                have different finite parts of one stage.
+                have different finite sums of one part.
         """
         if self.world == 1:
             self.channels.commit()
             self.heard = self.asks
-            return [] if parts is None else [parts[stage] for stage in sorted(parts)]
+            return [] if parts is None else [parts[part] for part in sorted(parts)]
         if self.group is None:
             raise LostError("commit", -1, False, "the connections of this rank are closed")
         digests = self.channels.digests()
@@ -184,12 +200,13 @@ class Consent:
         for place, ends in enumerate(self.every):
             if ends in digests:
                 said[self.world + 2 * place + (self.rank != ends.source)] = digests[ends]
-        stages, replicas = self.table.num_stages, self.world // len(self.ranks)
+        count, replicas = len(places), self.world // len(self.ranks)
         words = len(said)
         if parts is not None:
-            said += [_UNSAID] * (stages * replicas)
-            for stage, part in parts.items():
-                said[words + self.ranks[0] // len(self.ranks) * stages + stage] = _bits_of(part)
+            said += [_UNSAID] * (count * replicas)
+            own = words + self.ranks[0] // len(self.ranks) * count
+            for part, squares in parts.items():
+                said[own + places.index(part)] = _bits_of(squares)
         heard = self._exchange(said)
         epochs = heard[: self.world]
         if len(set(epochs)) > 1:
@@ -202,7 +219,8 @@ class Consent:
                     "messages"
                 )
         told = [_of_bits(word) for word in heard[words:]]
-        agreed = _one_of_replicas([told[r : r + stages] for r in range(0, len(told), stages)])
+        each = [told[r : r + count] for r in range(0, len(told), max(count, 1))]
+        agreed = _one_of_replicas(each, places)
         self.channels.commit()
         self.heard = heard[words - 1]
         return agreed
@@ -240,7 +258,7 @@ class Consent:
         """Begin a collective, and wait for its end."""
         work = None
         try:
-            with self.waits.waiting():
+            with self.waits.waiting("commit"):
                 work = begin()
                 work.wait(datetime.timedelta(seconds=self.deadline))
         except RuntimeError as error:
@@ -272,39 +290,107 @@ class Consent:
         """
         if isinstance(error, StoppedError):
             return error
+        if not self.claim("main"):
+            time.sleep(_ASIDE_S)  # another thread tells the cause, and ends this process
         log = None if self.ending else self.log  # a rank stops once
         self.ending = True
-        verdict = verdict_of(error, epoch, atom, passed, self.channels.posted(), at)
+        verdict = self._verdict(verdict_of(error, epoch, atom, passed, self.channels.posted(), at))
         if log is not None:
             peer = getattr(error, "peer", -1)
             log("stop", kind=verdict["kind"], peer=peer, in_row=atom is not None)
-        verdict["row"] = self.ranks.index(self.rank) if self.rank in self.ranks else None
-        said = json.dumps(verdict)
         said_so = False
         with suppress(RuntimeError, TimeoutError):  # the store may have died with a rank
-            bounded(lambda: self.store.set(f"verdict/{self.rank}", said), self.grace)
+            bounded(lambda: self._say(verdict), self._at_most(self.grace))
             said_so = True
             if log is not None:
                 log("say")
-        self.close()
+        if self.until is None:
+            self.close()
+        else:  # gloo ends a group only once its waits have ended
+            with suppress(TimeoutError):
+                bounded(self.close, self._at_most(self.grace))
         if log is not None and said_so:
             log("close")
+        grace = self._at_most(self.grace)
+        most = self._at_most(self.grace + _MARGIN_S)
+        cause, agreed = self._cause(verdict, epoch, grace, most)
+        if log is not None and agreed:
+            log("end", cause=cause.rank, kind=cause.kind)
+        return StoppedError(cause)
+
+    def claim(self, speaker: str) -> bool:
+        """
+        Whether this speaker is the only one of this process that tells why it stops.
+
+        Args:
+            speaker: ``main``, the thread that trains, or ``aside``, another one.
+        """
+        with self._choice:
+            self._speaker = self._speaker or speaker
+            return self._speaker == speaker
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a thread tells why this rank stops."""
+        return bool(self._speaker)
+
+    def publish(self, error: BaseException, epoch: int, at: str, *, seconds: float) -> None:
+        """
+        Publish why this rank cannot continue, while its own thread waits in a library.
+
+        Nothing is closed. A store that does not answer in time is given up.
+
+        Args:
+            error: The reason.
+            epoch: The epoch of the error.
+            at: What the rank does.
+            seconds: Timeout in seconds.
+        """
+        verdict = self._verdict(verdict_of(error, epoch, None, 0, self.channels.posted(), at))
+        with suppress(RuntimeError, TimeoutError):
+            bounded(lambda: self._say(verdict), seconds)
+
+    def cause_aside(self, error: BaseException, epoch: int, at: str, *, seconds: float) -> Cause:
+        """
+        Choose the cause of all ranks while this rank's own thread waits in a library.
+
+        Args:
+            error: Why this rank cannot continue, as published.
+            epoch: The epoch of the error.
+            at: What the rank does.
+            seconds: Timeout in seconds.
+        """
+        verdict = verdict_of(error, epoch, None, 0, self.channels.posted(), at)
+        return self._cause(verdict, epoch, min(self.grace, seconds / 2), seconds)[0]
+
+    def _at_most(self, seconds: float) -> float:
+        """These seconds, or those that are left before a stop has to be over."""
+        if self.until is None:
+            return seconds
+        return min(seconds, max(self.until - time.monotonic(), _LEAST_S))
+
+    def _verdict(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        verdict["row"] = self.ranks.index(self.rank) if self.rank in self.ranks else None
+        return verdict
+
+    def _say(self, verdict: Mapping[str, Any]) -> None:
+        self.store.set(f"verdict/{self.rank}", json.dumps(verdict))
+
+    def _cause(
+        self, verdict: Mapping[str, Any], epoch: int, grace: float, seconds: float
+    ) -> tuple[Cause, bool]:
+        """The cause that all ranks read and True; if the store does not answer, this rank's own."""
         try:
-            cause = bounded(lambda: self._decide(epoch), self.grace + _MARGIN_S)
-            if log is not None:
-                log("end", cause=cause.rank, kind=cause.kind)
-            return StoppedError(cause)
+            return bounded(lambda: self._decide(epoch, grace), seconds), True
         except (RuntimeError, TimeoutError) as broken:
             text = f"rank {self.rank}, step {epoch}, {verdict['action']}: {verdict['text']}"
             lost = " ".join(str(broken).split())[:80]
-            return StoppedError(
-                Cause("lost", self.rank, None, verdict["action"], None,
-                      f"{text}; the ranks' common store is gone ({lost})", False)
-            )  # fmt: skip
+            gone = f"{text}; the ranks' common store is gone ({lost})"
+            return Cause("lost", self.rank, None, verdict["action"], None, gone, False), False
 
-    def _decide(self, epoch: int) -> Cause:
+    def _decide(self, epoch: int, grace: float) -> Cause:
         """Choose a cause; the first rank to choose writes it, and all ranks read it."""
-        verdicts = Verdicts(self._collect(), self.world, self.every, self.table)
+        verdicts = Verdicts(self._collect(grace), self.world, self.every, self.table)
         mine = json.dumps(attrs.asdict(verdicts.cause(epoch)))
         return Cause(**json.loads(self.store.compare_set("cause", "", mine)))
 
@@ -329,10 +415,10 @@ class Consent:
             group, self.group = self.group, None
             end_group(group, abort=False)
 
-    def _collect(self) -> dict[int, dict[str, Any]]:
+    def _collect(self, grace: float) -> dict[int, dict[str, Any]]:
         """Collect the verdicts that ranks publish within the grace."""
         found: dict[int, dict[str, Any]] = {}
-        until = time.monotonic() + self.grace
+        until = time.monotonic() + grace
         while True:
             for rank in set(range(self.world)) - found.keys():
                 if self.store.check([f"verdict/{rank}"]):
@@ -353,24 +439,25 @@ def _of_bits(word: int) -> float:
     return found
 
 
-def _one_of_replicas(told: Sequence[Sequence[float]]) -> list[float]:
+def _one_of_replicas(told: Sequence[Sequence[float]], places: Sequence[Part]) -> list[float]:
     """
-    Return the common part of each stage; a part that is not finite in any replica wins.
+    Return the common sum of each part; a sum that is not finite in any replica wins.
 
     Raises:
-        DisagreementError: Two replicas have different finite parts: their reduced gradients differ.
+        DisagreementError: Two replicas have different finite sums: their reduced gradients differ.
     """
     if not told:
         return []
     agreed = list(told[0])
     for replica, parts in enumerate(told):
-        for stage, part in enumerate(parts):
+        for n, part in enumerate(parts):
             if not math.isfinite(part):
-                agreed[stage] = part
-            elif math.isfinite(agreed[stage]) and part != agreed[stage]:
+                agreed[n] = part
+            elif math.isfinite(agreed[n]) and part != agreed[n]:
                 raise DisagreementError(
-                    f"the reduced gradients of stage {stage} differ between replicas: the sum of "
-                    f"squares is {agreed[stage]!r} in replica 0 and {part!r} in replica {replica}"
+                    f"the reduced gradients of stage {places[n][0]} differ between replicas: the "
+                    f"sum of squares is {agreed[n]!r} in replica 0 and {part!r} in replica "
+                    f"{replica}"
                 )
     return agreed
 

@@ -47,9 +47,10 @@ class UpdateGate:
         self.heard = torch.zeros(self.world, dtype=torch.float64, device=device)
         self.norm: DeviceNorm | None = None
         if worker.clipping:
-            self.norm = DeviceNorm.on(device, worker.clipping, worker.table.num_stages)
-            # A rank's vote, then each stage's sum of squares; 0 for a stage of another rank.
-            width = 1 + worker.table.num_stages
+            self.norm = DeviceNorm.on(device, worker.clipping)
+            # A rank's vote, then each part's sum of squares; 0 for a part of another rank.
+            self.places = {part: n for n, part in enumerate(worker.clipping.parts)}
+            width = 1 + len(self.places)
             self.row = torch.zeros(width, dtype=torch.float64, device=device)
             self.rows = torch.zeros(self.world, width, dtype=torch.float64, device=device)
         self.skip = torch.ones((), device=device)
@@ -70,12 +71,14 @@ class UpdateGate:
             return None
         return self.norm.factor
 
-    def capture(self, gradients: Gradients | None) -> Tensor:
+    def capture(self, gradients: Gradients | None, differs: Tensor | None = None) -> Tensor:
         """
         Compare, exchange votes, and decide whether the update is skipped.
 
         Args:
             gradients: Gradients of this rank's stages, for the norm; None in a warm-up.
+            differs: `DoubleRun.differs` of a step that ran twice: unless it is 0, a yes becomes a
+                no that says which gradients differ.
 
         Returns:
             Float32 scalar on the device: 1 to skip the update, else 0.
@@ -85,16 +88,18 @@ class UpdateGate:
         )
         # After a skipped step, every later update is skipped until the host stops the ranks.
         self.own.mul_(self.updated == self.number)
+        if differs is not None:
+            self.own.copy_(torch.where((self.own > 0) & (differs > 0), -1 - differs, self.own))
         if self.norm is None:
             self._gather(self.heard, self.own)
         else:
             elsewhere = self.norm.clipping.elsewhere  # copies of a weight, which counts once
             self.row[:1].copy_(self.own)
-            for stage, part in square_sums(gradients or {}, elsewhere).items():
-                self.row[1 + stage].copy_(part)
+            for part, squares in square_sums(gradients or {}, elsewhere).items():
+                self.row[1 + self.places[part]].copy_(squares)
             self._gather(self.rows, self.row)
             self.heard.copy_(self.rows[:, 0])
-            # In a replica one rank has the stage and all others add 0, so this sum is exact.
+            # In a replica one rank has the part and all others add 0, so this sum is exact.
             width = self.rows.shape[1] - 1
             parts = self.rows[:, 1:].reshape(self.replicas, -1, width).sum(1)
             if self.replicas > 1:
@@ -128,7 +133,7 @@ class UpdateGate:
 
         The device waits for every rank; the host does not wait for the device.
         """
-        self.capture(None)
+        self.capture(None, self.own.new_zeros(()))
         self.kept.take()
         self.updated.zero_()
 
@@ -147,7 +152,8 @@ class UpdateGate:
         Read the published results of the next unread step; the device must have finished that step.
 
         Returns:
-            The counts, and per rank: 0 for a yes, 1 for a no or a missing vote, or `UNLIKE`.
+            The counts, and per rank: 0 for a yes, 1 for a no or a missing vote, `UNLIKE`, or more
+            if its two runs differ (`double_run.first_of`).
 
         Raises:
             LostError: The step was not published.

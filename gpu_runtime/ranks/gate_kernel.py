@@ -1,8 +1,9 @@
 """
 Two kernels of one thread block for a step that is one launch: compare, and publish.
 
-A rank votes yes with the number of the step, counted from 1, and no with 0. An aborted communicator
-may leave a vote of an earlier step, and a yes from that step does not count for this one.
+A rank votes yes with the number of the step, counted from 1, and no with 0, or with a number below
+0 that says why. An aborted communicator may leave a vote of an earlier step, and a yes from that
+step does not count for this one.
 """
 
 import torch
@@ -59,7 +60,8 @@ def _publish(  # type: ignore[no-untyped-def]
     row = ring + (step % ROWS) * (1 + SIZE + WORLD)
     tl.store(skip, tl.max(no.to(tl.int32), axis=0).to(tl.float32))
     tl.store(row + 1 + offsets, value, mask=offsets < SIZE)
-    tl.store(row + 1 + SIZE + ranks, tl.where(said < 0, 2, no.to(tl.int64)), mask=ranks < WORLD)
+    words = tl.where(said < 0, (1 - said).to(tl.int64), no.to(tl.int64))
+    tl.store(row + 1 + SIZE + ranks, words, mask=ranks < WORLD)
     tl.store(row, step)
     tl.store(number, step + 1)
 
@@ -99,11 +101,11 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
 
     Args:
         values: Counters, int64, on the device.
-        heard: Each rank's vote, float64, on the device; negative if the reduced gradients of its
-            replica differ from the first replica's.
+        heard: Each rank's vote, float64, on the device; -1 if the reduced gradients of its replica
+            differ from the first replica's, less if the rank's two runs of the step differ.
         skip: Scalar of float32 on the device; 1 if any vote is not this step's yes, else 0.
         ring: Rows of the step's number, its counters, and for each rank 1 if its vote is not this
-            step's yes, 2 if the vote is below 0; int64, pinned.
+            step's yes, 1 less the vote if the vote is below 0; int64, pinned.
         number: Scalar of int64 on the device: the step's number, advanced in place.
     """
     size, world = values.numel(), heard.numel()

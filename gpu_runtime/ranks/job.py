@@ -13,6 +13,9 @@ from qeffect.schedule.actions import Schedule
 from qeffect.schedule.tables import read_table
 from qeffect.schedule.torch_tables import SINGLE, class_name, torch_schedule
 
+from ..backends.determinism import require_deterministic
+from ..backends.ends import LossShare
+from ..backends.epoch_scales import Scales
 from ..backends.layers import LayerConfig
 from ..backends.protocol import BackendError, StageBackend, TensorSpec
 from ..step.clipping import Clipping
@@ -55,6 +58,9 @@ class Job:
         amax: Source of the amax behind the scales: each `replica`, or all `replicas`.
         dropout: Probability with which each layer drops elements; only the reference backend has
             dropout.
+        scales: When scales move: at the end of every ``action``, or once an ``epoch``. With
+            ``epoch``, seeds and dropout's numbers follow from the layer, and the process is set up
+            for deterministic kernels and, on a CPU, one thread.
     """
 
     schedule: str = "zbv"
@@ -71,6 +77,7 @@ class Job:
     seed: int = 0
     amax: str = "replica"
     dropout: float = 0.0
+    scales: Scales = "action"
 
     @property
     def cls_name(self) -> str:
@@ -131,12 +138,14 @@ class Job:
         """Return the arguments of a stage, for either backend, except its dimensions."""
         target = attrs.evolve(self.config.activation(device), differentiable=False)
         ends = loss and index == self.num_stages - 1
+        by_layer = self.scales == "epoch"
         return {
             "num_layers": self.layers,
             "first": index == 0,
             "loss": self.loss if ends else None,
             "extra_inputs": (target,) if ends else (),
-            "seed": self.seed + index,
+            "seed": self.seed if by_layer else self.seed + index,
+            "first_layer": index * self.layers if by_layer else None,
         }
 
     def stages(
@@ -164,14 +173,17 @@ class Job:
         Raises:
             BackendError: The backend has no dropout, and the job asks for it.
         """
+        if self.scales == "epoch":
+            require_deterministic(device)
         made = {n: self.options(n, device, loss=loss) for n in indices}
         if backend == "reference":
             from ..backends.reference import ReferenceDomain, ReferenceStage
             from ..backends.reference.dropout import stream_of
 
-            domain = ReferenceDomain(self.history, device=device)
+            domain = ReferenceDomain(self.history, device=device, scales=self.scales)
             if self.dropout:
-                domain.random.stream = stream_of(self.seed, replica, min(indices))
+                first = 0 if self.scales == "epoch" else min(indices)
+                domain.random.stream = stream_of(self.seed, replica, first)
             return [
                 ReferenceStage(
                     n,
@@ -191,7 +203,9 @@ class Job:
         from ..backends.te.stage import TransformerEngineStage
 
         reset_process()
-        te_domain = TransformerEngineDomain("delayed", self.history, device=device)
+        te_domain = TransformerEngineDomain(
+            "delayed", self.history, device=device, scales=self.scales
+        )
         return [
             TransformerEngineStage(
                 n,
@@ -220,9 +234,10 @@ class Job:
     def prepare(self, step: int, optimizer: Optimizer) -> None:
         """Change the optimizer before a step runs; here it stays as it is."""
 
-    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+    @property
+    def loss(self) -> LossShare:
         """A microbatch's share of the loss; the loss is the sum over microbatches and replicas."""
-        return loss_of(hidden, target, self.microbatches * self.dp)
+        return LossShare(mean_squared_error, self.microbatches * self.dp)
 
     def batch(
         self, device: torch.device, replica: int = 0
@@ -240,9 +255,14 @@ class Job:
         return draw
 
 
+def mean_squared_error(hidden: Tensor, target: Tensor) -> Tensor:
+    """The mean squared error of a microbatch, in fp32."""
+    return (hidden.float() - target.float()).pow(2).mean()
+
+
 def loss_of(hidden: Tensor, target: Tensor, parts: int) -> Tensor:
     """A share of a mean squared error."""
-    return (hidden.float() - target.float()).pow(2).mean() / parts
+    return mean_squared_error(hidden, target) / parts
 
 
 def require_meeting(

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 
+from qeffect.launched import PARENT
+
 from .causes import TerminatedError
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "shared_store_warning"]
 
 
 class Launcher:
@@ -19,11 +21,12 @@ class Launcher:
     The agent of torchrun that started this process, if there is one.
 
     Attributes:
-        pid: Its process; None if torchrun did not start this process.
+        pid: Its process, as this process's first import found it, seconds before its first step;
+            None if torchrun did not start this process.
     """
 
     def __init__(self) -> None:
-        self.pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.pid = PARENT[0] if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def require(self) -> None:
         """
@@ -34,3 +37,20 @@ class Launcher:
         """
         if self.pid is not None and os.getppid() != self.pid:
             raise TerminatedError(f"its launcher, process {self.pid}, has ended")
+
+
+def shared_store_warning() -> str:
+    """
+    Say that an agent of torchrun that is lost and started again could not join; empty if it could.
+
+    Agents of several hosts that restart their ranks share one store over all restarts by default.
+    torch 2.13 tells the store's address in the first round alone.
+    """
+    told = os.environ.get
+    restarts = int(told("GROUP_WORLD_SIZE", "1")) > 1 and told("TORCHELASTIC_MAX_RESTARTS") != "0"
+    if not restarts or told("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        "an agent of torchrun that is killed and started again cannot join this run; set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for all agents"
+    )

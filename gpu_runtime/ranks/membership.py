@@ -155,7 +155,10 @@ def join(device: str, limits: Limits | None = None) -> Member:
         if not dist.is_nccl_available():
             problem = "this torch has no NCCL, which messages between GPUs need; use --device cpu"
         elif local >= found:
-            problem = f"rank {rank} wants GPU {local} of this host, which has {found}"
+            problem = (
+                f"rank {rank} wants GPU {local} of this host, which has {found}; start one rank "
+                "per GPU"
+            )
         else:
             place = torch.device("cuda", local)
             torch.cuda.set_device(place)

@@ -22,32 +22,39 @@ no host acts between two actions. What is checked, and when:
 * *One step later, by the host*: the device's counts are presented to the contract. If a rank voted
   no, the training ends on all ranks with one cause. No weights have moved since.
 
+A step that runs twice (`double_run.py`) is two launches: the first runs the work of the step and
+keeps the digests of its gradients; the second restores the state, runs the work again, compares,
+and goes on to the vote and the update. A rank whose gradients differ votes no.
+
 If no rank is gone, `OneLaunch.rebuild` then restarts the epoch, from the weights and scales after
 the last update that all devices ran; each device has kept them. The slots' graphs stay. The graph
 of the step holds closed connections, so it is captured again. If a rank is gone, all ranks restart
 from a checkpoint.
+
+`step_capture.py` captures the step, `launch_waits.py` waits for launches and reads their verdicts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends.protocol import BackendError, parameters
 from ..step.clipping import DeviceNorm, Norm
-from ..step.graphs import GraphExecutor, no_collection
+from ..step.graphs import GraphExecutor
 from .baked_optimizer import BakedOptimizer
-from .consent import DisagreementError, StoppedError, wait_for
-from .gate import UNLIKE, UpdateGate
+from .consent import StoppedError
+from .gate import UpdateGate
+from .launch_waits import LaunchWaits, log_event
 from .obstacles import obstacles
 from .rehearsal import Rehearsal
 from .staged_feed import StagedFeed
+from .step_capture import StepCapture, post_by_graph
 from .worker import Worker
 
 __all__ = ["OneLaunch", "obstacles"]
@@ -87,15 +94,17 @@ class OneLaunch:
         self.pipeline = self.worker.pipeline
         self.feed = StagedFeed(self.pipeline.feed)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.twice: tuple[torch.cuda.CUDAGraph, ...] = ()  # both launches of a step that runs twice
+        self.between: Callable[[], None] = lambda: None  # called between these; for tests
+        if self.pipeline.double is not None:
+            self.pipeline.double.forget()
         assert self.runtime.counters is not None
         self._gate = UpdateGate(self.runtime.counters, self.worker)
-        self._launched: list[Any] = []
-        self._spare: list[Any] = []  # events of launches that have ended
+        self._waits = LaunchWaits(self.worker, self._gate)
+        self._capture = StepCapture(self.worker, self.feed, self._gate, self._waits)
         self._left: int | None = None
-        self._asking = 0  # 1 while the previous step's verdict is awaited
         self._captured: BakedOptimizer | None = None
         self._guarded = False  # whether a guarded step was taken over these connections
-        self._base: int | None = None  # the epoch of the step that was captured
         self.host_ms: dict[str, float] = {}
         assert isinstance(self.runtime.executor, GraphExecutor)
         self.rehearsal = Rehearsal(self.pipeline, self.runtime.executor)
@@ -130,10 +139,13 @@ class OneLaunch:
     def _first(self) -> None:
         """Take a guarded step, which opens the connections that a capture needs."""
         try:
-            self.worker.step()
+            gradients = self.worker.step()
         except StoppedError:
             self._gate.close(abort=True)
             raise
+        if self.pipeline.double is not None:
+            with self.runtime.caller_scope():
+                self.pipeline.double.warm(gradients)
         self._guarded = True
 
     @contextmanager
@@ -153,7 +165,7 @@ class OneLaunch:
     def _ended(self, error: Exception, epoch: int) -> StoppedError:
         """End the training on every rank, for one cause."""
         self._stopped()
-        stopped = self.pipeline._stopped(error, epoch, told=epoch - self._asking)
+        stopped = self.pipeline._stopped(error, epoch, told=epoch - self._waits.asking)
         self._gate.close(abort=True)
         return stopped
 
@@ -165,11 +177,13 @@ class OneLaunch:
             self.feed.rehearsing = False
 
     def _launch(self) -> None:
-        runtime, contract = self.runtime, self.runtime.contract
+        runtime = self.runtime
         at = [time.perf_counter()]
         if self.graph is None:
             self.feed.prepare(self.pipeline.passages.values(), runtime.epoch)
-            self._capture()
+            captured = self._capture.run(self._release)
+            self.capture_seconds, self._captured = captured.seconds, captured.optimizer
+            self.graph, self.twice = captured.graph, captured.twice
             at.append(time.perf_counter())
         else:
             try:
@@ -179,38 +193,31 @@ class OneLaunch:
                 self._require_unmoved()
             except Exception:
                 # First the verdict of the previous step, which may run and must not be aborted.
-                if contract.counts_awaited:
-                    self._confirm(self._launched.pop(0))
+                self._waits.confirm()
                 raise
         assert self.graph is not None
         at.append(time.perf_counter())
-        self._log("launch")
-        self.graph.replay()
+        log_event(self.pipeline, "launch")
+        double = self.pipeline.double
+        if double is not None and double.due(runtime.epoch):
+            first, second = self.twice
+            first.replay()
+            self.between()
+            second.replay()
+            log_event(self.pipeline, "second_run")
+        else:
+            self.graph.replay()
         runtime.handoff.record_tail()
-        done = self._spare.pop() if self._spare else _event()
-        runtime.handoff.record(done)
+        self._waits.record()
         at.append(time.perf_counter())
-        self._launched.append(done)
-        if contract.counts_awaited:
-            self._confirm(self._launched.pop(0))
+        self._waits.confirm()
         at.append(time.perf_counter())
         epoch = runtime.epoch
         self.rehearsal.commit()
-        self._log("commit", epoch)
+        log_event(self.pipeline, "commit", epoch)
         at.append(time.perf_counter())
         spent = (1e3 * (end - begin) for begin, end in pairwise(at))
         self.host_ms = dict(zip(PARTS, spent, strict=True))
-
-    def _log(self, event: str, epoch: int | None = None, **fields: Any) -> None:
-        """Write an event of this step, or of another epoch, in the rank log, if there is a log."""
-        log = self.pipeline.log
-        if log is not None:
-            log(event, epoch=self.runtime.epoch if epoch is None else epoch, **fields)
-
-    def _posted_by_graph(self, by_graph: bool) -> None:
-        """Whether the graph posts the messages; the rank log has those of the capture only."""
-        self.pipeline.launched = by_graph
-        self.pipeline.channels.log = None if by_graph else self.pipeline.log
 
     def _rehearse(self) -> None:
         self.feed.rehearsing = True
@@ -233,96 +240,16 @@ class OneLaunch:
                 "step was captured; make a new OneLaunch"
             )
 
-    def _capture(self) -> None:
-        """Capture this step while its guards are asked; it is launched like every later step."""
-        runtime, pipeline, contract = self.runtime, self.pipeline, self.runtime.contract
-        self._quiet()
-        runtime.confirm()
-        domain = runtime.domain_name
-        before = contract.committed_counts()[domain]
-        pipeline.feed = self.feed
-        if pipeline.consent is not None:
-            # The host waits for the gate's first collective, which needs every rank.
-            pipeline.consent.agree(runtime.epoch)
-            pipeline.consent.release = self._release
-        self._gate.warm()
-        self._quiet()
-        if pipeline.consent is not None:
-            # All ranks capture at once, or none; a stop ends this connection.
-            pipeline.consent.agree(runtime.epoch)
-        self._base = runtime.epoch  # the epoch that all ranks rebuild from
-        self._log("capture")
-        began = time.perf_counter()
-        graph = torch.cuda.CUDAGraph()
-        with no_collection():
-            graph.capture_begin(
-                pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
-            )
-            try:
-                pipeline.actions()
-                gradients = pipeline.finalize()
-                skip = self._gate.capture(gradients)
-                self.worker.optimizer.step(gradients, skip=skip, scale=self._gate.scale)
-            except BaseException:
-                with suppress(RuntimeError):  # the first error is the one to report
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        self.capture_seconds = time.perf_counter() - began
-        contract.check_commit(caller="main")
-        self._log("finish")
-        self._log("consent")
-        if pipeline.consent is not None:
-            pipeline.consent.agree(runtime.epoch)
-        self._log("captured")
-        self._gate.begin(before, contract.committed_counts()[domain])
-        self._quiet()
-        self._captured = BakedOptimizer(self.worker.optimizer)
-        self._posted_by_graph(True)
-        self.graph = graph
-
     def _release(self) -> None:
         """After a stop, abort the gate's group and drop the graph, for which channels wait."""
         self._gate.let_go()
         self._drop()
 
     def _drop(self) -> None:
-        graph, self.graph = self.graph, None
-        if graph is not None:
+        graphs = [graph for graph in (self.graph, *self.twice) if graph is not None]
+        self.graph, self.twice = None, ()
+        for graph in graphs:
             graph.reset()  # a graph that still runs is destroyed when it has ended
-
-    def _confirm(self, done: Any) -> None:
-        """Read what the device published of the step before the latest launch."""
-        self._asking = 1
-        self._await(done)
-        self._spare.append(done)
-        counted, said = self._gate.read()
-        self._log("votes", self.runtime.epoch - 1, votes=said)  # of the step before this one
-        self.runtime.contract.present_counts({self.runtime.domain_name: counted})
-        if odd := [rank for rank, word in enumerate(said) if word == 1]:
-            raise DisagreementError(
-                f"the device of rank {odd[0]} did not run what was committed, or its vote is "
-                "missing"
-            )
-        if unlike := [rank for rank, word in enumerate(said) if word == UNLIKE]:
-            raise DisagreementError(
-                f"the reduced gradients of the replica of rank {unlike[0]} differ from the first "
-                "replica's (sum of squares)"
-            )
-        self._asking = 0
-
-    def _quiet(self) -> None:
-        """Wait for the device, but only until the deadline: the device may wait for a rank that has
-        died."""
-        done = _event()
-        self.runtime.handoff.record(done)
-        self._await(done)
-        torch.cuda.synchronize()  # other streams wait for no other rank
-
-    def _await(self, done: Any) -> None:
-        """Wait for a launch, until another rank has stopped or the deadline has passed."""
-        limits = self.worker.limits
-        wait_for(done, self.pipeline.consent, deadline=limits.commit, grace=limits.grace)
 
     @property
     def norm(self) -> Norm | None:
@@ -343,7 +270,7 @@ class OneLaunch:
     @property
     def ahead(self) -> int:
         """How many launched steps have no verdict yet."""
-        return len(self._launched)
+        return len(self._waits.under_way)
 
     def all_gather(self, own: Tensor) -> Tensor:
         """
@@ -360,9 +287,9 @@ class OneLaunch:
             StoppedError: A rank has stopped, for one cause, in the step that still runs.
         """
         with self._ending():
-            self._asking = self.ahead
+            self._waits.asking = self.ahead
             found = self.worker.consent.all_gather(own)
-            self._asking = 0
+            self._waits.asking = 0
         return found
 
     def leave(self) -> None:
@@ -373,12 +300,12 @@ class OneLaunch:
             StoppedError: The last step ended on every rank, for one cause.
         """
         with self._ending():
-            if self.runtime.contract.counts_awaited and self._launched:
-                self._confirm(self._launched.pop(0))
+            if self.ahead:
+                self._waits.confirm()
             self.runtime.drain()
         self._left = self.runtime.epoch
-        self._posted_by_graph(False)
-        self._log("leave")
+        post_by_graph(self.pipeline, False)
+        log_event(self.pipeline, "leave")
         self._weights_moved()
         self.pipeline.feed = self.feed.inner
         with self.runtime.caller_scope():
@@ -401,11 +328,12 @@ class OneLaunch:
                 numbers of updates: relaunch, and resume from a checkpoint.
             BackendError: A rank did not return, or its device did not finish before the deadline.
         """
-        if self._base is None or not stopped.cause.recoverable:
+        base = self._capture.epoch
+        if base is None or not stopped.cause.recoverable:
             self.worker.rebuild(stopped)
         else:
             self.worker.settle()
-            kept, epoch = self._gate.kept, self._base + int(self._gate.updated)
+            kept, epoch = self._gate.kept, base + int(self._gate.updated)
             self.worker.rebuild(
                 stopped, epoch=epoch, restore=lambda: self.runtime.rebuild_from(epoch, kept)
             )
@@ -425,8 +353,8 @@ class OneLaunch:
         self._left = None
         if self.graph is not None:
             self.pipeline.feed = self.feed
-            self._posted_by_graph(True)
-        self._log("resume")
+            post_by_graph(self.pipeline, True)
+        log_event(self.pipeline, "resume")
 
     def close(self) -> None:
         """Drop the graph, which holds connections that cannot end before it."""
@@ -437,7 +365,3 @@ class OneLaunch:
             self.pipeline.consent.release = None
         self.pipeline.feed = self.feed.inner
         self._gate.close()
-
-
-def _event() -> Any:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]

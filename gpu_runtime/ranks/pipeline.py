@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import attrs
@@ -27,37 +28,15 @@ from ..step.memory.gradient_digests import GradientDigests
 from ..step.optimizer import Gradients, Optimizer
 from ..step.performer import Performer
 from ..step.plan.rows import Row
+from ..step.zero_stages import ZeroStages
 from .channels import Channels, Message, Transfer
 from .consent import Consent, StoppedError, wait_for
+from .double_run import DoubleRun
+from .feed import Feed
+from .late_faults import record_fault
+from .side_stream_feed import feed_into
 
 __all__ = ["Entry", "Feed", "Messages", "Passage", "Pipeline"]
-
-
-class Feed(Protocol):
-    """
-    The pipeline's data from outside, and its outputs to the outside.
-
-    A step in mode ``one launch`` asks for all its data before it uses any. On a GPU, inputs and
-    gradients are asked for on a separate stream that does not wait for any other stream. So the
-    returned tensors must not be written again, and must not depend on the `outputs` of the same
-    step.
-    """
-
-    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """
-        The inputs of a stage that no other stage outputs.
-
-        For the first stage: all inputs. For every other stage: the inputs behind its first,
-        such as targets.
-        """
-
-    def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """The gradients of the last stage's outputs; 1 for a scalar loss."""
-
-    def outputs(
-        self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
-    ) -> None:
-        """Look at the last stage's outputs; copy them to keep them, as they are overwritten."""
 
 
 class Messages(Protocol):
@@ -157,6 +136,8 @@ class Pipeline:
         self.clipping = clipping or Clipping()
         self.norm: Norm | None = None  # of the last step, if clipping needs it
         self.digests: GradientDigests | None = None  # if digests of gradients are kept
+        self.zeros: ZeroStages | None = None  # if stages of zero gradients are looked for
+        self.double: DoubleRun | None = None  # if steps run twice
         self.position = 0
         self.walk = 0  # of the step under way
         self.launched = False  # whether messages are posted by a graph
@@ -215,11 +196,29 @@ class Pipeline:
         finally:
             self.channels = before
 
+    @contextmanager
+    def unlogged_walks(self, run: Runtime) -> Iterator[None]:
+        """
+        A context for walks beside the steps: nothing is logged, and a subclass records nothing.
+
+        Args:
+            run: What takes the runtime's place.
+        """
+        before = self.runtime, self.log, self.channels.log
+        self.runtime, self.log, self.channels.log = run, None, None
+        try:
+            yield
+        finally:
+            self.runtime, self.log, self.channels.log = before
+
     # A step
 
     def step(self, optimizer: Optimizer) -> Gradients:
         """
         Run every action of the row, wait for all ranks' consent, then update.
+
+        A step that is due to run twice does its device work again before the consent; this rank
+        consents only if both runs have the same gradients.
 
         Args:
             optimizer: The optimizer over the runtime's stages.
@@ -234,16 +233,25 @@ class Pipeline:
         """
         epoch, handoff = self.runtime.epoch, self.runtime.handoff
         log = self.log
+        twice = self.double if self.double is not None and self.double.due(epoch) else None
         if log is not None:
             log("begin_step", epoch=epoch)
         # The walk runs on the graph stream, between the caller's earlier and later work.
         handoff.wait_for_caller()
         try:
             with self.runtime.caller_scope():
+                if twice is not None:
+                    twice.begin()
                 self.actions()
                 gradients = self.finalize()
+                if twice is not None:
+                    gradients = twice.of_guarded(self, gradients)
                 # Compare late counts here too: else one rank's device alone could skip its update.
-                self._settle()
+                self._settle(twice is not None)
+                if twice is not None:
+                    twice.require_equal()
+                    if log is not None:
+                        log("second_run", epoch=epoch)
                 late = self.runtime.config.counts_late
                 counted = self.runtime.counts_now() if late else self.runtime.device_counts()
                 self.runtime.contract.check_commit(caller="main", counted=counted)
@@ -261,13 +269,16 @@ class Pipeline:
         handoff.caller_waits()
         return gradients
 
-    def _settle(self) -> None:
+    def _settle(self, twice: bool) -> None:
         """
         Wait for the device, up to the deadline, before the host reads its results.
 
         The device may wait for a message from a rank that is gone, and a read has no deadline.
+
+        Args:
+            twice: Whether the step ran twice: the host then reads whether both runs are equal.
         """
-        reads = bool(self.clipping) or self.runtime.counters is not None
+        reads = twice or bool(self.clipping) or self.runtime.counters is not None
         if self.consent is None or not reads or self.runtime.domain.device.type == "cpu":
             return
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -284,10 +295,10 @@ class Pipeline:
         if self.log is not None:
             self.log("consent", epoch=epoch)
         if self.consent is not None:
-            agreed = self.consent.agree(epoch, parts)
+            agreed = self.consent.agree(epoch, parts, self.clipping.parts)
         else:
             self.channels.commit()
-            agreed = [parts[stage] for stage in sorted(parts)] if parts else []
+            agreed = [parts[part] for part in sorted(parts)] if parts else []
         return None if parts is None else Norm.of(agreed, self.clipping)
 
     def actions(self) -> None:
@@ -318,8 +329,10 @@ class Pipeline:
             self.log.place = p.ref.slot, p.ref.generation
 
     def finalize(self) -> Gradients:
-        """Whole and reduced gradients of every stage; takes their digests, if they are kept."""
+        """Whole and reduced gradients of every stage; takes what is kept of them."""
         gradients = self.runtime.finalize()
+        if self.zeros is not None:
+            self.zeros.take(gradients)
         if self.digests is not None:
             self.digests.take(gradients)
         return gradients
@@ -340,12 +353,14 @@ class Pipeline:
         atom = self.program[at].atom if at < len(self.program) else None
         # Frames of a traceback hold transfers, which keep connections open.
         error.__traceback__ = error.__context__ = error.__cause__ = None
+        named = epoch if told is None else told
+        record_fault(self.runtime, error, named, self.ranks[self.row.rank])
         if self.runtime.epoch != epoch or self.runtime.actions.broken is not None:
             error.unrecoverable = True  # type: ignore[attr-defined]
         passed = len(self.row.atoms) if atom is None else self.row.atoms.index(atom)
         if self.launched or (atom is None and not any(self.channels.posted().values())):
             passed = 0  # posted messages are unknown here, or belong to an earlier step
-        stopped = self.consent.stop(error, epoch if told is None else told, atom, passed)
+        stopped = self.consent.stop(error, named, atom, passed)
         self.runtime.abort()
         return stopped
 
@@ -362,7 +377,7 @@ class Pipeline:
 
     def forward(self, p: Passage) -> None:
         """
-        F; before the stage's first F in a step, in its first walk, also the refresh.
+        Run F. Before the stage's first F of a step's first walk, refresh first.
 
         The refresh reads only weights, so it does not wait for the message.
         """
@@ -382,12 +397,25 @@ class Pipeline:
             if len(stage.inputs) > 1:
                 actions.performer.fill(actions.input_buffers(key)[1:], self._further(p))
             p.ref = actions.forward(key)
+        elif self.runtime.config.feeder is not None:
+            self._copy_data(p)
+            p.ref = actions.forward(key)
         else:
             p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, self.drawn(p)))
         if p.last:
             outputs = actions.outputs(key, p.ref)
             self.feed.outputs(stage, key.epoch, self.drawn(p), outputs)
             actions.finish_outputs(key, p.ref)
+
+    def _copy_data(self, p: Passage) -> None:
+        """Copy a microbatch's data into its slot, on the stream of the feed."""
+        actions, key, feeder = self.runtime.actions, p.key, self.runtime.config.feeder
+        assert feeder is not None
+        actions.await_graph(feeder)
+        p.ref = actions.reserve(key, caller=feeder)
+        put = partial(actions.fill_inputs, key)
+        feed_into(self.feed, put, p.stage, key.epoch, self.drawn(p))
+        actions.join(feeder)
 
     def _further(self, p: Passage) -> Sequence[Tensor]:
         """A stage's inputs beside the output of the previous stage."""

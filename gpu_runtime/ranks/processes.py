@@ -25,15 +25,22 @@ from .channels import LostError
 from .consent import Cause
 from .membership import Limits, Member, join, launcher_ranks
 
-__all__ = ["join_ranks", "mute_unless_speaker", "process_count", "report_once", "stopped_outcome"]
+__all__ = [
+    "join_ranks",
+    "mute_unless_speaker",
+    "process_count",
+    "report_once",
+    "speaker_of",
+    "stopped_outcome",
+]
 
 #: Seconds that a failed rank waits before it ends, so that the speaking rank can print.
 _LAST_WORD_S = 5.0
 #: Kinds of causes whose rank cannot print.
 _LOST = ("gone", "late")
-#: Kinds of causes that are violations of the contract, disagreements of ranks in a step, or numbers
-#: that are not finite.
-_VIOLATIONS = ("refused", "dropped", "disagreed", "diverged")
+#: Kinds of causes that are violations of the contract, disagreements of ranks in a step, different
+#: gradients of two runs of one step, or numbers that are not finite.
+_VIOLATIONS = ("refused", "dropped", "disagreed", "differs", "diverged")
 
 
 def join_ranks(device: str, limits: Limits, *, deterministic: bool) -> Member:
@@ -86,12 +93,16 @@ def report_once(run: Callable[[], Outcome]) -> Outcome:
     except (BackendError, ScheduleError, UnusableError) as error:
         mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
+    mute_unless_speaker(failed=outcome.exit != 0, speaker=speaker_of(outcome))
+    return outcome
+
+
+def speaker_of(outcome: Outcome) -> int:
+    """The rank that prints an outcome: 0, unless that rank is lost or another one is cut off."""
     cause = outcome.data.get("cause") or {}
     lost = cause.get("rank") == 0 and cause["kind"] in _LOST
     # A rank that cannot reach the store names itself, and no other rank knows.
-    speaker = cause["rank"] if cause.get("kind") == "lost" else int(lost)
-    mute_unless_speaker(failed=outcome.exit != 0, speaker=speaker)
-    return outcome
+    return cause["rank"] if cause.get("kind") == "lost" else int(lost)
 
 
 def mute_unless_speaker(*, failed: bool, speaker: int = 0) -> None:
@@ -119,8 +130,8 @@ def stopped_outcome(cause: Cause, what: str) -> Outcome:
     """
     Return the outcome of a run that every rank stopped.
 
-    A violation has exit code 1: the contract refused, ranks disagreed, a message was skipped, or
-    the training diverged.
+    A violation has exit code 1: the contract refused, ranks disagreed, a message was skipped, two
+    runs of a step differ, or the training diverged.
     Any other stop has exit code 2: a rank raised, ended, was ended, or was late, or a connection
     broke.
 

@@ -43,7 +43,7 @@ class _BucketCollectives:
             while self.works:
                 work = self.works.pop()
                 if self.owner.host:
-                    with self.owner.waits.waiting():
+                    with self.owner.waits.waiting("reduction"):
                         work.wait(self.owner.deadline)
                 else:
                     work.wait()

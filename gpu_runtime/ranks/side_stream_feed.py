@@ -8,7 +8,7 @@ wait forever, and could not learn the cause.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import StageBackend
-from ..step.streams import SideStream
-from .pipeline import Feed
+from ..step.streams import CopyStream, SideStream
+from .feed import Feed
 
-__all__ = ["SideStreamFeed", "feed_data", "feed_for"]
+__all__ = ["SideStreamFeed", "feed_data", "feed_for", "feed_into"]
 
 #: Key of one piece of data: `inputs` or `output_gradients`, the stage, and the microbatch.
 Place = tuple[str, StageBackend, int]
@@ -37,6 +37,8 @@ class SideStreamFeed:
     def __init__(self, inner: Feed, device: torch.device) -> None:
         self.inner = inner
         self.side = SideStream(device)
+        self.device = device
+        self.copies: CopyStream | None = None  # made once a slot is filled on it
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """The inner feed's inputs, ready for the current stream."""
@@ -58,6 +60,28 @@ class SideStreamFeed:
         for tensor in given:
             tensor.record_stream(caller)
         return given
+
+    def into(
+        self,
+        put: Callable[[Sequence[Tensor]], None],
+        stage: StageBackend,
+        step: int,
+        microbatch: int,
+    ) -> None:
+        """
+        Make the inner feed's inputs, and copy them into a slot on a stream of its own.
+
+        The data are made on the side stream, so that no copy from the host waits for the slot. The
+        copying stream waits for the caller's stream, on which the slot's last tenant ran and which
+        waits for the data; the caller's stream then waits for the copy.
+        """
+        given = self.inputs(stage, step, microbatch)
+        if self.copies is None:
+            self.copies = CopyStream(self.device)
+        with self.copies.scope() as stream:
+            put(given)
+        for tensor in given:
+            tensor.record_stream(stream)
 
     def every(self, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
         """As `feed_data`, with one change of streams."""
@@ -84,6 +108,29 @@ def feed_data(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[T
     if isinstance(feed, SideStreamFeed):
         return feed.every(step, places)
     return _asked(feed, step, places)
+
+
+def feed_into(
+    feed: Feed,
+    put: Callable[[Sequence[Tensor]], None],
+    stage: StageBackend,
+    step: int,
+    microbatch: int,
+) -> None:
+    """
+    Copy a microbatch's inputs into a slot, on the feed's own stream if it has one.
+
+    Args:
+        feed: The feed.
+        put: Copies inputs into the slot, on the current stream.
+        stage: The stage.
+        step: The step.
+        microbatch: The number of the microbatch in the step's data.
+    """
+    if isinstance(feed, SideStreamFeed):
+        feed.into(put, stage, step, microbatch)
+    else:
+        put(feed.inputs(stage, step, microbatch))
 
 
 def _asked(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..backends.protocol import BackendError, StageBackend
-from .pipeline import Feed, Passage
+from .feed import Feed
+from .pipeline import Passage
 from .side_stream_feed import feed_data
 
 __all__ = ["StagedFeed"]

@@ -17,16 +17,20 @@ class WaitClock:
 
     Attributes:
         seconds: The sum so far.
+        place: While the host waits: the action that waits, and the awaited rank, -1 for all ranks.
+            Another thread may read it.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.place: tuple[str, int] | None = None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, action: str, peer: int = -1) -> Iterator[None]:
         """A context in which the host waits, also if the wait ends in an error."""
-        began = time.perf_counter()
+        began, self.place = time.perf_counter(), (action, peer)
         try:
             yield
         finally:
+            self.place = None
             self.seconds += time.perf_counter() - began

@@ -23,14 +23,18 @@ from qeffect.destination_registry import DestinationRegistry
 from qeffect.log.rank_log import RankLog
 from qeffect.schedule.actions import Kind, Schedule
 
+from ..backends.epoch_scales import moves_once
 from ..backends.protocol import BackendError, StageBackend, matrices, parameters
 from ..runtime import Runtime, RuntimeConfig
-from ..step.clipping import Clipping, Norm
+from ..step.calibration import Calibration
+from ..step.clipping import Clipping, Norm, Part, parts_of
 from ..step.memory.digests import digests
 from ..step.memory.gradient_digests import GradientDigests
-from ..step.optimizer import Optimizer
+from ..step.optimizer import Gradients, Optimizer
 from ..step.plan.rows import Row, walked
+from ..step.zero_stages import ZeroStages
 from .bounded import bounded
+from .calibration import calibrate_pipeline
 from .channels import (
     Channels,
     LostError,
@@ -41,9 +45,11 @@ from .channels import (
     transport_of,
 )
 from .consent import Consent, StoppedError, TerminatedError, wait_for
+from .double_run import DoubleRun, compared
+from .feed import Feed
 from .job import require_meeting
 from .membership import Limits, Member, agree_on, all_gather
-from .pipeline import Feed, Pipeline
+from .pipeline import Pipeline
 from .replicas import Replicas
 from .side_stream_feed import feed_for
 from .ties import Reducers, Tie, require_declared
@@ -90,6 +96,15 @@ class Worker:
         registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
         gradient_digests: Take the digest of each gradient in every step, before the update
             (`Worker.gradient_digests.values`).
+        zero_stages: Look in every step without a norm which stages have only zero gradients
+            (`Worker.zero_stages.values`); a norm has them anyway.
+        replay_every: Run every N-th step twice before its update, and stop all ranks if its
+            gradients differ (`double_run`); 0 never does. All ranks give the same.
+
+    Attributes:
+        new: Whether the first step calibrates scales that move once an epoch; a checkpoint that is
+            loaded brings its own.
+        calibration: The result of the calibration; None without one.
 
     Raises:
         ScheduleError: The table is refused, before any rank begins.
@@ -122,6 +137,8 @@ class Worker:
         ties: Sequence[Tie] = (),
         registry: DestinationRegistry | None = None,
         gradient_digests: bool = False,
+        zero_stages: bool = False,
+        replay_every: int = 0,
     ) -> None:
         self.member, self.limits = member, limits or Limits()
         self.mean, self.together = mean, together
@@ -133,6 +150,9 @@ class Worker:
             elsewhere=frozenset(place for tie in ties for place in tie.copies[1:]),
         )
         config = config or RuntimeConfig()
+        if config.weights_sum is None:
+            replicas = 1 if mean else member.world // pp
+            config = attrs.evolve(config, weights_sum=(1, max(replicas, 1)))
         table = walked(schedule, config.provisioning)
         if table.num_ranks != pp:
             raise BackendError(
@@ -167,17 +187,31 @@ class Worker:
                 config = attrs.evolve(config, reductions=(*ends, *copies))
         elif config.reductions:
             config = attrs.evolve(config, reductions=(*config.reductions, *copies))
-        self._require_one_end(config.amax)
+        self._require_one_end(config.amax, replay_every)
         self.runtime = self._runtime(build, config, event_log, registry)
+        self.clipping = attrs.evolve(self.clipping, parts=self._parts())
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         if config.mode == "one launch":
             self.optimizer.make_capturable()
         self.gradient_digests = (
             GradientDigests(self.optimizer.places, member.device) if gradient_digests else None
         )
+        self.zero_stages: ZeroStages | None = None
+        if zero_stages and not self.clipping:
+            elsewhere = self.clipping.elsewhere
+            self.zero_stages = ZeroStages(self.row.stages, member.device, elsewhere)
+        self.double: DoubleRun | None = None
+        if replay_every:
+            places = all_gather(member, compared(self.runtime, self.optimizer.places))
+            self.double = DoubleRun(
+                self.runtime, replay_every, places, member.rank, self.gradient_digests
+            )
+        self.new = True  # no step, no calibration and no checkpoint so far
+        self.calibration: Calibration | None = None
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
         self._stepping = False
+        self._until: float | None = None
         self.rank_log = self._rank_log(event_log, rank_log)
         self.pipeline = self._connect()
 
@@ -207,11 +241,11 @@ class Worker:
             log(event, name=name)
         return log
 
-    def _require_one_end(self, amax: str) -> None:
+    def _require_one_end(self, amax: str, replay_every: int) -> None:
         """Require that all ranks have the same options for the end of a step."""
-        names = "clip_norm", "skip_nonfinite", "mean", "together", "amax"
+        names = "clip_norm", "skip_nonfinite", "mean", "together", "amax", "replay_every"
         clipping = self.clipping.max_norm, self.clipping.skip_nonfinite
-        own = (*clipping, self.mean, self.together, amax)
+        own = (*clipping, self.mean, self.together, amax, replay_every)
         for rank, words in enumerate(said := all_gather(self.member, own)):
             for name, word, first in zip(names, words, said[0], strict=True):
                 if word != first:
@@ -219,6 +253,17 @@ class Worker:
                         f"{name} is {first} on rank 0 and {word} on rank {rank}; give every rank "
                         "the same"
                     )
+
+    @property
+    def _replicas(self) -> int:
+        return self.member.world // self.pp
+
+    def _parts(self) -> tuple[Part, ...]:
+        """Every part of the model, in its order: the parts of all ranks of this replica."""
+        named = {index: parameters(stage) for index, stage in self.runtime.stages.items()}
+        own = list(parts_of(named, self.clipping.elsewhere))
+        said = all_gather(self.member, own)
+        return tuple(sorted({part for rank in self.ranks for part in said[rank]}))
 
     def _runtime(
         self,
@@ -233,6 +278,12 @@ class Worker:
         except Exception as error:  # raised by the caller's code; the other ranks wait for this one
             failed = error
             problem = f"rank {self.member.rank} cannot build its stages: {_worded(error)}"
+        if stages and moves_once(stages[0].domain) and self.together and self._replicas > 2:
+            problem = (
+                f"together=True shares calls among the sums of {self._replicas} replicas, whose "
+                "order of additions then follows the cut, but the scales move once an epoch; leave "
+                "together out"
+            )
         agree_on(self.member, problem, failed)
         self._require_alike(stages, config.dtype)
         own = [
@@ -293,8 +344,8 @@ class Worker:
                 first, (wanted, other) = every[0]
                 if bits != wanted:
                     raise BackendError(
-                        f"the copies of {tie.name!r} on the ranks {first} and {rank} do not "
-                        "begin with the same bits; draw both from one seed"
+                        f"the copies of {tie.name!r} on ranks {first} and {rank} differ at the "
+                        "start; initialize both from one seed"
                     )
                 if kind != other:
                     raise BackendError(
@@ -361,12 +412,13 @@ class Worker:
             replicas=self._reduces,
             log=self.rank_log,
         )
-        self.consent.waits = self.waits
+        self.consent.waits, self.consent.until = self.waits, self._until
         feed = feed_for(self.feed, member.device)
         made = self._pipeline(
             self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping
         )
-        made.digests = self.gradient_digests
+        made.digests, made.double = self.gradient_digests, self.double
+        made.zeros = self.zero_stages
         return made
 
     @property
@@ -374,16 +426,23 @@ class Worker:
         """The norm of the last step's gradients; None if they are neither clipped nor checked."""
         return self.pipeline.norm
 
-    def step(self) -> None:
+    def step(self) -> Gradients:
         """
-        One optimizer step.
+        One optimizer step; the first of a new run calibrates epoch scales before it.
+
+        Returns:
+            The gradients that the optimizer was given, valid until the next dW.
 
         Raises:
             StoppedError: All ranks stopped, for one cause. This rank's weights have not changed;
                 after a recoverable cause no rank's have.
         """
         with self.stepping():
-            self.pipeline.step(self.optimizer)
+            runtime = self.runtime
+            if self.new and not runtime.epoch and moves_once(runtime.domain):
+                self.calibration = calibrate_pipeline(self.pipeline)
+                self.new = False
+            return self.pipeline.step(self.optimizer)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -407,6 +466,15 @@ class Worker:
     def in_step(self) -> bool:
         """Whether a step runs."""
         return self._stepping
+
+    def stop_until(self, moment: float) -> None:
+        """
+        Let a stop of this rank be over at a moment, though its limits allow more.
+
+        Args:
+            moment: In seconds of `time.monotonic`.
+        """
+        self._until = self.consent.until = moment
 
     def terminate(self, *_: object) -> None:
         """End the step with a cause, or the process if no step runs; SIGTERM's handler."""

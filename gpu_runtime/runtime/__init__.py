@@ -1,6 +1,7 @@
 """
 The runtime of one process: its configuration, its parts, and the boundaries of its epochs.
 
+* `step_mode.py`: how a step can run (`Mode`), and why it cannot be one launch.
 * `runtime_config.py`: `RuntimeConfig`, which says how a step runs (`mode`) and what it holds.
 * `assembly.py`: builds slots, gradient destinations, the contract and the executor.
 * `parts.py`: holds these parts; `performed_by` lets another performer do the physical part.
@@ -10,7 +11,8 @@ The runtime of one process: its configuration, its parts, and the boundaries of 
 
 from ..step.reductions import Reducer, Reduction
 from .runtime import Runtime
-from .runtime_config import COUNTS, MODES, Counts, Mode, RuntimeConfig, mode_on
+from .runtime_config import COUNTS, Counts, RuntimeConfig
+from .step_mode import MODES, Mode, mode_on, one_launch_obstacles, without_launches
 
 __all__ = [
     "COUNTS",
@@ -22,4 +24,6 @@ __all__ = [
     "Runtime",
     "RuntimeConfig",
     "mode_on",
+    "one_launch_obstacles",
+    "without_launches",
 ]

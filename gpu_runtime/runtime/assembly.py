@@ -16,6 +16,7 @@ from qeffect.engine.stage import OPTIONAL
 from qeffect.stage_config import Bucket, StageConfig
 from qeffect.text import shown
 
+from ..backends.epoch_scales import Scales, moves_once
 from ..backends.protocol import BackendError, StageBackend, StateDomain
 from ..step.eager import EagerExecutor, Executor, StageMemory
 from ..step.effects import StageReports
@@ -76,6 +77,8 @@ class Assembly:
             )
         self.tied = TiedWeights.of(stages, config.tied)
         self._require_shareable()
+        if moves_once(self.domain):
+            self._require_sums()
         self._require_amax()
         reduces = self._guarded_reducer is not None
         require_copies(self.stages, config.copies, config.buckets, reduces=reducer is not None)
@@ -112,6 +115,8 @@ class Assembly:
             shared = self.tied.with_sharer(stage)
             reports = StageReports.of(stage, self.relations, captured=self.config.replays_graphs)
             found[index] = StageMemory.allocate(stage, self.plan, arena, first, reports, shared)
+            if moves_once(self.domain) and self._out_of_order(index, Kind.DGRAD):
+                found[index].kept = {}
             first += self.plan.num_slots[index]
         return found
 
@@ -214,18 +219,30 @@ class Assembly:
             sends_gradient=readers and any(s.differentiable for s in stage.inputs),
             receives_input=row is not None and row.receives_input(index),
             receives_gradient=row is not None and row.receives_gradient(index),
+            copies_input=self.config.feeder is not None and self._takes_data(index),
             feeds=(self.config.feeds if row is None else row.feeds).get(index),
             reduces=self._guarded_reducer is not None,
             reports_fills=reports.filled is not None,
             reports_updates=reports.updates is not None,
             tape_scales=reports.tape_scales,
+            scales=self._scales(),
             reports_draws=reports.draws is True,
             recomputes_draws=reports.recomputes is True,
+            weights_sum=self.config.weights_sum if reports.weights else None,
             pool=self.config.pool,
             buckets=self._buckets(memory),
             buffers=buffers if "arena" in self.relations else {},
             tied=tied if "arena" in self.relations else (),
         )
+
+    def _scales(self) -> Scales:
+        """When the domain's scales move, as far as the contract is asked about them."""
+        return "epoch" if moves_once(self.domain) and "order" in self.relations else "action"
+
+    def _takes_data(self, index: int) -> bool:
+        """Whether a stage's inputs are data alone, and not the output of another stage."""
+        row = self.row
+        return row is not None and not row.receives_input(index) and index not in row.feeds.values()
 
     def _buckets(self, memory: StageMemory) -> tuple[Bucket, ...]:
         """
@@ -279,6 +296,36 @@ class Assembly:
                 "shared bucket, but this runtime reduces buckets of one stage: tie matrices of one "
                 "stage, or reduce the gradients that finalize returns"
             )
+
+    def _out_of_order(self, stage: int, kind: Kind) -> str:
+        """A stage's microbatches in the order of an action, if it is not theirs; else empty."""
+        found = self.order.microbatches(stage, kind)
+        return "" if list(found) == sorted(found) else ", ".join(map(str, found))
+
+    def _require_sums(self) -> None:
+        """
+        Refuse what would sum gradients of epoch scales in another order than that of microbatches.
+
+        Raises:
+            BackendError: The message names the table and the stage, and says what to change.
+        """
+        if self.tied.names:
+            raise BackendError(
+                f"the stages {sorted(self.tied.names)} have tied weights with one destination, "
+                "whose additions follow the mapping, but the scales move once an epoch; give "
+                "each its own parameter, and name them as copies (the ties of a Worker)"
+            )
+        if self.config.rule != "accumulate":
+            return
+        for stage in self.order.stages:
+            for kind, action in ((Kind.DGRAD, "dI"), (Kind.WGRAD, "dW")):
+                if found := self._out_of_order(stage, kind):
+                    raise BackendError(
+                        f"{self.order.source}: stage {stage} runs its {action} in the order "
+                        f"{found} of microbatches, and rule 'accumulate' adds in that order, but "
+                        "the scales move once an epoch; take rule='per_microbatch', or a table "
+                        f"with {action} in the order of microbatches"
+                    )
 
     @property
     def _guarded_reducer(self) -> Reducer | None:

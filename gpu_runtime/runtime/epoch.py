@@ -11,8 +11,10 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
+from qeffect.action_blocks import Update
 from qeffect.counts import DeviceCounts
 
+from ..backends.epoch_scales import move_scales, moves_once
 from ..backends.protocol import BackendError
 from ..step.clipping import Norm
 from ..step.optimizer import Gradients, Optimizer
@@ -224,7 +226,7 @@ class EpochRuntime(RuntimeParts):
         The contract is asked before the update, so that a refusal leaves the weights alone. If the
         optimizer raises, the weights are half updated, and no action or checkpoint is accepted
         before a `restore`. The update runs on the graph stream, behind the caller's work and before
-        the next replay.
+        the next replay. Epoch scales move with it, once, also if the norm skips the update.
 
         Args:
             optimizer: The optimizer over the same stages.
@@ -244,13 +246,17 @@ class EpochRuntime(RuntimeParts):
         late = self.config.counts_late
         counted = None if late else self.device_counts()
         try:
-            with self.contract.update(caller=caller, counted=counted), self.handoff.scope():
+            with (
+                self.contract.update(caller=caller, counted=counted) as update,
+                self.handoff.scope(),
+            ):
                 skip = self._gate() if late else None
                 scale = None if norm is None else norm.scale(self.domain.device)
                 if norm is not None and norm.skipped:
                     # Call the optimizer in any case: its first step makes its state.
                     skip = torch.ones((), device=self.domain.device)
                 optimizer.step(gradients, skip=skip, scale=scale)
+                self._move_scales(update)  # also if the norm skips the update
                 self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()
@@ -262,6 +268,33 @@ class EpochRuntime(RuntimeParts):
         self.contract.join(link)
         self.actions._leave(link)
         return self.contract.epoch
+
+    def _move_scales(self, update: Update) -> None:
+        """Move the scales of an epoch, and tell the contract."""
+        if not moves_once(self.domain):
+            return
+        reports = next(iter(self.memories.values())).reports
+        before = reports.updates()
+        move_scales(self.domain)
+        self.tell_moved(update, reports.since(before))
+
+    def tell_moved(self, update: Update, moved: int | None) -> None:
+        """
+        Tell the contract that the domain's scales moved, if they move once an epoch.
+
+        Args:
+            update: The update in flight.
+            moved: How often the backend reports that they moved.
+
+        Raises:
+            Refused: A clause of order.
+        """
+        own = self.contract.stages[0]
+        if own.scales != "epoch":
+            return
+        update.move_scales(own.stage, moved if own.reports_updates else None)
+        for memory in self.memories.values():
+            memory.reports.moved(self.contract.token(own.stage))
 
     def _abort_update(self) -> None:
         """Abort an update whose check succeeded, but whose observer raised."""
@@ -312,6 +345,16 @@ class EpochRuntime(RuntimeParts):
             TypeError, ValueError: No stage has that number, or the epoch is not a natural number.
         """
         self.contract.fail(stage, epoch)
+
+    def device_failed(self) -> None:
+        """
+        Record that the device failed, at an action that is not known.
+
+        The host does not wait for the device, so the last update may be what failed: the last
+        committed epoch counts as failed, or epoch 0 if none was committed.
+        """
+        for stage in self.memories:
+            self.fail(stage, max(self.epoch - 1, 0))
 
     def start_weights_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """

@@ -15,6 +15,7 @@ from qeffect.destination_registry import DestinationRegistry
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 
+from ..backends.epoch_scales import moves_once
 from ..backends.protocol import StageBackend
 from ..step.actions import GuardedActions
 from ..step.eager import Executor
@@ -22,7 +23,7 @@ from ..step.memory.numerical_state import Snapshot, live_state
 from ..step.performer import DevicePerformer, Performer
 from ..step.plan.order import Order
 from ..step.plan.rows import Row
-from ..step.reductions import Reducer
+from ..step.reductions import Reducer, Reductions
 from ..step.streams import Handoff, handoff_for
 from .assembly import Assembly
 from .runtime_config import RuntimeConfig
@@ -64,7 +65,9 @@ class RuntimeParts:
             into = None if event_log is True else event_log
             self.recorder = Recorder(self.contract, into, rank=rank)
         executor = assembly.executor(self.memories, handoff, self.counters)
-        self.performer: Performer = DevicePerformer(executor, handoff, order)
+        self.performer: Performer = DevicePerformer(
+            executor, handoff, order, by_microbatch=moves_once(self.domain)
+        )
         self._reductions = assembly.reductions(self.contract, self.performer, self._gradients)
         self.actions = GuardedActions(
             self.contract,
@@ -88,6 +91,11 @@ class RuntimeParts:
     def handoff(self) -> Handoff:
         """The graph stream."""
         return self.performer.handoff
+
+    @property
+    def reductions(self) -> Reductions:
+        """The reductions of the current epoch."""
+        return self._reductions
 
     @contextmanager
     def performed_by(self, performer: Performer) -> Iterator[None]:
@@ -155,7 +163,7 @@ class RuntimeParts:
         self._reductions.forget()
         self._final.clear()
         for memory in self.memories.values():
-            memory.arena.start_epoch()
+            memory.start_epoch()
 
     def take_snapshot(self) -> None:
         """Keep the current numerical state as the last commit's, for `rebuild`."""

@@ -6,8 +6,9 @@ Actions are in `qeffect.gpu_runtime.step.actions`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -124,19 +125,30 @@ class Runtime(EpochRuntime):
         self.forget_gradients()
         self.drain()
         self.contract.restore(Checkpoint(epoch, self.contract.configuration))
-        self._count_from_zero()
+        self.restart_counts()
 
-    def _count_from_zero(self) -> None:
+    def restart_counts(self) -> None:
+        """Count scaling updates and the device's actions from here, as a new epoch 0 does."""
         self._restart_reports()
         if self.counters is not None:
             with self.handoff.scope():
                 self.counters.zero()
 
     def drain(self) -> None:
-        """Wait for all device work, and tell the kernel."""
-        self.handoff.synchronize()
-        if self.domain.device.type == "cuda":
-            torch.cuda.synchronize(self.domain.device)
+        """
+        Wait for all device work, and tell the kernel.
+
+        Raises:
+            AcceleratorError: The device failed (torch's error). The contract then refuses actions
+                and checkpoints until a `restore`, as after `device_failed`.
+        """
+        try:
+            self.handoff.synchronize()
+            if self.domain.device.type == "cuda":
+                torch.cuda.synchronize(self.domain.device)
+        except torch.AcceleratorError:
+            self.device_failed()
+            raise
         self.contract.drain()
 
     def checkpoint(self) -> tuple[Checkpoint, NumericalState]:
@@ -184,14 +196,23 @@ class Runtime(EpochRuntime):
         except BaseException:
             before.into(self.domain)
             raise
-        self._count_from_zero()
+        self.restart_counts()
         for memory in self.memories.values():
             memory.table.rebuild()
         self.forget_gradients()
         self._committed.take()
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Return `evaluation_scope`, under the name of the last release."""
+        warnings.warn(
+            "Runtime.apart is now Runtime.evaluation_scope; the next release removes the old name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.evaluation_scope()
+
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def evaluation_scope(self) -> Iterator[None]:
         """
         A context between two epochs in which the backend's stages may be called directly.
 

@@ -23,16 +23,14 @@ from ..step.memory.arena import Rule
 from ..step.memory.tied_weights import Place
 from ..step.memory.weight_copies import Copies
 from ..step.plan.slots import Provisioning
+from .step_mode import MODES, Mode, walks_obstacle
 
-__all__ = ["COUNTS", "MODES", "Counts", "Mode", "RuntimeConfig", "mode_on"]
+__all__ = ["COUNTS", "Counts", "RuntimeConfig"]
 
 _T = TypeVar("_T")
 
-Mode = Literal["eager", "replays", "one launch"]
-"""How a step runs: calls of the backend, replays of one graph per action, or one graph in all."""
 Counts = Literal["commit", "next step"]
 """When the device's counts are compared with the committed actions."""
-MODES: tuple[Mode, ...] = get_args(Mode)
 COUNTS: tuple[Counts, ...] = get_args(Counts)
 
 _OLD = ("captured", "device_counts", "late_counts", "nested")
@@ -130,6 +128,9 @@ class RuntimeConfig:
         feeds: The local stage that each local stage feeds, so that a slot is kept for its reader.
         declared: Refuse any other order of F and dI than the plan's.
         callers: Names of the streams that call.
+        feeder: Name of the caller whose stream copies data into the slots of stages that take data,
+            one of `callers`; F then waits for that stream. The default, None, copies on the graph
+            stream. `Pipeline` uses it, and not in mode ``one launch``, whose graph copies.
         pool: Capture-memory pool that all slots share. Only the test that shows why sharing is
             wrong sets it; None gives every slot its own pool.
         buckets: By stage, the gradients that are reduced together: every matrix in one bucket, and
@@ -148,6 +149,10 @@ class RuntimeConfig:
             reducer, the contract's configuration then has a bucket ``amax``, without which no
             epoch commits, and the reducer needs `largest`, as in
             `qeffect.gpu_runtime.ranks.replicas`.
+
+        weights_sum: What the weights of the gradients of one epoch add up to, as (numerator,
+            denominator), for the stages whose backend reports them: (1, R) if the gradients of R
+            replicas are summed, (1, 1) otherwise. None does not check them. A `Worker` sets it.
 
     Raises:
         BackendError: `mode`, `counts` or `walks` has an unknown value, or they do not fit each
@@ -168,12 +173,14 @@ class RuntimeConfig:
     feeds: Mapping[int, int] = attrs.field(factory=dict)
     declared: bool = True
     callers: tuple[Hashable, ...] = ("main",)
+    feeder: Hashable | None = None
     pool: Hashable | None = None
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
     tied: Sequence[Sequence[Place]] = ()
     copies: Copies = attrs.field(factory=dict)
     amax: str = "replica"
+    weights_sum: tuple[int, int] | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.mode not in MODES:
@@ -199,10 +206,16 @@ class RuntimeConfig:
                 f"walks is {self.walks} and rule is {self.rule!r}: only the rule 'accumulate' adds "
                 "the gradients of several walks in the order of their dW; set rule='accumulate'"
             )
-        if self.walks > 1 and self.mode == "one launch":
+        if self.mode == "one launch" and (why := walks_obstacle(self.walks)) is not None:
+            raise BackendError(f"mode is 'one launch', but {why}, or set mode='replays'")
+        if self.feeder is not None and self.feeder not in self.callers:
             raise BackendError(
-                f"walks is {self.walks}: a step of several walks cannot be one launch; set "
-                "mode='replays', or one walk over an order of all microbatches"
+                f"feeder is {shown(self.feeder)}; expected one of callers {self.callers}: add it"
+            )
+        if self.feeder is not None and self.mode == "one launch":
+            raise BackendError(
+                f"feeder is {shown(self.feeder)}: a step as one launch copies its data in its "
+                "graph; set mode='replays', or leave feeder out"
             )
 
     @property
@@ -214,13 +227,3 @@ class RuntimeConfig:
     def counts_late(self) -> bool:
         """Whether the host learns the device's counts one step later."""
         return self.counts == "next step"
-
-
-def mode_on(device: torch.device | str, mode: Mode = "replays") -> Mode:
-    """
-    The mode that a device can run: ``eager`` on a CPU, which has no graphs.
-
-    >>> mode_on("cpu", "one launch"), mode_on("cuda:0")
-    ('eager', 'replays')
-    """
-    return "eager" if torch.device(device).type == "cpu" else mode

@@ -25,7 +25,8 @@ from qeffect.keys import Cell, TapeKey, TapeRef
 from qeffect.refusals import Refused
 from qeffect.relations.constants import RESERVED
 
-from ..backends.protocol import BackendError
+from ..backends.epoch_scales import begin_forward
+from ..backends.protocol import BackendError, StateDomain
 from .eager import StageMemory
 from .effects import UNREPORTED, Effects
 from .evaluation import evaluated
@@ -85,11 +86,15 @@ class GuardedActions:
     # The contract's columns: each action looks.
     _half_updated: list[int] = attrs.field(init=False)
     _walk: list[int] = attrs.field(init=False)
+    # The state domain, if its dropout asks for the microbatch of each F.
+    _named: StateDomain | None = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._half_updated = self.contract.memory.half_updated
         self._walk = self.contract.memory.walk
         self._versioned = "version" in self.contract.transitions.relations
+        domains = [memory.stage.domain for memory in self.memories.values()]
+        self._named = next((d for d in domains if hasattr(d, "begin_forward")), None)
         for stage, memory in self.memories.items():
             self._slots.update((slot.index, slot) for slot in memory.table)
             for m, (index, variant) in enumerate(zip(memory.slot_of, memory.variants, strict=True)):
@@ -138,6 +143,25 @@ class GuardedActions:
             Refused: A clause of ownership, version or completion.
         """
         return self.contract.reserve(key, self._place(key).index, link=self.links[caller])
+
+    def await_graph(self, caller: Hashable) -> None:
+        """Declare that a caller's stream waits for the work of the graph stream so far."""
+        self.contract.wait(self.links[caller])
+
+    def join(self, caller: Hashable) -> None:
+        """Declare that the graph stream waits for the work of a caller's stream so far."""
+        self.contract.join(self.links[caller])
+
+    def fill_inputs(self, key: TapeKey, inputs: Sequence[Tensor]) -> None:
+        """
+        Copy the inputs of a reserved key into its slot, on the current stream.
+
+        Raises:
+            BackendError: The inputs do not match what the stage takes, or the key has not reserved
+                a slot.
+        """
+        self._memory(key.stage).table.inputs.check(inputs)
+        self.performer.fill(self.input_buffers(key), inputs)
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """
@@ -233,6 +257,9 @@ class GuardedActions:
             try:
                 if inputs is not None:
                     performer.fill(slot.input_views, inputs)
+                if self._named is not None:
+                    drawn = key.microbatch + self._walk[0] * len(memory.slot_of)
+                    begin_forward(self._named, key.epoch, drawn)
                 effects = executor.forward(memory, slot)
                 if not executor.marks_tail:
                     handoff.record_tail()
@@ -269,7 +296,8 @@ class GuardedActions:
             Refused: A clause of ownership, version, order, arena, capture or completion;
                 `ownership.work-not-queued` if the library did not defer every matrix;
                 `order.scaling-updates` if the backend reports that dI did not update the
-                scales exactly once, `order.wrong-scales` if it reports another F's scales.
+                scales exactly once, `order.wrong-scales` if it reports another F's scales,
+                `epoch.other-parts` if its loss changed what it divides by.
             BackendError: The gradients do not match what the stage takes; nothing was changed.
         """
         place = self._places.get(key.cell)
@@ -290,6 +318,7 @@ class GuardedActions:
                 if output_gradients is not None:
                     performer.fill(slot.output_gradients, output_gradients)
                 queued, effects = executor.dgrad(memory, slot, memory.variants[key.microbatch])
+                memory.keep(key.microbatch, slot)
                 if not executor.marks_tail:
                     handoff.record_tail()
             except BaseException:
@@ -503,13 +532,19 @@ class GuardedActions:
         effects: Effects = UNREPORTED,
     ) -> TapeRef | None:
         """Tell the kernel what an action did; incomplete evidence fails the step."""
-        names, updates, scales, draws = effects
+        names, updates, scales, draws, weight = effects
         filled = None
         if names:  # a cast reads the weights immediately: those of the current epoch
             filled = [(name, self.contract.epoch) for name in names]
         try:
             return self.contract.commit(
-                ticket, evidence, filled=filled, updates=updates, scales=scales, draws=draws
+                ticket,
+                evidence,
+                filled=filled,
+                updates=updates,
+                scales=scales,
+                draws=draws,
+                weight=weight,
             )
         except BaseException:
             # The kernel has aborted the ticket whose evidence failed.

@@ -2,11 +2,12 @@
 The norm of an epoch's gradients and its effect on the update, with the same bits on every rank,
 whichever rank holds which stage.
 
-A stage's part is the sum of squares of its finalized and reduced gradients, in float64: each
-parameter's norm, squared, added in the order of the stage's parameters. The parts of all stages are
-added in the order of the model. The last bits of the norm therefore depend on where the model is
-cut into stages, but not on which rank holds which stage, on the schedule, or on the number of
-replicas. (On a CPU the norm of one large tensor also depends on torch's number of threads.)
+A part of a model is its embedding, one of its layers, or the rest of a stage, which is the head.
+A part's sum of squares is that of its finalized and reduced gradients, in float64: each parameter's
+norm, squared, added in the order of the stage's parameters. The sums of all parts are added in the
+order of the model. The bits of the norm therefore depend neither on where the model is cut into
+stages, nor on which rank holds which stage, on the schedule, or on the number of replicas. (On a
+CPU the norm of one large tensor depends on torch's number of threads.)
 
 A tied weight has one gradient and counts once. All replicas hold the same gradients, so together
 they count once.
@@ -15,7 +16,8 @@ they count once.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -23,7 +25,16 @@ from torch import Tensor
 
 from ..backends.protocol import BackendError
 
-__all__ = ["Clipping", "DeviceNorm", "Norm", "square_sums"]
+__all__ = ["Clipping", "DeviceNorm", "Norm", "Part", "parts_of", "square_sums"]
+
+Part = tuple[int, int]
+"""
+A part of a model: its stage, and its place there: -1 for the embedding, then each layer by its
+number in the stage, `_REST` for everything else. Parts in ascending order are in the model's order.
+"""
+
+_REST = 2**31
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 EPSILON = 1e-6
 """Added to the norm before the division, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -43,6 +54,7 @@ class Clipping:
             not finite spoils every weight, as in torch.
         elsewhere: Gradients, by stage and name, that do not count here, because another copy of
             the same weight counts.
+        parts: Every part of the model, in its order.
 
     Raises:
         BackendError: The limit is not a positive finite number.
@@ -51,6 +63,7 @@ class Clipping:
     max_norm: float | None = attrs.field(default=None)
     skip_nonfinite: bool = False
     elsewhere: frozenset[tuple[int, str]] = frozenset()
+    parts: tuple[Part, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.max_norm is not None and not (0 < self.max_norm < math.inf):
@@ -62,6 +75,11 @@ class Clipping:
         """Whether a norm is needed at all."""
         return self.max_norm is not None or self.skip_nonfinite
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stage of each part of the model."""
+        return tuple(stage for stage, _ in self.parts)
+
 
 @attrs.frozen
 class Norm:
@@ -72,28 +90,35 @@ class Norm:
         total: The norm of all stages' gradients, before clipping.
         factor: What every gradient was multiplied by, a float32 value; 1 if unchanged.
         skipped: Whether the update was skipped.
-        parts: The sum of squares of each stage, in the model's order.
+        parts: The sum of squares of each part of the model, in its order.
+        stages: The stage of each part; by default each part is a stage.
     """
 
     total: float
     factor: float
     skipped: bool
     parts: tuple[float, ...] = attrs.field(default=(), repr=False)
+    stages: tuple[int, ...] = attrs.field(
+        default=attrs.Factory(lambda self: tuple(range(len(self.parts))), takes_self=True),
+        repr=False,
+    )
 
     @property
     def zero_stages(self) -> list[int]:
         """The stages whose gradients are all zero."""
-        return [stage for stage, part in enumerate(self.parts) if part == 0.0]
+        other = {s for s, part in zip(self.stages, self.parts, strict=True) if part != 0.0}
+        return sorted(set(self.stages) - other)
 
     @property
     def nonfinite_stages(self) -> list[int]:
         """The stages with a gradient that is not finite."""
-        return [stage for stage, part in enumerate(self.parts) if not math.isfinite(part)]
+        pairs = zip(self.stages, self.parts, strict=True)
+        return sorted({stage for stage, part in pairs if not math.isfinite(part)})
 
     @classmethod
     def of(cls, parts: Sequence[float], clipping: Clipping) -> Norm:
         """
-        The norm of stages' parts, in the model's order.
+        The norm of the sums of squares of a model's parts, in the model's order.
 
         >>> Norm.of([9.0, 16.0], Clipping(max_norm=10.0))
         Norm(total=5.0, factor=1.0, skipped=False)
@@ -107,29 +132,56 @@ class Norm:
         if clipping.max_norm is not None and not skipped:
             wanted = clipping.max_norm / (total + EPSILON)
             factor = float(torch.tensor(wanted, dtype=torch.float64).clamp(max=1.0).float())
-        return cls(total, factor, skipped, tuple(parts))
+        return cls(
+            total, factor, skipped, tuple(parts), *([clipping.stages] * bool(clipping.parts))
+        )
 
     def scale(self, device: torch.device) -> Tensor | None:
         """The factor as a float32 scalar on the device; None if it is 1."""
         return None if self.factor == 1.0 else torch.full((), self.factor, device=device)
 
 
+def parts_of(
+    named: Mapping[int, Iterable[str]], elsewhere: Collection[tuple[int, str]] = ()
+) -> dict[Part, list[str]]:
+    """
+    The parts of a model, in its order, each with the names of its parameters that count.
+
+    >>> parts_of({0: ["layers.0.w", "layers.1.w", "embedding.w"], 1: ["layers.0.w", "head.w"]})
+    {(0, -1): ['embedding.w'], (0, 0): ['layers.0.w'], (0, 1): ['layers.1.w'], \
+(1, 0): ['layers.0.w'], (1, 2147483648): ['head.w']}
+
+    Args:
+        named: Names of the parameters by stage.
+        elsewhere: Parameters to leave out, by stage and name.
+    """
+    found: dict[Part, list[str]] = {}
+    for stage, names in named.items():
+        for name in names:
+            if (stage, name) in elsewhere:
+                continue
+            layer = _LAYER.match(name)
+            place = -1 if name.startswith("embedding.") else int(layer[1]) if layer else _REST
+            found.setdefault((stage, place), []).append(name)
+    return dict(sorted(found.items()))
+
+
 def square_sums(
     gradients: Mapping[int, Mapping[str, Tensor]],
     elsewhere: Collection[tuple[int, str]] = (),
-) -> dict[int, Tensor]:
+) -> dict[Part, Tensor]:
     """
-    Each stage's sum of squares, as float64 scalars on the gradients' device; no host waits.
+    Each part's sum of squares, as float64 scalars on the gradients' device; no host waits.
 
     Args:
         gradients: Finalized and reduced gradients, by stage and name, one per parameter.
         elsewhere: Gradients to leave out, by stage and name: another copy of the weight counts.
     """
-    found = {}
-    for stage, named in gradients.items():
-        own = [gradient for name, gradient in named.items() if (stage, name) not in elsewhere]
+    found: dict[Part, Tensor] = {}
+    for part, names in parts_of(gradients, elsewhere).items():
+        own = [gradients[part[0]][name] for name in names]
         each = torch._foreach_norm(own, 2, dtype=torch.float64)
-        found[stage] = torch.stack(each).square().sum()
+        found[part] = torch.stack(each).square().sum()
     return found
 
 
@@ -143,7 +195,7 @@ class DeviceNorm:
         total: The norm, a float64 scalar.
         factor: The factor, a float32 scalar.
         skip: 1 if the update must be skipped, else 0; a float32 scalar.
-        parts: The sum of squares of each stage, float64.
+        parts: The sum of squares of each part of the model, float64.
     """
 
     clipping: Clipping
@@ -153,14 +205,15 @@ class DeviceNorm:
     parts: Tensor
 
     @classmethod
-    def on(cls, device: torch.device, clipping: Clipping, stages: int) -> DeviceNorm:
-        """Allocate all four; their addresses stay the same."""
-        parts = torch.zeros(stages, dtype=torch.float64, device=device)
+    def on(cls, device: torch.device, clipping: Clipping, count: int | None = None) -> DeviceNorm:
+        """Allocate all four, for the parts of the model; their addresses stay the same."""
+        size = len(clipping.parts) if count is None else count
+        parts = torch.zeros(size, dtype=torch.float64, device=device)
         total, skip = parts.new_zeros(()), torch.zeros((), device=device)
         return cls(clipping, total, torch.ones((), device=device), skip, parts)
 
     def take(self, parts: Tensor) -> None:
-        """Compute all from the stages' parts, float64 in the model's order; no host waits."""
+        """Compute all from the parts' sums, float64 in the model's order; no host waits."""
         self.parts.copy_(parts)
         squares = parts.new_zeros(())
         for part in parts.unbind():  # one by one: a single sum call chooses its own order
@@ -178,4 +231,9 @@ class DeviceNorm:
         """All as numbers; waits for the device."""
         skipped = bool(self.skip)
         factor = 1.0 if skipped else float(self.factor)
-        return Norm(float(self.total), factor, skipped, tuple(self.parts.tolist()))
+        return self.norm_of(float(self.total), factor, skipped, self.parts.tolist())
+
+    def norm_of(self, total: float, factor: float, skipped: bool, parts: Sequence[float]) -> Norm:
+        """The norm as numbers that the host has read."""
+        stages = [self.clipping.stages] * bool(self.clipping.parts)
+        return Norm(total, factor, skipped, tuple(parts), *stages)

@@ -46,6 +46,8 @@ class StageMemory:
         all_units: Names of its units, in the order in which dI queues them.
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
         shared: Units whose destination another stage also writes.
+        kept: By microbatch, its non-matrix gradients, to be summed in the order of microbatches at
+            the end; None if `sums` adds them in dI order, which is then the same or does not count.
     """
 
     stage: StageBackend
@@ -57,6 +59,7 @@ class StageMemory:
     shared: frozenset[str] = frozenset()
     later_variants: Sequence[WgradVariant] = ()
     places: Sequence[int] = ()
+    kept: dict[int, tuple[Tensor, ...]] | None = None
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)
     all_matrices: tuple[str, ...] = attrs.field(init=False)
@@ -100,6 +103,25 @@ class StageMemory:
         """Empty the sums; part of the refresh, the stage's first action in an epoch."""
         for total in self.sums:
             total.fill_(-0.0)
+
+    def keep(self, microbatch: int, slot: Slot) -> None:
+        """Keep a microbatch's non-matrix gradients after its dI, if they are summed at the end."""
+        if self.kept is not None:
+            self.kept[microbatch] = tuple(gradient.clone() for gradient in slot.non_matrix)
+
+    def summed(self) -> list[Tensor]:
+        """The sums of the epoch's non-matrix gradients, added in order if they were kept."""
+        if self.kept is not None:
+            self.open_epoch()
+            for microbatch in sorted(self.kept):
+                torch._foreach_add_(self.sums, list(self.kept[microbatch]))
+        return self.sums
+
+    def start_epoch(self) -> None:
+        """Release what was kept of the last epoch."""
+        self.arena.start_epoch()
+        if self.kept is not None:
+            self.kept.clear()
 
     @classmethod
     def allocate(
@@ -214,12 +236,15 @@ class EagerExecutor:
         bound = memory.arena.buffers(variant.destination)
         memory.stage.bind(slot.tape, bound)
         result = memory.stage.dgrad(slot.tape, slot.output_gradients)
-        torch._foreach_add_(memory.sums, list(result.non_matrix))
+        if memory.kept is None:
+            torch._foreach_add_(memory.sums, list(result.non_matrix))
         slot.dgrads = result.inputs
         slot.non_matrix = result.non_matrix
         self._count("dI", slot.index)
         draws = result.draws if reports.source.recomputes else None
-        effects = Effects(None, reports.since(before), reports.token(result.scales), draws)
+        weight = result.weight if reports.source.weights else None
+        scales = reports.token(result.scales)
+        effects = Effects(None, reports.since(before), scales, draws, weight)
         return memory.evidence_of(result.queued), effects
 
     def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import attrs
 
+from ..backends.epoch_scales import moves_once
 from ..backends.protocol import Reports, StageBackend
 
 
@@ -22,14 +23,18 @@ class Effects(NamedTuple):
     Args:
         filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
-        scales: For dI: the kernel's token at the F whose scales dI used.
+        scales: For dI: the kernel's token at the F whose scales dI used; if they move once an
+            epoch, the token at which they had moved.
         draws: Where F, or its recomputation in dI, began to draw random numbers.
+        weight: For dI: the factor by which the microbatch's gradient is weighted, as (numerator,
+            denominator).
     """
 
     filled: tuple[str, ...] | None = None
     updates: int | None = None
     scales: int | None = None
     draws: int | None = None
+    weight: tuple[int, int] | None = None
 
 
 UNREPORTED = Effects()
@@ -45,12 +50,18 @@ class StageReports:
     that bypasses the kernel moves the backend's count but not the token; the kernel then refuses
     the next dI that reports its position.
 
+    With scales that move once an epoch, the backend counts movements. The kernel names scales by
+    the token at which they moved, and `moved` says which token that was.
+
     Args:
         source: The backend's reports.
+        once: Whether scales move once an epoch.
     """
 
     source: Reports = attrs.field(factory=Reports)
+    once: bool = False
     _start: int = 0
+    _tokens: dict[int, int] = attrs.field(factory=dict)
     _skipped: list[tuple[int, int]] = attrs.field(factory=list)
 
     @classmethod
@@ -68,21 +79,28 @@ class StageReports:
             told = attrs.evolve(told, filled=None)
         if "order" not in relations:
             told = told.without_order()
-        return cls(told)
+        return cls(told, moves_once(stage.domain))
 
     def restart(self) -> None:
         """Count from here, as the kernel does after a restore, and forget earlier fills."""
         self.take_filled()
         self._start = self.updates()
+        self._tokens = {self._start: 0}
         self._skipped.clear()
+
+    def moved(self, token: int) -> None:
+        """Scales that move once an epoch moved at this token of the kernel."""
+        self._tokens = {self.updates(): token}
 
     def pass_over(self, before: int) -> None:
         """Ignore work since the count was `before`: it was outside the kernel's actions."""
         self.take_filled()
         self._start += self.updates() - before
+        if before in self._tokens:
+            self._tokens[self.updates()] = self._tokens.pop(before)
 
     def skip(self, before: int) -> None:
-        """Ignore work since the count was `before`, while tapes refer to earlier counts."""
+        """Do not count the scaling updates since the count was `before`."""
         if ran := self.updates() - before:
             self._skipped.append((before, ran))
 
@@ -99,7 +117,9 @@ class StageReports:
         return None if self.source.updates is None else self.source.updates() - before
 
     def token(self, scales: int | None) -> int | None:
-        """The kernel's token at the F whose scales were used; None if not reported."""
+        """The kernel's token that names the scales that were used; None if not reported."""
         if self.source.tape_scales != "carried" or scales is None:
             return None
+        if self.once:
+            return self._tokens.get(scales)
         return scales - self._start - sum(ran for at, ran in self._skipped if at < scales)

@@ -60,11 +60,13 @@ class DevicePerformer:
         executor: Performs actions, eager or by graphs.
         handoff: The graph stream.
         order: The order of the step; gradients are summed in the order of its dI.
+        by_microbatch: Sum gradients in the order of microbatches instead.
     """
 
     executor: Executor
     handoff: Handoff
     order: Order
+    by_microbatch: bool = False
     _sums: dict[int, Mapping[str, Tensor]] = attrs.field(init=False, factory=dict)
 
     def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -76,9 +78,10 @@ class DevicePerformer:
         stage = memory.stage
         found = self._sums.get(stage.index)
         if found is None:
-            total = memory.arena.total(self.order.microbatches(stage.index, Kind.DGRAD))
+            order = self.order.microbatches(stage.index, Kind.DGRAD)
+            total = memory.arena.total(sorted(order) if self.by_microbatch else order)
             named = by_matrix(stage.units, total)
-            named.update(zip((p.name for p in stage.non_matrix), memory.sums, strict=True))
+            named.update(zip((p.name for p in stage.non_matrix), memory.summed(), strict=True))
             found = self._sums[stage.index] = named
         return found
 

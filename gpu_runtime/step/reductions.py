@@ -150,7 +150,7 @@ class Reductions:
         """Start a bucket's reduction; an exception of the reducer fails the reduction."""
         self.contract.start_reduction(bucket, link)
         try:
-            self._running[bucket] = self._begun(reducer, bucket)
+            self._running[bucket] = self.send(reducer, bucket)
         except BaseException:
             self.contract.fail_reduction(bucket)
             raise
@@ -164,12 +164,12 @@ class Reductions:
     def end(self, reducer: Reducer, link: int) -> None:
         """Start the remaining reductions, and wait for all of them."""
         if not self.told:
-            for bucket in self._every():
-                work = self._begun(reducer, bucket)
+            for bucket in self.every:
+                work = self.send(reducer, bucket)
                 if work is not None:
                     work.wait()
             return
-        for bucket in self._every():
+        for bucket in self.every:
             if bucket not in self._running and bucket not in self._ended:
                 self.start(reducer, bucket, link)
             if bucket in self._running and self._running[bucket] is None:
@@ -201,11 +201,13 @@ class Reductions:
         """Forget all reductions: their epoch is over, or restarts."""
         self._ended.clear()
 
-    def _every(self) -> tuple[int | str, ...]:
+    @property
+    def every(self) -> tuple[int | str, ...]:
         """All buckets in the order in which they start at the end of an epoch."""
         return (*self.buckets, *self.copies, *(() if self.scaling is None else (SCALING,)))
 
-    def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
+    def send(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
+        """Send a bucket's reduction, without the contract; None if it has already ended."""
         waited = self._waits.get(bucket, True)
         return self.performer.reduce(lambda: self._sent(reducer, bucket), waited=waited)
 

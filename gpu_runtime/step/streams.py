@@ -142,6 +142,33 @@ class SideStream:
         caller.wait_event(self._done)
 
 
+class CopyStream:
+    """
+    A stream that waits for the caller's stream, and that the caller's stream waits for.
+
+    Args:
+        device: Its device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._index = self.stream.device_index
+        self._callers = _Callers(device)
+        self._begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def scope(self) -> Iterator[Any]:
+        """Make the stream current and yield it; it begins behind the caller's work."""
+        caller = self._callers.of(_current_handle(self._index))
+        self._begun.record(caller)
+        self.stream.wait_event(self._begun)
+        with _current(self.stream, caller):
+            yield self.stream
+        self._done.record(self.stream)
+        caller.wait_event(self._done)
+
+
 @contextmanager
 def _current(stream: Any, caller: Any) -> Iterator[None]:
     """Make a stream the current one of its device."""

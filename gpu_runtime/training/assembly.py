@@ -17,7 +17,7 @@ from qeffect.schedule.actions import ScheduleError
 from ..backends.dynamic_head import library
 from ..backends.protocol import BackendError
 from ..ranks.membership import Member, agree_on, all_gather
-from ..runtime import RuntimeConfig, mode_on
+from ..runtime import RuntimeConfig, mode_on, without_launches
 from .balance import measure_times, slowest
 from .checkpoint import Checkpoints
 from .checkpoint.files import manifest, read_facts
@@ -73,6 +73,7 @@ def job_of(config: Config) -> LanguageJob:
             vocabulary=model.vocabulary,
             tied=model.tied,
             dropout=model.dropout,
+            scales=model.scales,  # type: ignore[arg-type]
             dynamic=model.head == "torchao",
             rate=Rate(
                 peak=config.optimizer.rate,
@@ -134,8 +135,8 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
         )
     if times and len(times) != layers:
         raise UnusableError(
-            f"{config.source}: [parallel] layer_times: expected one of each of {layers} layers, "
-            f"found {len(times)}"
+            f"{config.source}: [parallel] layer_times: expected one time for each of {layers} "
+            f"layers, found {len(times)}"
         )
     try:
         if times:
@@ -217,8 +218,7 @@ def measure_cut(
     if fields is None:
         own, problem = None, ""
         try:
-            mode = mode_on(member.device, parallel.mode)
-            mode = "replays" if mode == "one launch" else mode
+            mode = without_launches(mode_on(member.device, parallel.mode))
             own = measure_times(job, member.device, backend_of(config), mode=mode)
         except (BackendError, RuntimeError, ValueError) as error:
             problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"

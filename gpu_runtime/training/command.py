@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,31 @@ from typing import Any
 import attrs
 import torch
 
-from qeffect.cli.command import Outcome, Progress, refuse_unused
+from qeffect.cli.command import Outcome, Progress, end_line, refuse_unused
+from qeffect.cli.interrupts import INTERRUPTED_RUNS
 from qeffect.launched import START
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, require_place
-from qeffect.text import counted
+from qeffect.text import counted, decoded, escaped
 
 from ..backends.protocol import BackendError
 from ..ranks.attempt import UnreachableError
 from ..ranks.channels import LostError
 from ..ranks.consent import Cause, StoppedError
 from ..ranks.membership import Member, launcher_ranks
-from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
+from ..ranks.processes import (
+    join_ranks,
+    process_count,
+    report_once,
+    speaker_of,
+    stopped_outcome,
+)
 from ..report import Report, environment
 from .assembly import JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints
-from .checkpoint.files import AWAY, checkpoint_folders, checkpoint_name
+from .checkpoint.files import AWAY, checkpoint_name
 from .checkpoint.lock import FolderLock
-from .checkpoint.status import write_status
+from .checkpoint.status import facts_of_run, next_start, write_status
 from .config import Config
 from .config_file import read
 from .divergence import DivergedError, UpdateWatch
@@ -74,6 +82,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --resume: continue also from another run's checkpoint, or beside one",
     )
+    parser.add_argument(
+        "--digest",
+        action="store_true",
+        help="print one SHA-256 of parameters, moments and scales at the end; with scales = "
+        "'epoch' it is the same for every schedule and mapping",
+    )
     parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
     parser.add_argument(
         "--commit", metavar="SHA", help="commit to name in the report, outside a git checkout"
@@ -102,7 +116,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
 
     def train(run: JoinedRun) -> Outcome:
-        return _trained(run, progress, resume=args.resume, adopt=args.adopt)
+        how = {"resume": args.resume, "adopt": args.adopt, "digest": args.digest}
+        return _trained(run, progress, **how)
 
     return carry_out(args, config, train, resume=args.resume)
 
@@ -143,7 +158,7 @@ def carry_out(
         args: The options of the command: its file, `--out` and `--commit`.
         config: The run.
         train: Trains, once all ranks have met.
-        how: What was done, in the words of the report.
+        how: What was done, as the report words it.
         deterministic: Ask the libraries for deterministic kernels, also if the file does not.
         resume: Whether the run continues from a checkpoint.
 
@@ -156,43 +171,100 @@ def carry_out(
         require_place(args.out)
     require_processes(config, data.job, f"train {args.config}")
     lock = _lock(config)
+    INTERRUPTED_RUNS[:] = [partial(_interrupted, config)]
     try:
         return _carry_out(args, config, data, train, lock, how, deterministic, resume)
     except KeyboardInterrupt:
         _tell_start(config, lock, "interrupted", "SIGINT")
         raise
+    except LostError as error:
+        cause = _gone()
+        if cause is None:
+            raise _lost(config, lock, error) from error
+        return _stopped(config, lock, cause, str(args.config))
+    except UnreachableError as error:
+        raise _lost(config, lock, error) from error
     except Exception as error:
-        lost = isinstance(error, (LostError, UnreachableError))
-        _tell_start(config, lock, str(error), "lost" if lost else "error", resume=lost)
+        _tell_start(config, lock, str(error), "error", resume=False)
         raise
     finally:
         if lock is not None:
             lock.release()
 
 
+def _gone() -> Cause | None:
+    """Why a connection broke in the start, if a rank of this host has ended."""
+    found = START.gone()
+    return None if found is None else Cause("gone", found[0], None, "start", None, found[1], False)
+
+
+def _folder(config: Config) -> Path | None:
+    folder = config.checkpoint.folder
+    return config.path(folder) if folder else None
+
+
+def _stands(config: Config, text: str, kind: str, *, resume: bool = True) -> dict[str, Any]:
+    """How a run stands that ended, as the status file says it of an end in the start."""
+    run, steps = config.checkpoint.run or None, config.run.steps
+    return facts_of_run(
+        _folder(config), "ended", run=run, steps=steps, by=kind, cause=text, resume=resume
+    )
+
+
 def _tell_start(
     config: Config, lock: FolderLock | None, text: str, kind: str, *, resume: bool = True
-) -> None:
+) -> str:
     """
     Write into the status file that the run ended in its start; only the lock's owner does.
 
     Once the training has begun, the trainer tells how it ends.
+
+    Returns:
+        Whether the run may be resumed, in one line.
     """
-    if lock is None or lock.began or lock.lost():
-        return
-    folder = config.path(config.checkpoint.folder)
-    facts = {
-        "state": "ended",
-        "run": config.checkpoint.run or None,
-        "ended_by": kind,
-        "cause": text,
-        "resume": resume,
-        "step": None,
-        "steps": config.run.steps,
-        "checkpoint": next((path.name for _, path in checkpoint_folders(folder)), None),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    write_status(folder, facts)
+    facts, folder = _stands(config, text, kind, resume=resume), _folder(config)
+    if lock is not None and folder is not None and not lock.began and not lock.lost():
+        write_status(folder, facts)
+    return next_start(facts, folder)
+
+
+def _lost(config: Config, lock: FolderLock | None, error: Exception) -> UnreachableError:
+    """An error of a start that lost a connection, with whether the run may be resumed."""
+    return UnreachableError(f"{error}. {_tell_start(config, lock, str(error), 'lost')}")
+
+
+def _stopped(config: Config, lock: FolderLock | None, cause: Cause, what: str) -> Outcome:
+    """The outcome of a run that every rank stopped; the last line says whether to resume it."""
+    resume = cause.kind in RESUMABLE
+    line = _tell_start(config, lock, cause.text, cause.kind, resume=resume)
+    return _with_next_start(stopped_outcome(cause, what), line, resume=resume)
+
+
+def _with_next_start(outcome: Outcome, line: str, *, resume: bool) -> Outcome:
+    return attrs.evolve(
+        outcome, data={**outcome.data, "resume": resume}, text=[*outcome.text, line]
+    )
+
+
+def _interrupted(config: Config) -> str:
+    """Whether a run that Ctrl-C ends may be resumed, in one line."""
+    return next_start(_stands(config, "interrupted", "SIGINT"), _folder(config))
+
+
+def _say_aside(config: Config, what: str, cause: Cause, stands: Mapping[str, Any]) -> bool:
+    """Print the cause of a stop from another thread than the main one, on the rank that speaks."""
+    outcome = _with_next_start(
+        stopped_outcome(cause, what),
+        next_start(stands, _folder(config)),
+        resume=stands["resume"],
+    )
+    if launcher_ranks()[0] != speaker_of(outcome):
+        return False
+    end_line()
+    words = "\n".join(escaped(decoded(line)) for line in outcome.text)
+    said = json.dumps(outcome.record()) if "--json" in sys.argv else words
+    os.write(1, f"{said}\n".encode())
+    return True
 
 
 def _lock(config: Config) -> FolderLock | None:
@@ -230,9 +302,7 @@ def _carry_out(
     try:
         outcome = train(JoinedRun(config, data, member, what, lock))
     except (StoppedError, DivergedError) as stopped:
-        cause = stopped.cause
-        _tell_start(config, lock, cause.text, cause.kind, resume=cause.kind in RESUMABLE)
-        outcome = stopped_outcome(cause, what)
+        outcome = _stopped(config, lock, stopped.cause, what)
     except Refused as refused:
         _tell_start(config, lock, str(refused), "refused", resume=False)
         facts = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
@@ -269,7 +339,9 @@ def require_processes(config: Config, job: LanguageJob, how: str) -> None:
         )
 
 
-def _trained(run: JoinedRun, progress: Progress, *, resume: bool, adopt: bool) -> Outcome:
+def _trained(
+    run: JoinedRun, progress: Progress, *, resume: bool, adopt: bool, digest: bool
+) -> Outcome:
     config, member, what = run.config, run.member, run.what
     trainer = Trainer(
         member,
@@ -285,12 +357,15 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool, adopt: bool) -
         what += f", from step {trainer.began} on"
     if member.rank == 0:
         progress.note(what)
+    trainer.tell = partial(_say_aside, config, what)
     end: DivergedError | None = None
     try:
         trainer.run()
     except DivergedError as error:
         end = error
     record = dict(trainer.record())
+    if digest and end is None:
+        record["digest"] = trainer.digest()
     trainer.close()
     losses = trainer.losses
     lines = [what, *launch_lines(record)]
@@ -306,9 +381,16 @@ def _trained(run: JoinedRun, progress: Progress, *, resume: bool, adopt: bool) -
         f"  held out, after {counted(n, 'step')}: {loss:.4f}"
         for n, loss in trainer.evaluations.items()
     ]
+    if "digest" in record:
+        lines.append(f"  digest of parameters, moments and scales: {record['digest']}")
     if trainer.log is not None and trainer.log.ended is not None:
         lines.append(f"  the log ends before the run: {trainer.log.ended}")
     lines += skip_lines(trainer.watch)
+    if trainer.mismatches:
+        lines.append(
+            f"  MISMATCH: two runs of one step differed {counted(trainer.mismatches, 'time')}; the "
+            "step was restarted each time"
+        )
     if end is None:
         lines += _ended_early(trainer)
         return Outcome("accepted", record, lines)

@@ -15,6 +15,7 @@ import attrs
 
 from qeffect.report import UnusableError
 
+from ..backends.epoch_scales import SCALES
 from ..backends.layers import LayerConfig
 from ..ranks.membership import Limits
 from ..runtime import MODES
@@ -57,6 +58,7 @@ _TIMES = "may change; if left out, those of the checkpoint are used"
 _WEIGHTS = "may change; weights come from the checkpoint"
 _SEED = "may change; weights come from the checkpoint, and dropout draws other numbers"
 _DECAY = "may change; 0 keeps those of the run that began"
+_RULE = 'may change, except with `scales = "epoch"` of `[model]`'
 _REPLICAS = (
     'may change only if `replicas` of `[checkpoint]` is `"modulo"`, or `amax` is `"replicas"`'
 )
@@ -86,10 +88,16 @@ class Model:
             training and not in evaluations. Only the reference backend has dropout; it draws on the
             host, so a GPU needs `mode = "eager"`. Which elements are dropped follows from `seed`,
             from the replica and from the rank's first stage; a run with dropout resumes with the
-            same `pp`.
+            same `pp`. With `scales = "epoch"` it follows from `seed`, replica, layer, microbatch
+            and step, and `pp` may change.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
             layers of either backend; `torchao` takes TorchAO's `Float8Linear`, with dynamic
             scaling.
+        scales: When scales move: `action` at the end of every F and dI, as Transformer Engine does;
+            `epoch` once a step. With `epoch` the bits of training depend neither on the schedule
+            nor on the mapping onto ranks; the first step begins with walks that calibrate the
+            scales. It needs `[run] deterministic`, and a table whose dI and dW run in the order of
+            microbatches, or another `rule` than `accumulate`.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -105,6 +113,7 @@ class Model:
     tied: bool = flag(False, resume=SAME)
     dropout: float = fraction(0.0, resume=SAME)
     head: str = one_of("te", "te", "torchao", resume=SAME)
+    scales: str = one_of("action", *SCALES, resume=SAME)
 
 
 @attrs.frozen(kw_only=True)
@@ -163,7 +172,7 @@ class Parallel:
     embedding_time: float = number(0.0, unit="ms", resume=_TIMES)
     layer_times: Any = times(unit="ms", resume=_TIMES)  # noqa: RUF009 - a field of attrs
     head_time: float = number(0.0, unit="ms", resume=_TIMES)
-    rule: str = one_of("accumulate", *RULES)
+    rule: str = one_of("accumulate", *RULES, resume=_RULE)
     provisioning: str = one_of("live", *PROVISIONINGS)
     mode: Any = one_of("replays", *MODES)  # noqa: RUF009 - a field of attrs
     amax: str = one_of("replica", *AMAX, resume=SAME)
@@ -229,7 +238,8 @@ class Run:
         device: Device of every rank.
         backend: Implementation of the layers; on a CPU `auto` takes `reference`, on a GPU
             `transformer-engine`.
-        log: File for the log, in JSON lines; steps are counted from 0. Empty for no log.
+        log: File for the log, in JSON lines; must be new, or written by an earlier run. Steps are
+            counted from 0. Empty for no log.
         log_every: Steps between two collections of the losses; each step still has its own line.
         evaluate_every: Steps between two evaluations; 0 evaluates only after the last step.
         evaluate_windows: Held-out windows per evaluation.
@@ -300,8 +310,9 @@ class Checkpointing:
 @attrs.frozen(kw_only=True)
 class Waiting:
     """
-    Table `[limits]`: how long ranks wait for one another. Every wait has one of these limits; a
-    rank that waited longer ends the step with a cause.
+    Table `[limits]`: how long ranks wait for one another.
+
+    Every wait has one of these limits; a rank that waited longer ends the step with a cause.
 
     Args:
         start_s: Time for all ranks to meet, and to meet again after a stop.
@@ -327,9 +338,17 @@ class Guarding:
     Args:
         digests: Whether the log has a digest of each gradient of every step, before the update.
             `qeffect runtime bisect` compares the digests of two logs.
+        replay_every: Steps from one step that runs twice to the next. Both runs begin with the same
+            weights, scales and random numbers; the device compares digests of all gradients, and no
+            rank updates if they differ. An error that both runs share is not seen, such as a bit of
+            a weight that flipped before them. 0 runs no step twice.
+        on_mismatch: What happens if the two runs differ: `stop` ends the run with exit code 1;
+            `again` restarts the step, and ends the run after three mismatches in a row.
     """
 
     digests: bool = flag(False)
+    replay_every: int = whole(0, 0, COUNT, unit="steps")
+    on_mismatch: str = one_of("stop", "stop", "again")
 
 
 @attrs.frozen(kw_only=True)

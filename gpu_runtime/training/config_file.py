@@ -41,7 +41,8 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             allowed, or other fields leave a given field without use.
     """
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark.
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UnusableError(f"{path}: {unreadable(error)}") from None
     except ValueError as error:  # also a number of too many digits, and a NUL in the path
@@ -51,7 +52,7 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             continue
         if isinstance(value, dict):
             raise UnusableError(
-                f"{path}: there is no table [{name}]; there are {', '.join(TABLES)}"
+                f"{path}: unknown table [{name}]; expected one of {', '.join(TABLES)}"
                 f"{near(name, TABLES)}"
             )
         homes = [table for table, kind in TABLES.items() if name in attrs.fields_dict(kind)]
@@ -96,8 +97,25 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             )
     if tables["guard"].digests and not run.log:
         raise UnusableError(
-            f"{path}: [guard] digests: expected [run] log, where the digests are written, found "
-            "none; set log, or leave digests out"
+            f"{path}: [guard] digests: digests are written to [run] log, which is not set; set "
+            "log, or leave digests out"
+        )
+    if tables["guard"].replay_every and not run.deterministic:
+        raise UnusableError(
+            f"{path}: [guard] replay_every: expected [run] deterministic = true, because kernels "
+            "that are not deterministic give two runs different bits, found false; set it, or "
+            "leave replay_every out"
+        )
+    if tables["model"].scales == "epoch" and not run.deterministic:
+        raise UnusableError(
+            f"{path}: [model] scales: expected [run] deterministic = true, because kernels that "
+            "are not deterministic may give every mapping other bits, found false; set it, or "
+            "leave scales out"
+        )
+    if "on_mismatch" in given.get("guard", {}) and not tables["guard"].replay_every:
+        raise UnusableError(
+            f"{path}: [guard] on_mismatch: expected replay_every beside it, found none; leave "
+            "on_mismatch out, or set replay_every"
         )
     rates = tables["optimizer"]
     if rates.least_rate > rates.rate:
@@ -122,11 +140,16 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """
     before = current(saved)
     return [
-        f"[{table}] {name} was {before.get(table, {}).get(name)!r}, is {value!r}"
+        f"[{table}] {name} was {earlier!r}, is {value!r}"
         for table, fields in own.items()
         for name, value in fields.items()
-        if before.get(table, {}).get(name) != value
+        if (earlier := before.get(table, {}).get(name, _default(table, name))) != value
     ]
+
+
+def _default(table: str, name: str) -> Any:
+    """The default of a field that a release before it did not write."""
+    return getattr(TABLES[table](), name, None) if table in TABLES else None
 
 
 def current(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +224,7 @@ def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _
     for key, value in given.items():
         if key not in fields:
             raise UnusableError(
-                f"{path}: [{name}] {key}: there is no such field; there are {', '.join(fields)}"
+                f"{path}: [{name}] {key}: unknown field; expected one of {', '.join(fields)}"
                 f"{near(key, fields)}"
             )
         known = fields[key].metadata

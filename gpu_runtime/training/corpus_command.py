@@ -169,7 +169,7 @@ def _described(one: Mapping[str, Any], total: int) -> str:
     if one["held_out_tokens"]:
         said += f", {one['held_out_tokens']:,} held out"
     if one["empty"]:
-        said += f"; {one['empty']:,} empty ones left out"
+        said += f"; {counted(one['empty'], 'empty text')} left out"
     if one["weight"] is not None:
         times, share = one["train_tokens"] / one["tokens"], one["train_tokens"] / total
         said += f"; weight {one['weight']:g}: {times:.2f} times, {share:.1%} of the tokens"

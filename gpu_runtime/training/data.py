@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qeffect.text import counted
+
 from .corpus_digest import file_sha256
 
 __all__ = ["DataError", "Loader", "Tokens", "shuffled"]
@@ -86,7 +88,7 @@ class Tokens:
             values = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
             raise DataError(
-                f"{path}: there is no such file; make one with qeffect runtime corpus, or name "
+                f"{path}: file not found; make one with qeffect runtime corpus, or name "
                 "another file"
             ) from None
         except (OSError, ValueError, EOFError) as error:
@@ -97,8 +99,8 @@ class Tokens:
             ) from None
         if values.dtype not in _TYPES or values.ndim != 1:
             raise DataError(
-                f"{path}: expected one dimension of uint16 or uint32, found {values.ndim} "
-                f"dimensions of {values.dtype}"
+                f"{path}: expected 1 dimension of uint16 or uint32, found "
+                f"{counted(values.ndim, 'dimension')} of {values.dtype}"
             )
         if len(values) < sequence + 1:
             raise DataError(
@@ -250,7 +252,8 @@ class Loader:
             if state.get(name) != own[name]:
                 raise DataError(
                     f"{self.tokens.path}: expected {name} {state.get(name)} as in the checkpoint, "
-                    f"found {own[name]}; training would continue with different windows"
+                    f"found {own[name]}; training would continue with different windows: bring "
+                    "back what the run began with, or start a new run"
                 )
         self.position, self.step = own["position"], step
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from qeffect.renamed import old_names
 from qeffect.report import UnusableError
 from qeffect.text import near, unreadable, within
 
@@ -27,12 +28,14 @@ __all__ = [
     "TOKENIZER",
     "Bytes",
     "Encoding",
-    "Given",
+    "FileEncoding",
     "Packaged",
     "Pairs",
     "open_encoding",
     "padded",
 ]
+
+__getattr__ = old_names(__name__, {"Given": "FileEncoding"})
 
 END = "<|end|>"
 """The token after each text, in an encoding that is trained here."""
@@ -228,7 +231,7 @@ class Pairs(Packaged):
         super().__init__(made, END, "--tokenizer bpe")
 
 
-class Given(Packaged):
+class FileEncoding(Packaged):
     """
     An encoding from a file `tokenizer.json`.
 
@@ -267,12 +270,12 @@ class Given(Packaged):
         super().__init__(made, end, where, text)
 
 
-def encoding_of(name: str, end: str | None) -> Given | None:
+def encoding_of(name: str, end: str | None) -> FileEncoding | None:
     """
     Return the encoding of a file that `--tokenizer` names; None for a name of `NAMES`.
 
     Raises:
-        UnusableError: There is no such name and no such file, or `Given` refuses the file.
+        UnusableError: Neither a name of `NAMES` nor a file, or `FileEncoding` refuses the file.
     """
     if name in NAMES:
         return None
@@ -282,7 +285,7 @@ def encoding_of(name: str, end: str | None) -> Given | None:
             f"--tokenizer: expected {', '.join(NAMES)} or a file tokenizer.json, found no file "
             f"{within(name)}{near(name, NAMES)}"
         )
-    return Given(path, end)
+    return FileEncoding(path, end)
 
 
 def open_encoding(folder: Path, option: str) -> tuple[Encoding, dict[str, Any]]:
@@ -302,15 +305,16 @@ def open_encoding(folder: Path, option: str) -> tuple[Encoding, dict[str, Any]]:
         name, end = record["tokenizer"], record.get("end", END)
     except OSError as error:
         raise UnusableError(
-            f"{path}: {error.strerror or error}; name the folder that qeffect runtime corpus wrote "
-            f"with {option}"
+            f"{path}: {error.strerror or error}; with {option}, name the folder that qeffect "
+            "runtime corpus wrote"
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UnusableError(
             f"{path}: expected the record of a corpus, as qeffect runtime corpus writes it, found "
             f"something else; name the corpus with {option}"
         ) from None
-    made: Encoding = Bytes() if name == Bytes.name else Given(folder / TOKENIZER, end, "corpus")
+    made: Encoding
+    made = Bytes() if name == Bytes.name else FileEncoding(folder / TOKENIZER, end, "corpus")
     return made, record
 
 

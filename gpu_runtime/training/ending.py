@@ -3,22 +3,34 @@ How a run ends before its last step: SIGTERM, SIGUSR1 or `[run] max_seconds`.
 
 Each rank notes that it is asked. The ranks exchange these notes with their consent to a step, so
 all ranks end after the same step. Then they save, and the run ends with exit code 0.
+
+A step may be unable to end, because a rank died or hangs. The main thread then waits inside gloo,
+where Python runs no handler. So a signal also wakes a thread. If the step has not ended in time,
+the thread publishes why this rank stops, tells the cause, and ends the process with exit code 2,
+before the launcher kills it.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
 
 from qeffect.launched import START
 
+from ..ranks.bounded import bounded
+from ..ranks.causes import Cause
+from ..ranks.channels import UnansweredError
+from ..ranks.consent import TerminatedError
 from ..ranks.worker import Worker
 
-__all__ = ["REASONS", "EndRequest"]
+__all__ = ["GRACE_S", "REASONS", "EndRequest", "worst_end_s"]
 
 REASONS = ("steps", "max_seconds", "SIGUSR1", "SIGTERM")
 """What ends a run, by the number that ranks exchange; the largest wins."""
@@ -26,9 +38,31 @@ _SIGNALS = {signal.SIGUSR1: 2, signal.SIGTERM: 3}
 #: A signal within these seconds of the first is the same request: a cluster's manager signals the
 #: ranks, and so does the launcher.
 _SAME_S = 2.0
-#: A step that SIGTERM finds and that then runs so long waits for a rank that has died. torchrun
-#: kills all ranks 30 s after its SIGTERM.
-_STUCK_S = 15.0
+
+GRACE_S: Final = 30.0
+"""Seconds from torchrun's SIGTERM to its SIGKILL; Slurm and Kubernetes give as many by default."""
+#: A step that SIGTERM finds and that then runs so long waits for a rank that has died or hangs.
+_STUCK_S = 10.0
+#: An evaluation or a save that SIGTERM finds may run so long under torchrun.
+_LATEST_S = 16.0
+#: Timeout of publishing why this rank stops.
+_PUBLISH_S = 2.0
+#: The main thread, once it was woken, has so long to begin to stop.
+_BACK_S = 2.0
+#: Timeout of choosing the cause.
+_DECIDE_S = 5.0
+#: Timeout of writing the status file.
+_TELL_S = 2.0
+#: A silent rank stays so long after that, so that the one that speaks can.
+_LAST_WORD_S = 3.0
+#: A second signal gives the main thread so long to begin to stop, and the stop twice as long.
+_AT_ONCE_S = 0.5
+
+
+def worst_end_s() -> float:
+    """The most seconds from SIGTERM to the end of the process, if the store does not answer."""
+    stuck = _STUCK_S + _PUBLISH_S + _BACK_S
+    return max(stuck, _LATEST_S + _PUBLISH_S) + _DECIDE_S + _TELL_S + _LAST_WORD_S
 
 
 class EndRequest:
@@ -39,28 +73,64 @@ class EndRequest:
         worker: The rank's worker; a signal that comes again ends its step at once.
         seconds: Seconds after which the run ends; 0 for no limit.
         began: When the seconds began, by `time.monotonic`.
+        tell: Tells the cause if the main thread cannot; returns whether this rank printed it. It
+            runs in another thread.
+
+    Attributes:
+        doing: What the rank does: ``step``, ``evaluation`` or ``checkpoint``.
     """
 
-    def __init__(self, worker: Worker, seconds: float, began: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        seconds: float,
+        began: float,
+        tell: Callable[[Cause], bool] = lambda _: True,
+    ) -> None:
         self.worker, self.seconds, self.began = worker, seconds, began
+        self.doing = "step"
         self.asked = 0
+        self._tell = tell
         self._first: dict[int, float] = {}
         self._former: dict[int, Any] = {}
-        self._timer: threading.Timer | None = None
+        self._over = self._raises = False
+        self._again_by = ""  # the signal that came again
+        self._end = threading.Lock()  # of the thread that ends the process or this context
+        self._own = 0  # signals that the thread sends to the main thread
+        self._plans: list[tuple[float, Callable[[], None]]] = []
+        self._wakes: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> EndRequest:
-        if threading.current_thread() is threading.main_thread():
-            START.disarm()
-            for number in _SIGNALS:
-                self._former[number] = signal.signal(number, self._take)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        START.disarm()
+        self._wakes = os.pipe()
+        os.set_blocking(self._wakes[1], False)
+        # The thread inherits the mask: signals are for the other threads to take.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self._thread = threading.Thread(target=self._watch, name="qeffect-end", daemon=True)
+        self._thread.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.set_wakeup_fd(self._wakes[1], warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            self._former[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._wakes is None or self._thread is None:
+            return
+        with self._end:  # not while the thread ends the process
+            self._over = True
+        signal.set_wakeup_fd(-1)
+        os.write(self._wakes[1], b"\0")
+        self._thread.join()
+        for end in self._wakes:
+            os.close(end)
+        self._wakes = None
         for number, former in self._former.items():
             signal.signal(number, signal.SIG_DFL if former is None else former)
         self._former.clear()
-        if self._timer is not None:
-            self._timer.cancel()
 
     def look(self) -> int:
         """Return the number of the reason in `REASONS`; 0 if nothing asks."""
@@ -68,21 +138,131 @@ class EndRequest:
             self.asked = max(self.asked, 1)
         return self.asked
 
+    # The main thread
+
     def _take(self, number: int, _: object) -> None:
+        """Python's handler; if the main thread waits in a library, it runs after the wait."""
+        self.asked = max(self.asked, _SIGNALS[signal.Signals(number)])
+        if self._raises:
+            self._raises = False
+            self.worker.terminate()
+
+    # The thread
+
+    def _watch(self) -> None:
+        assert self._wakes is not None
+        poll = select.poll()
+        poll.register(self._wakes[0], select.POLLIN)
+        while not self._over:
+            due = min((moment for moment, _ in self._plans), default=None)
+            left = None if due is None else max(due - time.monotonic(), 0.0) * 1e3
+            if poll.poll(left):
+                for number in os.read(self._wakes[0], 64):
+                    self._hear(number)
+            now = time.monotonic()
+            ripe = [plan for plan in self._plans if plan[0] <= now]
+            self._plans = [plan for plan in self._plans if plan[0] > now]
+            for _, act in ripe:
+                with self._end:
+                    if not self._over:
+                        act()
+
+    def _hear(self, number: int) -> None:
+        """Note a signal: a first one, or one that came again."""
+        if number == signal.SIGTERM and self._own:
+            self._own -= 1
+            return
+        if number not in _SIGNALS:
+            return
         now = time.monotonic()
         first = self._first.setdefault(number, now)
         if first == now:
             self.asked = max(self.asked, _SIGNALS[signal.Signals(number)])
             if number == signal.SIGTERM and self.worker.member.world > 1:
-                self._timer = threading.Timer(_STUCK_S, self._stuck_at(self.worker.runtime.epoch))
-                self._timer.daemon = True
-                self._timer.start()
-        elif now - first >= _SAME_S:
-            self.worker.terminate()
+                self._bound(now)
+        elif now - first >= _SAME_S and not self._again_by:
+            self._again_by = signal.Signals(number).name
+            self._again(now)
 
-    def _stuck_at(self, epoch: int) -> Callable[[], None]:
-        def end() -> None:
-            if self.worker.in_step and self.worker.runtime.epoch == epoch:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def _bound(self, now: float) -> None:
+        """From a first SIGTERM on, end before the launcher's SIGKILL, whatever is awaited."""
+        self.worker.stop_until(now + _LATEST_S + _PUBLISH_S + _DECIDE_S)
+        self._plans.append((now + _STUCK_S, partial(self._end_stuck, self._place())))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self._plans.append((now + _LATEST_S, self._end_late))
 
-        return end
+    def _again(self, now: float) -> None:
+        """A signal came again: stop the main thread, or end the process if that does not run."""
+        if not self.worker.consent.claimed:
+            self.worker.stop_until(now + 2 * _AT_ONCE_S)
+            self._wake_main()
+        self._plans = [(now + _AT_ONCE_S, self._end_at_once)]
+
+    def _place(self) -> tuple[int, str]:
+        """Where the run is; it changes with each step."""
+        return self.worker.runtime.epoch, self.doing
+
+    def _end_stuck(self, place: tuple[int, str]) -> None:
+        """End a step that has not ended since SIGTERM; an evaluation or a save may go on."""
+        if self._place() != place or self.doing != "step" or self.worker.consent.claimed:
+            return
+        self._publish()
+        if not self.worker.in_step:
+            self._end_aside()
+            return
+        self._wake_main()
+        self._plans = [(time.monotonic() + _BACK_S, self._end_aside)]
+
+    def _end_late(self) -> None:
+        """End whatever has not ended since torchrun's SIGTERM."""
+        if not self.worker.consent.claimed:
+            self._publish()
+            self._end_aside()
+
+    def _end_aside(self) -> None:
+        """Tell the cause and end the process, unless the main thread has begun to."""
+        worker = self.worker
+        if worker.consent.claim("aside"):
+            said = worker.runtime.epoch, self.doing
+            self._leave(worker.consent.cause_aside(self._error(), *said, seconds=_DECIDE_S))
+
+    def _end_at_once(self) -> None:
+        """End after a second signal: with a cause of this rank alone, which waits for no other."""
+        if self.worker.consent.claim("aside"):
+            rank, (step, doing) = self.worker.member.rank, self._place()
+            waited = self.worker.waits.place
+            during = f" while it waited at {waited[0]}" if waited is not None else ""
+            text = f"rank {rank}, step {step}, {doing}: a second {self._again_by} ended it{during}"
+            self._publish(_AT_ONCE_S)
+            self._leave(Cause("ended", rank, None, doing, None, text, False, step))
+        # The main thread tells the cause; it does not get long.
+        self._plans = [(time.monotonic() + 4 * _AT_ONCE_S, partial(os._exit, 2))]
+
+    def _leave(self, cause: Cause) -> None:
+        said = True
+        with suppress(Exception):  # the process ends in any case
+            said = bounded(partial(self._tell, cause), _TELL_S)
+        if not said and not self._again_by:
+            time.sleep(_LAST_WORD_S)
+        os._exit(2)
+
+    def _publish(self, seconds: float = _PUBLISH_S) -> None:
+        epoch, doing = self._place()
+        self.worker.consent.publish(self._error(), epoch, doing, seconds=seconds)
+
+    def _error(self) -> Exception:
+        """Why this rank stops: the wait that SIGTERM found, if the main thread waits."""
+        now = time.monotonic()
+        seconds = now - self._first.get(signal.SIGTERM, now)
+        action, peer = self.worker.waits.place or (self.doing, -1)
+        if self._again_by or (self.worker.waits.place is None and self.worker.in_step):
+            return TerminatedError("the launcher ended it with SIGTERM")
+        other = "" if peer < 0 else f" with rank {peer}"
+        text = f"{action}{other} did not end within {seconds:.0f} s of SIGTERM"
+        return UnansweredError(action, peer, True, text)
+
+    def _wake_main(self) -> None:
+        """Let the main thread raise as soon as it runs Python."""
+        self._raises = True
+        self._own += 1
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

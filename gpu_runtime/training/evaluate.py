@@ -54,7 +54,7 @@ def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -
         worker.replica,
     )
     try:
-        with worker.runtime.apart():
+        with worker.runtime.evaluation_scope():
             return mean_loss(placed, job, held_out, windows)
     except LostError as error:
         raise stop(worker, error, None, at="evaluation") from None

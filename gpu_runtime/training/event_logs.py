@@ -4,7 +4,8 @@ The folder of a run's event logs: the logs of the process before stay, in a fold
 A run that resumes, or that a launcher started again, begins new event logs under the same names.
 Those that are there say what happened before the end of the former process, so they are moved to
 `before-0001`, `before-0002` and so on. A rank moves only its own files: ranks of two hosts may each
-have a folder of this name. Rank logs have their attempt in their names and stay where they are.
+have a folder of this name. The name of a rank log contains its attempt, so rank logs stay where
+they are.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Returns:
         The weights by the model's names, such as ``layers.5.qkv.weight``, on the CPU, each with the
-        shape and dtype that it was trained with; a tied weight once. And the checkpoint's facts.
+        shape and dtype that it was trained with; a tied weight once. Also the checkpoint's facts.
 
     Raises:
         BackendError: A file is missing or damaged, or the folder is not a checkpoint.

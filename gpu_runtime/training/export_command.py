@@ -25,7 +25,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of one step, .../step-00000003"
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="F", help="file of the weights, a new one"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="F",
+        help="file to write the weights to; must not exist",
     )
     parser.add_argument(
         "--to",

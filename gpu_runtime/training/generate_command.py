@@ -59,7 +59,7 @@ def run_generate(args: argparse.Namespace, progress: Progress) -> Outcome:
         UnusableError: The checkpoint or the corpus cannot be used, or an option is out of range.
     """
     if args.tokens < 1:
-        raise UnusableError(f"--tokens must be at least 1, not {args.tokens}")
+        raise UnusableError(f"--tokens must be at least 1, found {args.tokens}")
     if not 0 <= args.temperature < math.inf:
         raise UnusableError(
             f"--temperature: expected a finite number of at least 0, found {args.temperature}"

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..backends.ends import EMBEDDED, PROJECTED, Ends, cross_entropy
+from ..backends.ends import EMBEDDED, PROJECTED, Ends, LossShare, mean_cross_entropy
 from ..backends.protocol import BackendError, StageBackend
 from ..ranks.job import Job
 from ..ranks.ties import Tie
@@ -246,9 +246,10 @@ class LanguageJob(Job):
         """Set the step's learning rate."""
         optimizer.set_rate(self.rate.at(step))
 
-    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+    @property
+    def loss(self) -> LossShare:
         """A microbatch's share of the mean negative log likelihood of a step."""
-        return cross_entropy(hidden, target, self.microbatches * self.dp)
+        return LossShare(mean_cross_entropy, self.microbatches * self.dp)
 
     @property
     def windows_a_step(self) -> int:

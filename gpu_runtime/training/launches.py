@@ -18,11 +18,12 @@ from torch import Tensor
 from ..ranks.consent import StoppedError, wait_for
 from ..ranks.fallback import capture_failed
 from ..ranks.job import Batches, Job
+from ..ranks.late_faults import record_fault
 from ..ranks.membership import Member, all_gather
-from ..ranks.obstacles import first_obstacle, obstacles, obstacles_on
+from ..ranks.obstacles import first_obstacle, obstacles
 from ..ranks.one_launch import OneLaunch
 from ..ranks.worker import Worker
-from ..runtime import Mode, mode_on
+from ..runtime import Mode, mode_on, one_launch_obstacles, without_launches
 from ..step.clipping import DeviceNorm, Norm
 from .checkpoint.agreement import lost
 from .saturation import GradientScales
@@ -43,7 +44,8 @@ class StepResult:
     Args:
         losses: By microbatch; empty on a rank without the last stage.
         norm: The norm of all ranks' gradients; None if it is neither clipped nor checked.
-        saturation: With a norm, what `GradientScales.take` found on this rank.
+        saturation: What `GradientScales.take` found on this rank.
+        zeros: Without a norm, what `ZeroStages.take` found on this rank.
         times: The times of the step on this rank.
         digests: The digests of this rank's gradients, if they are kept.
     """
@@ -51,6 +53,7 @@ class StepResult:
     losses: list[float]
     norm: Norm | None
     saturation: tuple[float, int] = (0.0, 0)
+    zeros: tuple[float, ...] = ()
     digests: tuple[int, ...] = ()
     times: StepTimes = attrs.field(factory=lambda: StepTimes(0.0), eq=False)
 
@@ -70,11 +73,10 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
     """
     why = ""
     if wanted == "one launch":
-        why = first_obstacle(member, obstacles_on(member.device, job.rule, job.walks))
+        why = first_obstacle(member, one_launch_obstacles(member.device, job.rule, job.walks))
         if not why:
             return wanted, ""
-        wanted = "replays"
-    return mode_on(member.device, wanted), why
+    return mode_on(member.device, without_launches(wanted)), why
 
 
 class StepRunner:
@@ -110,6 +112,7 @@ class StepRunner:
         self._behind: dict[int, _PendingResults] = {}
         self._norms: dict[int, tuple[Norm | None, Tensor | None]] = {}
         self._digests: dict[int, Tensor] = {}
+        self._zeros: dict[int, Tensor] = {}
         self._stopwatch = Stopwatch(worker)
         self._times: dict[int, StepTimes] = {}
         self._results: dict[int, StepResult] = {}
@@ -130,6 +133,8 @@ class StepRunner:
             self._norms[epoch] = self.worker.norm, self._fall()
             if (taken := self._taken()) is not None:
                 self._digests[epoch] = taken.clone()
+            if (zeros := self._zero()) is not None:
+                self._zeros[epoch] = zeros.clone()
             return
         if self._left:
             whole.resume()
@@ -141,11 +146,11 @@ class StepRunner:
         if whole.graph is None:
             found = self.feed.losses.pop(epoch, {})
             self._behind[epoch] = _PendingResults.of(
-                found, self.worker.norm, self._fall(), self._taken()
+                found, self.worker.norm, self._fall(), self._taken(), self._zero()
             )
         else:
             self._behind[epoch] = _PendingResults.of_launch(
-                whole.feed.losses, whole.device_norm, self._fall(), self._taken()
+                whole.feed.losses, whole.device_norm, self._fall(), self._taken(), self._zero()
             )
 
     def stop(self, error: Exception) -> StoppedError:
@@ -153,6 +158,7 @@ class StepRunner:
         worker, epoch = self.worker, self.worker.runtime.epoch
         if self.whole is not None and not self._left:
             return self.whole.stop(error)
+        record_fault(worker.runtime, error, epoch, worker.member.rank)
         stopped = worker.consent.stop(error, epoch, None, 0, at="step")
         worker.runtime.abort()
         return stopped
@@ -164,6 +170,11 @@ class StepRunner:
     def _taken(self) -> Tensor | None:
         """The digests of the step that was just queued; the next step overwrites them."""
         kept = self.worker.gradient_digests
+        return None if kept is None else kept.values
+
+    def _zero(self) -> Tensor | None:
+        """Which stages have only zero gradients; the next step overwrites it."""
+        kept = self.worker.zero_stages
         return None if kept is None else kept.values
 
     @property
@@ -186,11 +197,12 @@ class StepRunner:
             losses = self.feed.losses_of(step)
             self.feed.losses.pop(step, None)
             norm, fall = self._norms.pop(step, (None, None))
-            taken = self._digests.pop(step, None)
+            taken, zeros = self._digests.pop(step, None), self._zeros.pop(step, None)
             return StepResult(
                 losses,
                 norm,
                 _saturation(() if fall is None else fall.tolist()),
+                () if zeros is None else tuple(zeros.tolist()),
                 () if taken is None else tuple(taken.tolist()),
             )
         self.launches += behind.launched
@@ -294,12 +306,14 @@ class _PendingResults:
 
     Args:
         groups: The copied scalars, grouped by dtype: the losses by microbatch; how far scales fell;
-            the digests of gradients. For a launch whose norm is checked, also the norm with the
-            stages' parts, the gradients' factor, and whether the update was skipped.
+            the digests of gradients; which stages are zero. For a launch whose norm is checked,
+            also the norm with the stages' parts, the gradients' factor, and whether the update was
+            skipped.
         held: The copies.
         done: The event.
         norm: The norm of a guarded step, which the host already has.
         launched: Whether the step was a launch.
+        looked: The norm of a launch, on the device.
     """
 
     groups: list[list[Tensor]]
@@ -307,6 +321,7 @@ class _PendingResults:
     done: Any
     norm: Norm | None
     launched: bool
+    looked: DeviceNorm | None = None
 
     @classmethod
     def of(
@@ -315,9 +330,10 @@ class _PendingResults:
         norm: Norm | None,
         fall: Tensor | None,
         digests: Tensor | None,
+        zeros: Tensor | None,
     ) -> _PendingResults:
         """Queue the copies of a guarded step on the current stream, without waiting."""
-        groups = [_in_order(losses), _each(fall), _each(digests)]
+        groups = [_in_order(losses), _each(fall), _each(digests), _each(zeros)]
         return cls._of(groups, norm, launched=False)
 
     @classmethod
@@ -327,32 +343,39 @@ class _PendingResults:
         norm: DeviceNorm | None,
         fall: Tensor | None,
         digests: Tensor | None,
+        zeros: Tensor | None,
     ) -> _PendingResults:
         """Queue the copies of a launch; the current stream must be after this launch, and before
         the next."""
         looked = [] if norm is None else [[norm.total, *norm.parts], [norm.factor, norm.skip]]
-        groups = [_in_order(losses), _each(fall), _each(digests), *looked]
-        return cls._of(groups, None, launched=True)
+        groups = [_in_order(losses), _each(fall), _each(digests), _each(zeros), *looked]
+        return cls._of(groups, None, launched=True, looked=norm)
 
     @classmethod
     def _of(
-        cls, groups: list[list[Tensor]], norm: Norm | None, *, launched: bool
+        cls,
+        groups: list[list[Tensor]],
+        norm: Norm | None,
+        *,
+        launched: bool,
+        looked: DeviceNorm | None = None,
     ) -> _PendingResults:
         held = [_place(group) for group in groups]
         _copy(held, groups)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return cls(groups, held, done, norm, launched)
+        return cls(groups, held, done, norm, launched, looked)
 
     def result(self, deadline: float) -> StepResult:
         """Wait for the event and return the results."""
         wait_for(self.done, None, deadline=deadline, grace=0.0)
-        losses, fall, digests, *looked = (one.tolist() for one in self.held)
+        losses, fall, digests, zeros, *looked = (one.tolist() for one in self.held)
         norm = self.norm
         if looked:
             (total, *parts), (factor, skip) = looked
-            norm = Norm(total, 1.0 if skip else factor, bool(skip), tuple(parts))
-        return StepResult(losses, norm, _saturation(fall), tuple(digests))
+            assert self.looked is not None
+            norm = self.looked.norm_of(total, 1.0 if skip else factor, bool(skip), parts)
+        return StepResult(losses, norm, _saturation(fall), tuple(zeros), tuple(digests))
 
 
 def _saturation(fall: Sequence[float]) -> tuple[float, int]:

@@ -110,6 +110,25 @@ def _end_last_line(path: Path) -> None:
                 file.write(b"\n")
 
 
+def _require_log(path: Path) -> None:
+    """
+    Require that lines may be appended to a file: it is new, empty, a device, or a log.
+
+    Raises:
+        UnusableError: The file holds something else, such as tokens.
+        OSError: The file cannot be read.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        first = file.read(20)
+    if first and not first.startswith(b"{"):
+        raise UnusableError(
+            f"[run] log: {path}: expected a log of JSON lines, or a new file, found a file that "
+            f"begins with {first!r}; name another file"
+        )
+
+
 class Log:
     """
     The log of a run; only rank 0 has one.
@@ -129,7 +148,7 @@ class Log:
         ended: Why the file ended before the run; None while it can be written.
 
     Raises:
-        UnusableError: The file cannot be written, or TensorBoard is not installed.
+        UnusableError: The file cannot be written or is not a log, or TensorBoard is not installed.
     """
 
     def __init__(
@@ -156,6 +175,7 @@ class Log:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                _require_log(path)
                 self._file = path.open("a", encoding="utf-8")
                 _end_last_line(path)
             except OSError as error:

@@ -65,8 +65,8 @@ class WholeModel:
             )
         if (backend := facts["must"].get("backend")) != ReferenceDomain.name:
             raise BackendError(
-                f"{path}: expected a checkpoint of the reference backend, which a CPU runs, found "
-                f"one of {backend}"
+                f"{path}: expected a checkpoint of the reference backend, because generate runs "
+                f"the model on the CPU, found one of {backend}"
             )
         known = attrs.fields_dict(Model)
         model = Model(**{name: value for name, value in given.items() if name in known})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qeffect.cli.command import needs
 from qeffect.report import UnusableError
-from qeffect.text import within
+from qeffect.text import counted, within
 
 from ..backends.protocol import BackendError, parameters
 from ..ranks.membership import agree_on, all_gather
@@ -62,7 +62,7 @@ class StartingWeights:
             raise BackendError(f"{path}: {error.strerror or error}") from None
         try:
             return cls._of_torch(path) if zipped else cls._of_safetensors(path)
-        except UnusableError:
+        except (UnusableError, BackendError):
             raise
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise _unknown(path, within(str(error), 80)) from None
@@ -167,9 +167,11 @@ def _odd(
     """Say how the file differs from the model; empty if it does not."""
     said = f"{where}: {found.path}"
     if lacking := sorted(needed - found.names):
-        return f"{said} has no {lacking[0]}, and {len(lacking)} weights are missing in all"
+        missing = f"{counted(len(lacking), 'weight')} of the model"
+        return f"{said} has no {lacking[0]}; in all it lacks {missing}"
     if further := sorted(found.names - needed):
-        return f"{said} has {further[0]}, which the model lacks, and {len(further)} such weights"
+        more = counted(len(further), "such weight")
+        return f"{said} has {further[0]}, which the model lacks; in all it has {more}"
     for name, parameter in into:
         try:
             held = found.read(name)

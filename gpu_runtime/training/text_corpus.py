@@ -115,7 +115,9 @@ class TextFile:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            self._refuse(where, f"expected UTF-8, found another byte, at byte {error.start}")
+            self._refuse(
+                where, f"expected UTF-8, found a byte that is not UTF-8, at byte {error.start}"
+            )
 
     def _refuse(self, where: str, said: str) -> NoReturn:
         raise UnusableError(f"--text {self.path}{where}: {said}")

@@ -53,7 +53,7 @@ class WeightNames:
 
     Args:
         source: Where the names come from, for messages.
-        lines: By name of ours, the other name, and whether the matrix is turned over.
+        lines: By name of ours, the other name, and whether the matrix is transposed.
     """
 
     source: str
@@ -112,7 +112,7 @@ class WeightNames:
 
     def other(self, name: str) -> tuple[str, bool]:
         """
-        Return a weight's other name, and whether it is turned over.
+        Return a weight's other name, and whether it is transposed.
 
         Raises:
             BackendError: No line names the weight.
@@ -145,7 +145,7 @@ class WeightNames:
         Return weights under their other names.
 
         Raises:
-            BackendError: As `others`, or a vector is to be turned over.
+            BackendError: As `others`, or a vector would have to be transposed.
         """
         found = {}
         for name, (theirs, turned) in self.others(weights).items():
@@ -153,7 +153,7 @@ class WeightNames:
         return found
 
     def turned(self, name: str, weight: Tensor, *, turned: bool) -> Tensor:
-        """Return a weight as the other side has it; turning twice gives the same bits."""
+        """Return a weight in the other side's layout; transposing twice restores the bits."""
         if not turned:
             return weight
         if weight.dim() != 2:

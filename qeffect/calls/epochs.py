@@ -246,6 +246,36 @@ class EpochCalls(ContractParts):
         return self._epochs.check(epoch, updater)
 
     @exclusive_call
+    def move_scales(self, stage: int, updates: int | None = None) -> None:
+        """
+        Record that the scales of a stage's domain moved in the update, once for the epoch.
+
+        Call it between the check of an update and its commit, after the movement, once for each
+        domain whose stages have ``scales="epoch"``. The commit of the update is refused, and the
+        update aborted, unless all these domains have moved, also if the update leaves the weights
+        as they are.
+
+        Args:
+            stage: Any stage of the domain.
+            updates: How often the scales moved (`StageConfig.reports_updates`).
+
+        Raises:
+            Refused: ``order.moves-outside-update``; ``order.nothing-gathered`` for a second
+                movement in one update, or for a domain whose scales move with F and dI;
+                ``order.scaling-updates``. The update is still in flight then; after a movement
+                that was too many it must be aborted.
+            TypeError, ValueError: No stage has that number.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1, scales="epoch")])
+        >>> contract.move_scales(0)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: order.moves-outside-update in move_scales: found ...
+        """
+        self._epochs.move_scales(stage, updates)
+
+    @exclusive_call
     def commit_epoch(
         self,
         epoch: int | None = None,
@@ -264,6 +294,9 @@ class EpochCalls(ContractParts):
         (`drain`). A checkpoint requires `drain`. Across processes, the caller must make the update
         a barrier.
 
+        If scales move once an epoch, use ``with contract.update() as update:`` instead, in which
+        `move_scales` has its place.
+
         Args:
             epoch, caller, counted: As in `check_update`.
 
@@ -271,6 +304,7 @@ class EpochCalls(ContractParts):
             The new epoch.
 
         Raises:
+            Refused: ``order.scales-not-moved`` if scales move once an epoch.
             Refused, TypeError, ValueError: As `check_update`.
         """
         updater = self._streams.caller("commit_epoch", caller)

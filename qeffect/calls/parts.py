@@ -4,7 +4,7 @@ What the calls of a contract share: its memory, its ledgers, and what the hot ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..arguments import Arguments
@@ -51,6 +51,8 @@ class ContractParts:
     _observer: Observer | None
     #: Whether a commit has somebody to tell: the observer, or the device's counts.
     _heard: bool
+    #: By stage, how a reported weight of a gradient is counted.
+    _weighed: Mapping[int, Callable[[Any], tuple[int, int]]]
     #: Whether a call is under way.
     _entered: bool
     #: Whether a stage shares gradient destinations with another.

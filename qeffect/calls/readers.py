@@ -47,7 +47,7 @@ class ReaderCalls(ContractParts):
         """
         Record that a caller's stream waits for the read of a stage's weights.
 
-        The caller is then the one that must finalize every stage and run the update. If the host
+        The same caller must then finalize every stage and run the update. If the host
         has seen the read finish, any caller may be named.
 
         Args:
@@ -95,7 +95,7 @@ class ReaderCalls(ContractParts):
         """
         Record that a caller's stream and the graph stream wait for the read of gradients.
 
-        The caller must be the one that finalized the stage and runs the update. Make the stage's
+        The caller must have finalized the stage, and must run the update. Make the stage's
         graph stream wait for the reader too: its next dW writes the gradients.
 
         Args:

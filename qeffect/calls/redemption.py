@@ -20,6 +20,7 @@ from ..explain import explain
 from ..keys import TapeRef, Unfrozen
 from ..refusals import Refused
 from ..relations.constants import NEVER
+from ..stage_config import UNWEIGHTED
 from ..threads import ConcurrentCallError, exclusive_call
 from ..tickets import ABORTS, COMMITS, Fills, Ticket
 from .queries import Queries
@@ -43,6 +44,7 @@ class Redemption(Queries):
         updates: int | None = None,
         scales: int | None = None,
         draws: int | None = None,
+        weight: tuple[int, int] | None = None,
     ) -> TapeRef | None:
         """
         Redeem a ticket after its physical action succeeded.
@@ -50,7 +52,8 @@ class Redemption(Queries):
         Only wrong evidence can make a commit fail: dI must have queued deferred work for every
         matrix, dW must have written every matrix exactly once, and each report that the stage is
         configured to make must have the expected value. If the evidence is wrong, the action has
-        failed: the contract aborts the action, then raises the refusal.
+        failed: the contract aborts the action, then raises the refusal. An update also fails if
+        scales that move once an epoch have not moved (`move_scales`).
 
         Args:
             ticket: What the check returned.
@@ -62,11 +65,16 @@ class Redemption(Queries):
             updates: For F, dI and an evaluation, how often the domain's scaling state was updated
                 (`StageConfig.reports_updates`).
             scales: For dI, the token at which the F ran whose scales dI used
-                (`StageConfig.tape_scales`).
+                (`StageConfig.tape_scales`); if scales move once an epoch, the token at which the
+                used ones had moved, 0 before their first movement since a restore.
             draws: For F, the position of the random generator at which F began to draw
                 (`StageConfig.reports_draws`); for dI, the position at which its recomputation
                 began (`StageConfig.recomputes_draws`). An integer of at least 0 that rises as the
                 generator advances; a caller that seeds anew adds the end of the earlier seed.
+            weight: For dI, the factor by which the microbatch's gradient is weighted, as
+                (numerator, denominator), not reduced: all weights of an epoch have one denominator
+                (`StageConfig.weights_sum`). It is the product of all factors that are applied to
+                the gradient before the update, except that of a sum over replicas.
 
         Returns:
             For F, the reference of the new tape; otherwise None.
@@ -76,7 +84,8 @@ class Redemption(Queries):
                 ``epoch.unknown-ticket``, ``ownership.work-not-queued``,
                 ``ownership.matrix-coverage``, ``version.fill-missing``, ``version.wrong-fill``,
                 ``version.fill-unasked``, ``order.scaling-updates``, ``order.wrong-scales``,
-                ``order.draws-again`` or ``order.wrong-draws``.
+                ``order.draws-again``, ``order.wrong-draws``, ``order.scales-not-moved`` or
+                ``epoch.other-parts``.
 
         >>> from qeffect import Contract, StageConfig, TapeKey
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
@@ -97,6 +106,7 @@ class Redemption(Queries):
                 if slot < 0 or (ticket.incarnation is not own and ticket.incarnation != own):
                     raise IndexError(slot)
                 names, of = NO_FILL
+                weighed = UNWEIGHTED
                 if action == "F":
                     if filled is not None and st.reports_fills[st.slot_stage[slot]] != 0:
                         names, of = sorted_fills(filled, self._epochs.current)
@@ -128,7 +138,9 @@ class Redemption(Queries):
                     moved = NEVER if updates is None else readable_count(updates)
                     used = NEVER if scales is None else readable_count(scales)
                     began = NEVER if draws is None else readable_count(draws)
-                    run(st, slot, serial, evidence, moved, used, began)
+                    if weight is not None:
+                        weighed = self._weighed[st.slot_stage[slot]](weight)
+                    run(st, slot, serial, evidence, moved, used, began, *weighed)
                 elif action == "refresh":
                     if filled is not None and st.reports_fills[slot] != 0:
                         names, of = sorted_fills(filled, self._epochs.current)
@@ -148,7 +160,7 @@ class Redemption(Queries):
                     raise IndexError(action)
             except Refused as refused:
                 counts = [printable_count(count) for count in (updates, scales, draws)]
-                given = commit_arguments(ticket, names, of, evidence, *counts)
+                given = commit_arguments(ticket, names, of, evidence, *counts, weighed=weighed)
                 explain(refused, COMMITS[action], st, given)
                 if not refused.clause.endswith("unknown-ticket"):
                     try:
@@ -163,7 +175,7 @@ class Redemption(Queries):
                     self._counted.ran(action, slot)
                 if self._observer is not None:
                     counts = [readable_count(count) for count in (updates, scales, draws)]
-                    given = commit_arguments(ticket, names, of, evidence, *counts)
+                    given = commit_arguments(ticket, names, of, evidence, *counts, weighed=weighed)
                     self._observer(COMMITS[action], given, None)
             return ref
         finally:

@@ -28,7 +28,7 @@ from .check import Check
 from .check_all import CheckAll
 from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief, end_line
 from .faults import Faults
-from .interrupts import Interrupts
+from .interrupts import INTERRUPTED_RUNS, Interrupts
 from .parsing import Parser, missing_commands
 from .plan import Plan
 from .replay import Replay
@@ -75,7 +75,7 @@ class _Version(argparse.Action):
             number = version("qeffect")
         except PackageNotFoundError:
             number = "of a source tree that is not installed"
-        print(f"qeffect {number}, commit {commit()}")
+        print(f"qeffect {number.partition('+')[0]}, commit {commit()}")
         parser.exit()
 
 
@@ -140,6 +140,8 @@ def _occupy_standard_streams() -> None:
 
 def _main(given: list[str], as_json: bool, interrupts: Interrupts) -> int:
     ending = _ending(given)
+    if ending is not None:
+        INTERRUPTED_RUNS.clear()
     if trains(given):
         START.leave()
     if ending is None and not interrupts.announced:
@@ -243,5 +245,8 @@ def _interrupted(as_json: bool) -> int:
         return int(Exit.INTERRUPTED)  # the first of torchrun's ranks says it for all
     if as_json:
         _print(json.dumps({"verdict": "interrupted"}))
-    _complain("interrupted")
+    line = "interrupted"
+    with suppress(Exception):  # a folder that cannot be read, or the run has just ended
+        line += f". {INTERRUPTED_RUNS.pop()()}"
+    _complain(line)
     return int(Exit.INTERRUPTED)

@@ -20,10 +20,12 @@ from typing import Any, Final, NoReturn
 
 from ..startup import unblock_interrupts
 
-__all__ = ["INTERRUPTED", "Interrupts", "descendants"]
+__all__ = ["INTERRUPTED", "INTERRUPTED_RUNS", "Interrupts", "descendants"]
 
 #: The exit code after SIGINT, as shells have it: 128 and the signal's number.
 INTERRUPTED: Final = 130
+INTERRUPTED_RUNS: Final[list[Callable[[], str]]] = []
+"""Each says in one line whether its run may be resumed; the last one's line is printed."""
 #: Seconds that the main thread has to unwind and to remove its unfinished files.
 _GRACE_S: Final = 1.0
 #: Wakes the main thread; by default a process ignores this signal.

@@ -1,6 +1,7 @@
 """
-``qeffect replay``: does an event log keep the contract, event by event? And do the logs of all
-ranks of a pipeline fit together? Rank logs among them go through the model of ranks.
+``qeffect replay``: check that an event log keeps the contract, event by event. With the logs of all
+ranks of a pipeline, also check that they match. Rank logs are replayed through the model of
+messages, commits and stops among ranks.
 """
 
 from __future__ import annotations

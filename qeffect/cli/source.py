@@ -288,7 +288,7 @@ def refuse_one_file(args: argparse.Namespace) -> None:
     """
     Refuse two pictures in one file, a picture that overwrites its input, and an unusable place.
 
-    Files are compared by identity, not by the spelling of their paths, and before any check.
+    Two paths to one file count as equal. This is tested before any check.
 
     Raises:
         UnusableError: --svg, --trace or --html names such a file.
@@ -318,5 +318,5 @@ def _same(one: Path, other: Path) -> bool:
         if one.resolve() == other.resolve():
             return True
         return one.exists() and other.exists() and one.samefile(other)
-    except (OSError, ValueError):  # whoever reads it says so
+    except (OSError, ValueError):  # the reader of the file reports the error
         return False

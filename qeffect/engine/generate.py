@@ -37,6 +37,7 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
         "finish_gradients_read",
         "next_walk",
         "check_update",
+        "move_scales",
         "commit_update",
         "abort_update",
         "fail",

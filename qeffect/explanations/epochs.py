@@ -86,6 +86,30 @@ def _values(column: Any) -> Any:
     return column.values() if isinstance(column, dict) else column
 
 
+def _unweighed(st: Any) -> tuple[str, str]:
+    """Say which stages' weights do not add up, and how far."""
+    entries = st.unweighed.items() if isinstance(st.unweighed, dict) else enumerate(st.unweighed)
+    odd = [(s, st.parts[s] - left, st.parts[s]) for s, left in entries if left]
+    return (
+        "weights that add up to "
+        + ", ".join(f"{sum_} of {parts} parts (stage {s})" for s, sum_, parts in odd),
+        "weights of all parts, over all walks of the epoch",
+    )
+
+
+def _parts(st: Any, a: Arguments) -> tuple[str, str]:
+    """Say in how many parts a weight was counted, and in how many the earlier ones."""
+    counted_in = st.parts[st.slot_stage[a["slot"]]]
+    return (
+        f"a weight of {a['weight']} of {counted(a['parts'], 'part')}"
+        if a["parts"] > 0
+        else "no readable weight in the report of dI",
+        f"a weight counted in {counted(counted_in, 'part')}, as the earlier ones of the epoch"
+        if counted_in
+        else "(numerator, denominator), a numerator of at least 0 over a denominator of at least 1",
+    )
+
+
 #: By clause.
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "reduction.incomplete": lambda st, a: (
@@ -134,6 +158,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"stages that are not final: {other_indices(st.final, _epoch(st, a))}",
         f"{'every stage' if 'epoch' in a else 'the stage'} finalized in epoch {_epoch(st, a)}",
     ),
+    "epoch.wrong-weights": lambda st, a: _unweighed(st),
+    "epoch.other-parts": _parts,
     "epoch.wrong-epoch": lambda st, a: (
         f"epoch {a['epoch']}",
         f"the weight epochs {st.weight_epoch}",

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..text import counted
-from .words import Arguments, Explanation, asked, domain_of, nonzero_entries, slot_of, with_skipped
+from .words import (
+    Arguments,
+    Explanation,
+    asked,
+    domain_of,
+    nonzero_entries,
+    other_indices,
+    slot_of,
+    with_skipped,
+)
 
 __all__ = ["EXPLANATIONS"]
 
@@ -18,6 +27,17 @@ def _reported(count: Any, what: str, said: str) -> str:
     if isinstance(count, str):
         return f"no readable count in the report of {what}: {count}"
     return said.format(count) if count >= 0 else f"no report of {what}"
+
+
+def _moves(st: Any, a: Arguments) -> str:
+    """Say how often an action moves the scales of its domain."""
+    if a["transition"] == "commit_evaluation":
+        wanted = 0
+    elif a["transition"] == "move_scales":
+        wanted = 1
+    else:
+        wanted = 1 - st.epoch_scales[domain_of(st, a)]
+    return f"{counted(wanted, 'scaling update')} of domain {domain_of(st, a)}"
 
 
 def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str]:
@@ -49,8 +69,24 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "order.scaling-updates": lambda st, a: (
         _reported(a["updates"], "scaling updates", "{} scaling updates"),
-        f"{0 if 'stage' in a else 1} scaling update{'s' * ('stage' in a)} of domain "
-        f"{domain_of(st, a)}",
+        _moves(st, a),
+    ),
+    "order.moves-outside-update": lambda st, a: (
+        f"a movement of the scales of domain {domain_of(st, a)} with no update in flight",
+        "a movement between the check of an update and its commit",
+    ),
+    "order.nothing-gathered": lambda st, a: (
+        f"a movement of the scales of domain {domain_of(st, a)}, "
+        + (
+            "which have moved in this update already"
+            if st.epoch_scales[domain_of(st, a)]
+            else "which move with each F and dI"
+        ),
+        "one movement for each update, of a domain whose scales move once an epoch",
+    ),
+    "order.scales-not-moved": lambda st, a: (
+        f"the commit of an update before the scales of domain {other_indices(st.gathered)} moved",
+        "one movement for each domain whose scales move once an epoch",
     ),
     "order.scales-moved": lambda st, a: (
         f"{a['key']} over live scales of the F at token {st.rolled_at[domain_of(st, a)]}",

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..evidence import printable_count, readable_count
+from ..explain import explain
+from ..refusals import Refused
+from ..relations.constants import NEVER
 from ..text import shown
 from ..tickets import Ticket, issue
 from .runner import FAILURES, Runner
@@ -146,11 +150,42 @@ class Epochs:
     def commit(self, epoch: int | None, caller: int) -> int:
         """Check and commit an update at once; return the new weight epoch."""
         runner, current = self._runner, self._named("commit_epoch", epoch)
+        if any(runner.memory.gathered):
+            self._require_moved(current, caller)
         serial = runner.apply("check_update", current, caller)
         runner.apply("commit_update", current, serial)  # a ticket in flight is never refused
         runner.tell("check_update", (current, caller), serial)
         runner.tell("commit_update", (current, serial), None)
         return current + 1
+
+    def _require_moved(self, epoch: int, caller: int) -> None:
+        """Try the check and the commit of an update over a copy of the memory."""
+        runner, trial = self._runner, self._runner.memory.copy()
+        name, given = "check_update", (epoch, caller)
+        try:
+            serial = runner.transitions.check_update(trial, *given)
+            name, given = "commit_update", (epoch, serial)
+            runner.transitions.commit_update(trial, *given)
+        except FAILURES as error:
+            raise runner.failure(error, name, given) from None
+
+    def move_scales(self, stage: int, updates: int | None) -> None:
+        """
+        Record that the scales of a stage's domain moved in the update in flight.
+
+        Raises:
+            TypeError, ValueError: No stage has that number.
+            Refused: A clause of order.
+        """
+        runner = self._runner
+        runner.arguments.stage("move_scales", stage)
+        moved = NEVER if updates is None else readable_count(updates)
+        try:
+            runner.apply("move_scales", stage, moved)
+        except Refused as refused:
+            shown_count = printable_count(updates)
+            raise explain(refused, "move_scales", runner.memory, (stage, shown_count)) from None
+        runner.tell("move_scales", (stage, moved), None)
 
     def _named(self, call: str, epoch: int | None) -> int:
         """Return the given epoch, by default the current one."""

@@ -44,7 +44,7 @@ def compare_beside(
     Compare each event log with the rank log of the same worker: commits, restores, receives.
 
     A rank may have several rank logs, for example of the runs before a resume. One of them has to
-    fit; the refusal is about the one that fits longest. An event log that names no rank is not
+    fit; the refusal is about the log that fits longest. An event log that names no rank is not
     compared.
 
     Args:
@@ -53,12 +53,12 @@ def compare_beside(
         rank_logs: The rank logs, which a replay has accepted.
 
     Returns:
-        The first difference, as a refusal; None if there is none.
+        The first difference, as a refusal; None without one.
     """
-    told: dict[int, list[_Told]] = {}
+    told: dict[int, list[_RankRecord]] = {}
     for path in rank_logs:
         lines = RankLines.read(path)
-        told.setdefault(lines.header["rank"], []).append(_Told.of(lines))
+        told.setdefault(lines.header["rank"], []).append(_RankRecord.of(lines))
     for files in logs:
         rank, moves, whole = moves_of(files)
         if rank not in told:
@@ -125,7 +125,7 @@ def _spans(
 
 
 @attrs.frozen
-class _Told:
+class _RankRecord:
     """
     What a rank log says of its worker's contract.
 
@@ -142,7 +142,7 @@ class _Told:
     closed: bool
 
     @classmethod
-    def of(cls, log: RankLines) -> _Told:
+    def of(cls, log: RankLines) -> _RankRecord:
         spans: list[_Span] = []
         receives: list[tuple[int, ...]] = []
         launched = False
@@ -206,7 +206,9 @@ class _Unlike:
         )
 
 
-def _first_unlike(name: str, spans: Sequence[_Span], whole: bool, told: _Told) -> _Unlike | None:
+def _first_unlike(
+    name: str, spans: Sequence[_Span], whole: bool, told: _RankRecord
+) -> _Unlike | None:
     """Return the first difference between an event log and a rank log of one worker."""
     others = told.spans
     if not whole:  # the log's beginning was rotated away

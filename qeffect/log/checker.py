@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ..relations.constants import NEVER
 from ..text import decoded, json_mistake, shown, within
-from .fields import CLOSING, EVENT, HEADER, OPTIONAL, Field
+from .fields import CLOSING, EVENT, HEADER, Field, present
 from .format import FIELDS, compact
 
 __all__ = ["LogError", "check_closing", "check_event", "check_header", "parse"]
@@ -78,9 +79,12 @@ def check_event(event: Mapping[str, Any], where: str) -> None:
             f"{where}, field transition: found {shown(transition)}; expected a transition"
         )
     fields = FIELDS[transition]
-    if OPTIONAL not in event:
-        fields = tuple(name for name in fields if name != OPTIONAL)
-    _check(event, fields, EVENT, f"{where}, {transition}")
+    _check(event, present(fields, event), EVENT, f"{where}, {transition}")
+    if "weight" not in event and event.get("draws") == NEVER:
+        raise LogError(
+            f"{where}, {transition}, field draws: found -1; expected an integer of at least 0, or "
+            "no field"
+        )
 
 
 def check_header(header: Mapping[str, Any], where: str) -> None:

@@ -29,7 +29,18 @@ from ..relations.constants import (
 from ..stage_config import ADDED, Bucket, StageConfig
 from ..text import is_name
 
-__all__ = ["CLOSING", "EVENT", "HEADER", "MAGIC", "MARKS", "OPTIONAL", "VERSION", "Check", "Field"]
+__all__ = [
+    "CLOSING",
+    "EVENT",
+    "HEADER",
+    "MAGIC",
+    "MARKS",
+    "OPTIONAL",
+    "VERSION",
+    "Check",
+    "Field",
+    "present",
+]
 
 MAGIC: Final = "event-log"
 VERSION: Final = 3
@@ -43,8 +54,9 @@ MARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "repeat_step": ("step",),
 }
 
-#: The last field of some lines, which a line has only if it was reported: older logs lack it.
-OPTIONAL: Final = "draws"
+#: The last fields of some lines. A line ends with the last of them that was reported (a weight with
+#: its parts), and older logs lack them.
+OPTIONAL: Final = ("draws", "weight", "parts")
 
 #: Whether a parsed value has a field's shape.
 Check = Callable[[Any], bool]
@@ -108,6 +120,8 @@ def _stage(value: Any) -> bool:
         and all(type(value[n]) is bool for n in _STAGE_FLAGS)
         and all(value.get(n, True) is True for n in _ADDED_FLAGS)
         and _natural(value.get("feeds", 0))
+        and _positive_pair(value.get("weights_sum", [1, 1]))
+        and value.get("scales", "epoch") == "epoch"
         and all(map(_natural, (value[n] for n in _STAGE_COUNTS)))
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
@@ -118,6 +132,10 @@ def _stage(value: Any) -> bool:
         and all(_names(pair) and len(pair) == 2 for pair in value["buffers"])
         and _names(value["tied"])
     )
+
+
+def _positive_pair(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and all(_natural(n) and n > 0 for n in value)
 
 
 def _bucket(value: Any) -> bool:
@@ -229,7 +247,9 @@ EVENT: Final[Mapping[str, Field]] = {
     "fill_epoch": _REPORT,
     "updates": _REPORT,
     "scales": _REPORT,
-    "draws": _NATURAL,
+    "draws": _REPORT,
+    "weight": _NATURAL,
+    "parts": _NATURAL,
     "covered": _MATRICES,
     "incarnation": _INCARNATION,
     "token": _NATURAL,
@@ -243,6 +263,19 @@ EVENT: Final[Mapping[str, Field]] = {
     "step": _NATURAL,
     "result": _NATURAL,
 }
+
+
+def present(fields: tuple[str, ...], event: Mapping[str, Any]) -> tuple[str, ...]:
+    """
+    Return the fields that a line must have: all but the optional ones after the last given one.
+
+    >>> present(("queued", "draws", "weight", "parts"), {"queued": [], "draws": 3})
+    ('queued', 'draws')
+    """
+    last = next((name for name in reversed(OPTIONAL) if name in event), None)
+    left_out = OPTIONAL if last is None else () if last != "draws" else OPTIONAL[1:]
+    return tuple(name for name in fields if name not in left_out)
+
 
 #: The fields of the header, in order, without the digest.
 HEADER: Final[Mapping[str, Field]] = {

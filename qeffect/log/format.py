@@ -108,15 +108,22 @@ COLUMNS_ADDED: Final = frozenset(
         "gradient_of",
         "reports_draws",
         "recomputes_draws",
+        "reports_weights",
+        "parts",
+        "unweighed",
         "drawn",
         "drawn_at",
         "keeper_of",
         "skipped",
         "skips",
+        "epoch_scales",
+        "gathered",
     }
 )
 #: A column that a commit did not reset in logs without the column ``skipped``.
 KEPT_BEFORE_SKIPS: Final = "forwarded"
+#: A column that a restore did not reset in logs without the column ``gathered``.
+KEPT_BEFORE_MOVES: Final = "rolled_at"
 #: Transitions that name a stage in the first version, and no link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: The second version. Its `commit_epoch` is the check and the commit of an update in one line, and
@@ -135,6 +142,7 @@ SINCE_SECOND: Final = frozenset(
         "commit_evaluation",
         "abort_evaluation",
         "check_update",
+        "move_scales",
         "commit_update",
         "abort_update",
         "fail",

@@ -27,6 +27,7 @@ from .format import (
     COLUMNS_SINCE_SECOND,
     DIGEST_BYTES,
     FIRST,
+    KEPT_BEFORE_MOVES,
     KEPT_BEFORE_SKIPS,
     OF_STAGE_IN_FIRST,
     SECOND,
@@ -257,7 +258,7 @@ class Player:
                 1,
                 f"{CONTINUES}.events",
                 f"{self.since} events",
-                f"{before.events} events in the files before",
+                f"{before.events} events in the earlier files",
             )
         if name := differing(self.contract.memory, before.contract.memory):
             raise Violation(
@@ -265,7 +266,7 @@ class Player:
                 1,
                 f"{CONTINUES}.state.{name}",
                 f"{getattr(self.contract.memory, name)}",
-                f"{getattr(before.contract.memory, name)}, the state after the files before",
+                f"{getattr(before.contract.memory, name)}, the state after the earlier files",
             )
 
     def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:
@@ -525,9 +526,10 @@ class Player:
             old = {n: digest for n, digest in told if n not in COLUMNS_OF_FIRST}
             closing = {**closing, "state": old}
         lacks = COLUMNS_ADDED - closing["state"].keys()
-        if "skipped" in lacks and KEPT_BEFORE_SKIPS in closing["state"]:
-            own = {**closing["state"], KEPT_BEFORE_SKIPS: state[KEPT_BEFORE_SKIPS]}
-            closing = {**closing, "state": own}
+        for since, kept in (("skipped", KEPT_BEFORE_SKIPS), ("gathered", KEPT_BEFORE_MOVES)):
+            if since in lacks and kept in closing["state"] and kept in state:
+                own = {**closing["state"], kept: state[kept]}
+                closing = {**closing, "state": own}
         state = {name: digest for name, digest in state.items() if name not in lacks}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:

@@ -49,12 +49,17 @@ def spelling(transition: str) -> Callable[[str], Any]:
     fields = "".join(
         f',"transition":"{transition}"'
         if name == "transition"
-        else f'(?:,"{name}":{EVENT[name].spelled})?'
-        if name == OPTIONAL
         else f',"{name}":{EVENT[name].spelled}'
         for name in FIELDS[transition]
+        if name not in OPTIONAL
     )
-    return re.compile(rf"\{{{fields[1:]}\}}").fullmatch
+    reports = [
+        rf',"{name}":{EVENT[name].spelled}' for name in FIELDS[transition] if name in OPTIONAL
+    ]
+    # Without a weight after them, draws that were not reported have no field.
+    alone = f',"draws":{EVENT["weight"].spelled}'
+    last = f"(?:{alone}{'|' + ''.join(reports) if reports[1:] else ''})?" if reports else ""
+    return re.compile(rf"\{{{fields[1:]}{last}\}}").fullmatch
 
 
 #: How to apply a transition: the test of its line's spelling, its function, the positions to check
@@ -68,10 +73,10 @@ Plan = tuple[
 ]
 
 
-def _unreported(function: Any) -> Callable[..., Any]:
-    """Return a transition whose last argument is `NEVER` where a line lacks it."""
+def _unreported(function: Any, optional: int) -> Callable[..., Any]:
+    """Return a transition whose optional arguments are `NEVER` where a line lacks them."""
     parts = function.__code__, function.__globals__, function.__name__
-    return FunctionType(*parts, (NEVER,), function.__closure__)
+    return FunctionType(*parts, (NEVER,) * optional, function.__closure__)
 
 
 class Converters:
@@ -122,8 +127,8 @@ class Converters:
         }
         functions: dict[str, Callable[..., Any]] = dict(self.contract.transitions.functions)
         for name, parameters in TRANSITIONS.items():
-            if OPTIONAL in parameters:
-                functions[name] = _unreported(functions[name])
+            if optional := sum(parameter in OPTIONAL for parameter in parameters):
+                functions[name] = _unreported(functions[name], optional)
         functions["restore"] = self.restore
         if former:
             functions["check_update"] = self.commit_epoch
@@ -151,7 +156,7 @@ class Converters:
 
     def commit_epoch(self, st: Any, epoch: int, caller: int) -> int:
         """
-        Check and commit an update, as one line of a former version does, which took no ticket.
+        Check and commit an update that an earlier version logged: in one line, without a ticket.
 
         Raises:
             Refused: By the check.
@@ -222,7 +227,7 @@ class Converters:
         }
         names = {**TRANSITIONS, **MARKS}[event["transition"]]
         return tuple(
-            NEVER if name == OPTIONAL and name not in event else slow.get(name, int)(event[name])
+            NEVER if name in OPTIONAL and name not in event else slow.get(name, int)(event[name])
             for name in names
         )
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final
 from ..configuration import write_destinations
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
+from ..relations.constants import NEVER
 from ..steps import RecordedStep, Recording
 from ..text import shown
 from .fields import MARKS, OPTIONAL
@@ -26,6 +27,9 @@ from .format import DIGEST_BYTES, FIELDS, KEPT_STEPS, compact, describe, fingerp
 from .rotation import CONTINUES, Rotation, columns_of
 
 __all__ = ["Recorder", "seal"]
+
+#: Transitions whose last fields are left out where nothing was reported.
+_REPORTS: Final = frozenset(name for name, fields in FIELDS.items() if fields[-1] in OPTIONAL)
 
 
 def seal(body: str, chain: blake2b) -> str:
@@ -127,9 +131,13 @@ class Recorder:
         """Record one accepted transition; the contract calls this."""
         self.events += 1
         body = f'{{"seq":{self.events},"transition":"{transition}"'
-        for name, value in zip(FIELDS[transition][2:], arguments, strict=False):
-            if name == OPTIONAL and value < 0:
-                continue
+        last = len(arguments)
+        if transition in _REPORTS:
+            while (
+                last and arguments[last - 1] == NEVER and FIELDS[transition][last + 1] in OPTIONAL
+            ):
+                last -= 1
+        for name, value in zip(FIELDS[transition][2:], arguments[:last], strict=False):
             if name == "destination":
                 body += f',"destination":{self._destination(arguments[0], value)}'
             else:

@@ -41,7 +41,7 @@ class RepeatError(Exception):
 
 
 @frozen
-class _Kept:
+class _StepRecord:
     """A recorded step: the memory before it, and its transitions."""
 
     start: Memory
@@ -73,7 +73,7 @@ class StepReplay:
         self._seq = seq
         self._began = 0
         self._start: Memory | None = None
-        self._steps: dict[int, _Kept] = {}
+        self._steps: dict[int, _StepRecord] = {}
 
     def functions(self) -> dict[str, Callable[..., None]]:
         """Return what applies each line about a step."""
@@ -135,7 +135,7 @@ class StepReplay:
             raise RepeatError(
                 "log.step", "a step that cannot recur is kept", "one update and no restart"
             )
-        self._steps[began] = _Kept(start, events)
+        self._steps[began] = _StepRecord(start, events)
         for old in [*self._steps][:-KEPT_STEPS]:
             del self._steps[old]
 

@@ -53,6 +53,7 @@ CONFIG = {
     "input_of": Column("cell", "cell", None),  # the cell whose F makes its input, or itself
     "gradient_of": Column("cell", "cell", None),  # the cell whose dI makes its gradient, or itself
     "declared": Column("domain", "flag", None),  # 1: the order of F and dI is declared
+    "epoch_scales": Column("domain", "flag", None),  # 1: scales move once an epoch
     "forward_at": Column("cell", "int", None),  # declared position of the cell's F
     "dgrad_at": Column("cell", "int", None),  # declared position of the cell's dI
     "destination_of": Column("cell", "opaque", None),
@@ -70,6 +71,7 @@ CONFIG = {
     "carried_scales": Column("stage", "flag", None),  # 1: dI reports whose F's scales it used
     "reports_draws": Column("stage", "flag", None),  # 1: F reports where it began to draw
     "recomputes_draws": Column("stage", "flag", None),  # 1: dI reports it of the recomputed F
+    "reports_weights": Column("stage", "flag", None),  # 1: dI reports its gradient's weight
     "stage_at": Column("bucket", "stage", None),  # the stage whose gradients the bucket holds
     "tied_at": Column("bucket", "stage", None),  # the other stage that writes it, or itself
     "reduce_at": Column("bucket", "int", None),  # declared place of the reduction

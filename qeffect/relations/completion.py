@@ -196,7 +196,7 @@ def check_dgrad_guards(st: State, key, ref, token, link):
         raise Refused("completion.transfer-to-graph")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws, weight, parts):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     replay = st.replays[d] + 1

@@ -14,7 +14,8 @@ from .constants import NEVER, State
 #: are the last epoch in which a stage was spoiled or finalized. ``optimizing`` is the ticket of the
 #: update in flight, or 0; ``half_updated`` is 1 from a failed update, or a late fault of an epoch
 #: whose update began, until the next restore. ``evaluating`` is the ticket of a stage's evaluation
-#: in flight, or 0.
+#: in flight, or 0. The weights of a stage's dI are counted in ``parts``, 0 before the first of the
+#: epoch; ``unweighed`` is how many of them no dI of the epoch had yet.
 #:
 #: While an update is in flight, every action of the epoch ran. So other clauses refuse each F, dI
 #: and dW. A refresh and a bind need guards here, for a stage that leaves out order or the arena.
@@ -27,6 +28,8 @@ STATE = {
     "optimizing": Column("one", "ticket"),
     "half_updated": Column("one", "flag"),
     "evaluating": Column("stage", "ticket"),
+    "parts": Column("stage"),
+    "unweighed": Column("stage"),
 }
 
 
@@ -57,6 +60,20 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
 def check_dgrad_guards(st: State, key, ref, token, link):
     if st.half_updated[0] != 0:
         raise Refused("epoch.half-updated")
+
+
+def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws, weight, parts):
+    s = st.slot_stage[slot]
+    if st.reports_weights[s] != 0 and (parts <= 0 or (st.parts[s] != 0 and parts != st.parts[s])):
+        raise Refused("epoch.other-parts")
+
+
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws, weight, parts):
+    s = st.slot_stage[slot]
+    if st.reports_weights[s] != 0:
+        # The first dI of the epoch adds all its parts, a later one none.
+        st.unweighed[s] = st.unweighed[s] + (parts - st.parts[s]) - weight
+        st.parts[s] = parts
 
 
 def check_wgrad_guards(st: State, key, ref, link, destination, first):
@@ -213,6 +230,8 @@ def check_update_guards(st: State, epoch, caller):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
+    if not st.every(st.unweighed, 0):
+        raise Refused("epoch.wrong-weights")
 
 
 def check_update_writes(st: State, epoch, caller):
@@ -232,6 +251,7 @@ def commit_update_writes(st: State, epoch, ticket):
     st.fill(st.weight_epoch, epoch + 1)
     st.walk[0] = 0
     st.fill(st.wgrads, 0)
+    st.fill(st.parts, 0)
 
 
 def abort_update_guards(st: State, epoch, ticket):
@@ -270,6 +290,8 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.weight_epoch, epoch)
     st.walk[0] = 0
     st.fill(st.wgrads, 0)
+    st.fill(st.parts, 0)
+    st.fill(st.unweighed, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)
     st.half_updated[0] = 0

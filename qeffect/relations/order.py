@@ -11,9 +11,12 @@ from .constants import NEVER, State
 
 #: ``busy`` is the serial of the F, dI, refresh or evaluation in flight on a domain, or 0;
 #: ``position`` counts the updates of this walk, and ``dgrads`` its dI with those left out;
-#: ``forwards`` counts the F of the epoch. ``scaled_at`` is the token at which a tape's F ran,
-#: ``rolled_at`` the token at which the domain's latest F ran. ``drawn_at`` is the position of the
-#: random generator at which a tape's F began to draw, ``drawn`` that of the domain's latest F.
+#: ``forwards`` counts the F of the epoch. ``rolled_at`` is the token at which the domain's scales
+#: moved last: with its latest F, or in an update; ``scaled_at`` is its value for a tape's F.
+#: ``drawn_at`` is the position of the random generator at which a tape's F began to draw, ``drawn``
+#: that of the domain's latest F.
+#: ``gathered`` is 1 from an F of a domain whose scales move once an epoch until they move; every
+#: dI comes in between.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),
@@ -25,6 +28,7 @@ STATE = {
     "rolled_at": Column("domain"),
     "drawn_at": Column("slot", initial=NEVER),
     "drawn": Column("domain", initial=NEVER),
+    "gathered": Column("domain", "flag"),
 }
 
 
@@ -107,7 +111,7 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
 def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates, draws):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    if st.reports_updates[s] != 0 and updates != 1:
+    if st.reports_updates[s] != 0 and updates + st.epoch_scales[d] != 1:
         raise Refused("order.scaling-updates")
     if st.reports_draws[s] != 0 and draws <= st.drawn[d]:
         raise Refused("order.draws-again")
@@ -117,8 +121,12 @@ def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates, 
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     st.busy[d] = 0
-    st.scaled_at[slot] = st.token[d]
-    st.rolled_at[d] = st.token[d]
+    if st.epoch_scales[d] != 0:
+        st.gathered[d] = 1
+        st.scaled_at[slot] = st.rolled_at[d]
+    else:
+        st.scaled_at[slot] = st.token[d]
+        st.rolled_at[d] = st.token[d]
     st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
@@ -157,9 +165,10 @@ def check_dgrad_writes(st: State, key, ref, token, link):
     st.busy[d] = ticket
 
 
-def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws):
+def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws, weight, parts):
     s = st.slot_stage[slot]
-    if st.reports_updates[s] != 0 and updates != 1:
+    d = st.domain_of[s]
+    if st.reports_updates[s] != 0 and updates + st.epoch_scales[d] != 1:
         raise Refused("order.scaling-updates")
     if st.carried_scales[s] != 0 and scales != st.scaled_at[slot]:
         raise Refused("order.wrong-scales")
@@ -167,7 +176,7 @@ def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws)
         raise Refused("order.wrong-draws")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws, weight, parts):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     st.busy[d] = 0
@@ -208,6 +217,27 @@ def next_walk_writes(st: State, epoch):
     st.fill(st.dgrads, 0)
 
 
+def move_scales_guards(st: State, stage, updates):
+    d = st.domain_of[stage]
+    if st.optimizing[0] == 0:
+        raise Refused("order.moves-outside-update")
+    if st.gathered[d] == 0:
+        raise Refused("order.nothing-gathered")
+    if st.reports_updates[stage] != 0 and updates != 1:
+        raise Refused("order.scaling-updates")
+
+
+def move_scales_writes(st: State, stage, updates):
+    d = st.domain_of[stage]
+    st.gathered[d] = 0
+    st.rolled_at[d] = st.token[d]
+
+
+def commit_update_before_persistence_guards(st: State, epoch, ticket):
+    if not st.every(st.gathered, 0):
+        raise Refused("order.scales-not-moved")
+
+
 def commit_update_writes(st: State, epoch, ticket):
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)
@@ -226,3 +256,5 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)
     st.fill(st.drawn, NEVER)
+    st.fill(st.rolled_at, 0)
+    st.fill(st.gathered, 0)

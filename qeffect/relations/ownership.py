@@ -227,7 +227,7 @@ def check_dgrad_writes(st: State, key, ref, token, link):
     st.held[slot] = ticket
 
 
-def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws):
+def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws, weight, parts):
     s = st.slot_stage[slot]
     mask = st.consumers[slot]
     held = st.held[slot]
@@ -237,7 +237,7 @@ def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales, draws)
         raise Refused("ownership.work-not-queued")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales, draws, weight, parts):
     mask = st.consumers[slot]
     st.consumers[slot] = mask & ~DGRAD_BIT
     st.held[slot] = 0

@@ -11,8 +11,8 @@ is received long before its forward. The rank's row then runs as in a runtime:
 - receives are posted into slots and end when their computation begins;
 - a send is a reader of the tape that it sends, and ends where the table awaits it, or at once in a
   table that awaits none;
-- gradients are finalized and reduced where the table says so, or at the row's end; a reduction ends
-  where the table awaits it, or at the row's end;
+- gradients are finalized and reduced where the table has an entry for it, or at the row's end; a
+  reduction ends where the table awaits it, or at the row's end;
 - commit, drain and checkpoint end the step.
 
 The row runs for two optimizer steps: a table is run repeatedly, so a step must leave the contract

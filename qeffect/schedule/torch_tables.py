@@ -87,7 +87,9 @@ def torch_schedule(
     if max_outstanding_sends is not None:
         options["max_outstanding_sends"] = max_outstanding_sends
     if options and not comms:
-        raise ScheduleError(f"{what}: {' and '.join(options)} concern messages only; set comms too")
+        raise ScheduleError(
+            f"{what}: {' and '.join(options)}: there are no messages without comms; pass comms=True"
+        )
     cls = getattr(schedules, base) if own is None else own
     _check_options(cls, version, cls_name, options)
     try:

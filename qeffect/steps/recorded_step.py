@@ -64,6 +64,7 @@ RECUR: Final = frozenset(
         "finish_gradients_read",
         "next_walk",
         "check_update",
+        "move_scales",
         "commit_update",
     }
 )
@@ -127,7 +128,7 @@ class RecordedStep:
         """
         named = [transition for transition, _ in events]
         if odd := sorted({*named} - RECUR):
-            raise ValueError(f"a step with {odd[0]} cannot be recorded: it would not recur")
+            raise ValueError(f"cannot record a step with {odd[0]}: later steps would differ")
         if named.count("commit_update") != 1:
             raise ValueError("a recorded step must commit its epoch exactly once")
         before = start.memory
@@ -136,8 +137,8 @@ class RecordedStep:
             for transition, given in events
         ):
             raise ValueError(
-                "a step whose F report where they draw random numbers cannot be recorded: each "
-                "step draws others"
+                "cannot record a step whose F report where they draw random numbers: each step "
+                "draws other numbers"
             )
         seen = TracedMemory(start.memory, transitions.columns)
         for transition, given in events:

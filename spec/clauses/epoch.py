@@ -65,6 +65,14 @@ the stage's cache is in use also spoil it. A failed refresh poisons its domain (
 treat a lost cache as fresh, and the next dI would read it. Afterwards every F and dI of the stage
 is refused as stale; aborts, drops, drain and restore remain possible.
 
+Each microbatch's gradient is weighted, for example by 1/M, so that the weights of one epoch add up
+to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI reports the weight
+of its microbatch as a fraction. The contract counts all weights of an epoch in the same number of
+parts, and subtracts each weight from what is left. All arithmetic is that of integers. An update is
+refused if parts are left, or if there were too many. The weights are added over all walks of the
+epoch, so a walk that divides by its own microbatches alone is refused, and so is a shortened walk
+that divides by the configured number.
+
 A contract made with `counted=True` also compares what the device ran. With every action the device
 itself raises a count for the action's stage and kind, and folds the action into a digest that
 depends on the order. A check of the update presents the counts, and is refused if they differ from
@@ -286,6 +294,40 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             "an earlier epoch; or the first microbatch was left out.",
             remedy="Let all microbatches accumulate into one destination for each matrix, and "
             "leave out the last microbatches.",
+        ),
+        Clause(
+            id="epoch.other-parts",
+            number="8.14",
+            title="The weights of an epoch are fractions over one number",
+            invariant="If the backend reports the weight of each microbatch's gradient "
+            "(`StageConfig.weights_sum`), a dI commits only with a weight, and every weight of the "
+            "stage's epoch has the same denominator.",
+            transitions=("commit_dgrad",),
+            argument="parts",
+            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            section="design",
+            cause="The backend reported no weight, or the divisor of the loss changed within the "
+            "epoch: the walks or the microbatches were divided by different numbers.",
+            remedy="Report `weight=(numerator, denominator)`, without reducing the fraction; use "
+            "one denominator for the whole epoch. Then restore the last commit.",
+        ),
+        Clause(
+            id="epoch.wrong-weights",
+            number="8.15",
+            title="The weights of an epoch's gradients have the declared sum",
+            invariant="If the backend reports the weight of each microbatch's gradient "
+            "(`StageConfig.weights_sum`), the update begins only if the weights of the epoch, over "
+            "all its walks, add up to the declared sum.",
+            transitions=("check_update",),
+            argument="",
+            unchanged="The weights of the model, and the gradients, whose scale is wrong.",
+            section="design",
+            cause="The loss was not divided, or was divided twice: by the microbatches of one walk "
+            "where the epoch has several, by the configured number where a walk was shortened, by "
+            "local tokens instead of all tokens, or again by the replicas that the reduction "
+            "averages over.",
+            remedy="Divide each microbatch's loss by the same number, so that the weights add up "
+            "to `weights_sum`; then restore the last commit and run the epoch again.",
         ),
     ),
 )

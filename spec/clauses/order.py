@@ -26,7 +26,15 @@ takes nor advances a token.
 A token proves that each update happened once, and that updates happened one after another. The
 order of microbatches is checked only if the caller declares a sequence. An F, dI, refresh or
 evaluation that fails on the device leaves scales half updated: its domain is *poisoned* until the
-numerical state of the last commit is restored. Abort never rewinds the token.""",
+numerical state of the last commit is restored. Abort never rewinds the token.
+
+A domain may have *scales of an epoch* instead (`StageConfig(scales="epoch")` on all its stages).
+F and dI then only gather maxima into the amax histories, which is order-independent, and the
+optimizer's update moves the scales once: `move_scales`, between its check and its commit, also in
+an update that leaves the weights as they are. All F and dI of an epoch then use the same scales,
+and the scales no longer depend on the order of microbatches. The token counts F and dI as before.
+The update commits only after every such domain has moved. A failed update, and a fault of an epoch
+whose update began, leave scales and weights half updated together.""",
     clauses=(
         Clause(
             id="order.in-flight",
@@ -112,42 +120,47 @@ numerical state of the last commit is restored. Abort never rewinds the token.""
         Clause(
             id="order.scaling-updates",
             number="3.6",
-            title="F and dI update scales once, an evaluation never",
+            title="F and dI update scales once, or the update does, and an evaluation never",
             invariant="If the backend reports scaling updates (`StageConfig.reports_updates`; "
             "Transformer Engine's stages do not), an F or dI commits only if it updated its "
-            "domain's scaling state exactly once, and an evaluation only if it did not update it.",
-            transitions=("commit_forward", "commit_evaluation", "commit_dgrad"),
+            "domain's scaling state exactly once, and an evaluation only if it did not update it. "
+            "If scales move once an epoch, an F or dI commits only if it did not update them, and "
+            "the update moves them only if it updated them exactly once.",
+            transitions=("commit_forward", "commit_evaluation", "commit_dgrad", "move_scales"),
             argument="updates",
-            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            unchanged="The token; the action has failed and is aborted, which poisons the domain. "
+            "The update stays in flight, and must be aborted.",
             section="III-B",
             cause="An autocast region was entered twice for one F, the update was skipped because "
             "no module was registered, a captured graph lacks it, or an evaluation replayed a "
             "graph of F.",
-            remedy="Update scales once, at the end of the outermost region of F and of dI. Then "
-            "restore the numerical state of the last commit, `restore` the contract, and run the "
-            "epoch again.",
+            remedy="Update scales once, at the end of the outermost region of F and of dI; or, "
+            'with `scales="epoch"`, once in the update and nowhere else. Then restore the '
+            "numerical state of the last commit, `restore` the contract, and run the epoch again.",
         ),
         Clause(
             id="order.scales-moved",
             number="3.7",
             title="Live scales are those of the tape's forward",
             invariant="If dI reads live scales, no other F of its domain runs between the F and "
-            "the dI of one tape.",
+            "the dI of one tape. If scales move once an epoch, they do not move in between, and "
+            "this clause refuses nothing.",
             transitions=("check_dgrad",),
             argument="ref",
             unchanged=_TOKEN,
             section="III-B",
             cause="The tape kept quantized data without the factor that turns it back into values, "
             "and another microbatch's F has changed that factor since.",
-            remedy="Let tapes carry the scales of their forward, or give interleaved stages "
-            "separate domains.",
+            remedy="Let tapes carry the scales of their forward, give interleaved stages "
+            "separate domains, or let scales move once an epoch.",
         ),
         Clause(
             id="order.wrong-scales",
             number="3.8",
             title="dI uses the scales of its own forward",
             invariant="If tapes carry scales, dI commits only if it used the scales of its own "
-            "F. The token at which that F ran names these scales.",
+            "F. The token at which that F ran names these scales; if scales move once an epoch, "
+            "the token at which they moved last since a restore (0 for none).",
             transitions=("commit_dgrad",),
             argument="scales",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
@@ -199,8 +212,55 @@ numerical state of the last commit is restored. Abort never rewinds the token.""
             unchanged=_TOKEN,
             section="design",
             cause="The order was declared for all microbatches, and the batch is short.",
-            remedy="Make the contract without a declared order, or with one of as many "
-            "microbatches as the batch has.",
+            remedy="Make the contract without a declared order, or declare an order of the "
+            "batch's number of microbatches.",
+        ),
+        Clause(
+            id="order.moves-outside-update",
+            number="3.12",
+            title="Scales of an epoch move in the update",
+            invariant="If scales move once an epoch, they move between the check of an update and "
+            "its commit.",
+            transitions=("move_scales",),
+            argument="stage",
+            unchanged="The contract's account of the scales; the movement itself has happened.",
+            section="design",
+            cause="The backend's update of scales ran in the middle of an epoch, for example at "
+            "the end of an autocast region, or the update was committed or aborted before.",
+            remedy="Move the scales inside `with contract.update() as update:`. If they moved "
+            "elsewhere, restore the numerical state of the last commit, and `restore` the "
+            "contract.",
+        ),
+        Clause(
+            id="order.nothing-gathered",
+            number="3.13",
+            title="Scales of an epoch move once",
+            invariant="In an update the scales of a domain move at most once, after an F or dI of "
+            "the epoch gathered, and only if they move once an epoch.",
+            transitions=("move_scales",),
+            argument="stage",
+            unchanged="The update, which is in flight; after a second movement, abort it.",
+            section="design",
+            cause="Each stage of the domain moved the scales that all of them share, or the "
+            "stages were configured with scales that move with F and dI.",
+            remedy="Move the scales of each domain once, however many stages it has; configure "
+            'its stages with `scales="epoch"`.',
+        ),
+        Clause(
+            id="order.scales-not-moved",
+            number="3.14",
+            title="No update commits before scales of an epoch moved",
+            invariant="An update commits only after the scales of every domain moved that "
+            "gathered in the epoch and moves once an epoch.",
+            transitions=("commit_update",),
+            argument="",
+            unchanged="The weight epoch; the update has failed and is aborted, since the weights "
+            "are updated and the scales are not.",
+            section="design",
+            cause="The movement was left out, as for an update that a norm skips, or only some "
+            "domains moved; or `commit_epoch` was called, which leaves no place for it.",
+            remedy="In the update, move the scales of every domain and call `move_scales` for "
+            "each. After this refusal, restore the numerical state of the last commit.",
         ),
     ),
 )

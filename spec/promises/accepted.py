@@ -293,7 +293,7 @@ def declared_dgrad(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.live-scales", "check_dgrad")
 def live_scales(st: State, h: History, a: Args) -> Truth:
-    """If dI reads live scales, no forward has rolled them since the tape's own forward."""
+    """If dI reads live scales, nothing has rolled them since the tape's own forward."""
     d = st.domain_of[a.key.stage]
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
@@ -303,6 +303,47 @@ def own_scales(st: State, h: History, a: Args) -> Truth:
     """If tapes carry scales, a dI that succeeded used the scales of its own tape's forward."""
     carried = st.carried_scales[st.slot_stage[a.slot]] != 0
     return implies(carried, a.scales == h.scaled_by[a.slot])
+
+
+@STEPS("order.scales-of-the-epoch", "check_forward", "check_dgrad")
+def scales_of_the_epoch(st: State, h: History, a: Args) -> Truth:
+    """If scales move once an epoch, every F and dI finds scales that moved exactly once for each
+    update since the last restore: the same for the whole epoch."""
+    d = st.domain_of[a.key.stage]
+    return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
+
+
+@STEPS("order.scales-of-the-epoch-of-stage", "check_refresh", "check_evaluation")
+def scales_of_the_epoch_of_stage(st: State, h: History, a: Args) -> Truth:
+    """If scales move once an epoch, a refresh and an evaluation find the epoch's scales too."""
+    d = st.domain_of[a.stage]
+    return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
+
+
+@STEPS("order.moved-in-the-update", "move_scales")
+def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
+    """Scales move in an update only if they move once an epoch, something gathered, and they have
+    not moved in this update yet. No other action uses them then."""
+    d = st.domain_of[a.stage]
+    due = (h.moves[d] == h.commits[0]) & (0 < h.gathers[d]) & (st.epoch_scales[d] != 0)
+    return due & (h.optimizing[0] == 1) & (h.running[d] == 0)
+
+
+@STEPS("order.moved-once", "commit_update", g="stage")
+def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
+    """An update ends only after the scales that move once an epoch moved exactly once more than
+    updates ended before, with all that F and dI gathered."""
+    d = st.domain_of[g]
+    moved = (h.moves[d] == h.commits[0] + 1) & (h.gathers[d] == 0)
+    return implies(st.epoch_scales[d] != 0, moved)
+
+
+@STEPS("order.saved-scales", "checkpoint", g="stage")
+def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
+    """A checkpoint finds scales that moved once for each update, and nothing gathered since."""
+    d = st.domain_of[g]
+    saved = (h.moves[d] == h.commits[0]) & (h.gathers[d] == 0)
+    return implies(st.epoch_scales[d] != 0, saved)
 
 
 @STEPS("order.new-draws", "commit_forward")
@@ -730,6 +771,22 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
+
+
+@STEPS("epoch.one-denominator", "commit_dgrad")
+def one_denominator(st: State, h: History, a: Args) -> Truth:
+    """If a stage reports weights, all its dI of an epoch count them in the same parts, at least
+    one."""
+    s = st.slot_stage[a.slot]
+    first = (h.counted_in[s] == 0) & (0 < a.parts)
+    return implies(st.reports_weights[s] != 0, first | (a.parts == h.counted_in[s]))
+
+
+@STEPS("epoch.weights-add-up", "check_update", g="stage")
+def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
+    """An update begins only if the weights of a stage's gradients, over all walks, add up to the
+    parts in which they were counted."""
+    return implies(st.reports_weights[g] != 0, h.weighed[g] == h.counted_in[g])
 
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")

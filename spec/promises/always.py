@@ -89,6 +89,15 @@ def token(st: State, h: History, d: Index) -> Truth:
     return st.token[d] == h.updates[d]
 
 
+@WORLD("order.moved-for-each-update", g="stage")
+def moved_for_each_update(st: State, h: History, g: Index) -> Truth:
+    """Between updates, scales that move once an epoch have moved exactly once for each update since
+    the last restore."""
+    d = st.domain_of[g]
+    between = (h.optimizing[0] == 0) & (h.half_updated[0] == 0) & (st.epoch_scales[d] != 0)
+    return implies(between, h.moves[d] == h.commits[0])
+
+
 @WORLD("order.drawn-once", d="domain")
 def drawn_once(st: State, h: History, d: Index) -> Truth:
     """Between two restores, no two F of a domain that report where they draw begin at one

@@ -103,9 +103,15 @@ def sharers_at_home(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("epoch.keepers-write", c="cell")
 def keepers_write(st: State, c: Index) -> Truth:
-    """The cell that keeps a buffer filled is of the buffer's stage, and writes it."""
+    """A buffer's keeper cell belongs to the buffer's stage, and writes the buffer."""
     keeper = st.keeper_of[st.buffer_of[c]]
     return (st.buffer_of[keeper] == st.buffer_of[c]) & (st.stage_of[keeper] == st.stage_of[c])
+
+
+@CONFIGURATION("order.one-form", d="domain")
+def one_form(st: State, d: Index) -> Truth:
+    """Scales of a domain move with F and dI, or once an epoch."""
+    return (st.epoch_scales[d] == 0) | (st.epoch_scales[d] == 1)
 
 
 @CONFIGURATION("capture.pools-apart", a="slot", b="slot")

@@ -243,6 +243,18 @@ def scales_of_now(st: State, h: History, a: Args) -> Truth:
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
 
+@LEGAL("order.gathered-in-update", "move_scales")
+def gathered_in_update(st: State, h: History, a: Args) -> Truth:
+    """An update is in flight, and something gathered since the scales moved."""
+    return (h.optimizing[0] == 1) & (h.gathers[st.domain_of[a.stage]] != 0)
+
+
+@LEGAL("order.one-movement", "move_scales")
+def one_movement(st: State, h: History, a: Args) -> Truth:
+    """The scales moved once, if the backend reports how often."""
+    return implies(st.reports_updates[a.stage] != 0, a.updates == 1)
+
+
 # Destinations
 
 

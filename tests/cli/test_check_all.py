@@ -85,7 +85,7 @@ def test_exit_codes(
 def test_a_place_without_tables_is_unusable(
     capsys: pytest.CaptureFixture[str], tables: Path, name: str
 ) -> None:
-    """Nothing to check is no success."""
+    """Without a table to check the command fails."""
     (tables / "more" / "empty").mkdir()
     code, out, err = told(capsys, tables / name)
 

@@ -92,7 +92,8 @@ OPTIONS = {
         *("checkpoint", "--prompt", "--tokens", "--temperature", "--seed", "--corpus"),
     },
     "runtime train": {
-        *("config", "--device", "--steps", "--compare", "--resume", "--adopt", "--out", "--commit"),
+        *("config", "--device", "--steps", "--compare", "--resume", "--adopt", "--digest"),
+        *("--out", "--commit"),
     },
     "runtime report curves": {
         *("config", "--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--merge"),
@@ -102,6 +103,7 @@ OPTIONS = {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
     },
+    "runtime report guards": {"--rounds"},
     "runtime report streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
     "runtime report pools": {"--steps", "--device", *REPORT},
     "runtime report probes": {"--device", "--only", *REPORT},
@@ -121,6 +123,14 @@ OPTIONS = {
     "runtime report restarts": {
         *("--device", "--eager", "--one-launch", "--masters", "--asynchronous", "--hidden"),
         *("--history", "--schedules", "--dp", "--at-once", "--same", *REPORT),
+    },
+    "runtime report scales": {"config", "--seeds", "--steps", "--device", *REPORT},
+    "runtime report second_runs": {
+        *("--device", "--flips", "--inside", "--launched", "--every", "--rounds", "--microbatches"),
+        *("--layers", "--seed", *REPORT),
+    },
+    "runtime report kills": {
+        *("--device", "--one-launch", "--kills", "--seed", "--at-once", *REPORT),
     },
 }
 #: Commands that became parts of `runtime report`; the old names work for a release.

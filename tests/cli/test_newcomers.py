@@ -502,6 +502,38 @@ class TestOutsideGit:
             environment([], out=root / folder / "r.json")
 
 
+@pytest.mark.parametrize("pairing", ["latest", "contract"])
+def test_the_first_refusal_is_said_before_the_next_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pairing: str
+) -> None:
+    """A reader of `check --fixtures` need not wait for the last table; later ones are counted."""
+    zbv = "ScheduleZBVZeroBubble_pp2_vpp2_m4.compute.csv"
+    said: list[str] = []
+
+    def checked(*args: Any, **options: Any) -> Any:
+        said.append(capsys.readouterr().err)
+        return check(*args, **options)
+
+    monkeypatch.setattr("qeffect.cli.check.fixture_names", lambda: [zbv, zbv, zbv])
+    monkeypatch.setattr("qeffect.cli.check.check", checked)
+
+    code, _, last = run(capsys, "check", "--fixtures", "--pairing", pairing)
+
+    assert int(pairing == "latest") == code
+    notes = [each.count(f"First refusal. {zbv}: rank 1, step 22 (1W2)") for each in (*said, last)]
+    assert ([0, 1, 0, 0] if pairing == "latest" else [0, 0, 0, 0]) == notes
+
+
+def test_make_check_begins_with_what_takes_seconds() -> None:
+    """Tables, faults and failures fail at once; minutes of proofs come last."""
+    recipe = Path("Makefile").read_text().partition("\ncheck: ")[2].partition("\n\n")[0]
+    words = [line.removeprefix("\t$(BIN)/qeffect ") for line in recipe.splitlines()[1:]]
+
+    assert {"check --fixtures", "faults", "failures"} == set(words[:3])
+    assert "prove" == words[-1]
+    assert {"ranks", "check --random 2000 --seed 0", "explore", "prove"} == set(words[3:])
+
+
 def test_counters_have_a_total_and_an_estimate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

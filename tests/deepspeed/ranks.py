@@ -42,13 +42,21 @@ def launch(
     return [json.loads(out.read_text()) if out.exists() else [] for out in outs]
 
 
-def run(folder: Path, commands: list[list[str]]) -> list[int]:
+def run(
+    folder: Path,
+    commands: list[list[str]],
+    *,
+    limit_s: float = LIMIT_S,
+    path: Path | None = None,
+) -> list[int]:
     """
     Run a Python command for each rank; return the exit codes, and print each rank's last lines.
 
     Args:
         folder: Where each rank's output is kept.
         commands: The arguments of each rank's interpreter.
+        limit_s: No rank lives longer, in seconds.
+        path: A folder of packages that the ranks find before others.
     """
     began = time.monotonic()
     texts = [folder / f"rank{rank}.txt" for rank in range(len(commands))]
@@ -66,6 +74,8 @@ def run(folder: Path, commands: list[list[str]]) -> list[int]:
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
         }
+        if path is not None:
+            place["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])
         with texts[rank].open("w") as text:
             ranks.append(
                 subprocess.Popen(
@@ -78,7 +88,7 @@ def run(folder: Path, commands: list[list[str]]) -> list[int]:
             )
     for process in ranks:
         try:
-            process.wait(max(0.0, began + LIMIT_S - time.monotonic()))
+            process.wait(max(0.0, began + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

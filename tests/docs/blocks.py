@@ -43,6 +43,7 @@ def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
         readme_block,
         record_block,
         runtime_block,
+        trust_block,
     )
 
     return {
@@ -51,6 +52,7 @@ def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
         KERNEL_PAGE: kernel_block.BLOCKS,
         RUNTIME_PAGE: runtime_block.BLOCKS,
         RECORDS_PAGE: record_block.BLOCKS,
+        **trust_block.BLOCKS,
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from qeffect.faults import run as run_faults
 from qeffect.verification.failures.catalogue import FAILURES
 from qeffect.verification.failures.command import counts
-from qeffect.verification.failures.failure import KINDS, Failure, Outcome, run
+from qeffect.verification.failures.failure import KINDS, Failure, FailureOutcome, run
 from tests.docs.bench_block import conditions, cost, figures, missed
 from tests.docs.blocks import KERNEL_REPORTS, load, markdown
 
@@ -44,14 +44,19 @@ def faults() -> str:
 
 
 @cache
-def _failures() -> Sequence[tuple[Failure, Outcome]]:
+def _failures() -> Sequence[tuple[Failure, FailureOutcome]]:
     """Every public failure with the outcome of a run now."""
     return [(failure, run(failure)) for failure in FAILURES]
 
 
+def failures_counts() -> Mapping[str, int]:
+    """How many public failures have each verdict."""
+    return counts(_failures())
+
+
 def failures_counted() -> str:
     """How many public failures are refused, in a paragraph."""
-    counted = counts(_failures())
+    counted = failures_counts()
     return (
         "Users of Transformer Engine, Megatron-LM, torch, DeepSpeed and others reported "
         f"{counted['failures']} failures in public. The contract refuses {counted['refused']}: "
@@ -98,7 +103,7 @@ def failures() -> str:
     )
 
 
-def settled(data: Mapping[str, Any]) -> str:
+def proof_counts(data: Mapping[str, Any]) -> str:
     """
     How many obligations are proved, and their meaning.
 
@@ -135,7 +140,7 @@ def proofs() -> str:
             "legal F, dI, dW or refresh is accepted: no guard is too strong."
         )
     text = (
-        settled(data)
+        proof_counts(data)
         + further
         + " (`make slow` proves it for all 64 choices of relations.) "
         + _vacuity(data)

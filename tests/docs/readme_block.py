@@ -1,13 +1,14 @@
 """
-The blocks of the first README: the fault table, and one line for each page of figures.
+The blocks of the first README: the fault table, and one sentence for each page of figures.
 
 Every number here stands in full on the kernel's page or the runtime's page. A report that is
-missing, or that lacks a part, has no line.
+missing, or that lacks a part, has no sentence.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,34 +16,58 @@ from typing import Any
 from qeffect.gpu_runtime.lab.reports import cells
 from tests.docs.bench_block import ACTIONS, MICROSECONDS, conditions, figures
 from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load
-from tests.docs.kernel_block import failures_counted, faults
+from tests.docs.found_block import found
+from tests.docs.kernel_block import failures_counts, faults
 from tests.docs.reading import dated, ratio, reports
-from tests.docs.remarks import CUT, in_short
+from tests.docs.remarks import in_short
 from tests.docs.summary_block import compared_rows, goals_of_reports, longest, whole
 
 Report = Mapping[str, Any]
 KERNEL = KERNEL_PAGE.relative_to(ROOT).as_posix()
 RUNTIME = RUNTIME_PAGE.relative_to(ROOT).as_posix()
+WIDTH = 160
+"""Columns of a paragraph of the README, if its words and links allow it."""
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """
+    A paragraph or an item of a list, in lines; no link is broken.
+
+    Args:
+        text: The text, in one line.
+        indent: Before every line but the first.
+    """
+    links = re.sub(r"\[[^]]*\]\([^)]*\)", lambda link: link[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        links, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def failures() -> str:
     """How many public failures are refused."""
-    return f"{failures_counted()} [By relation]({KERNEL}#failures-that-people-really-had)."
+    counted = failures_counts()
+    return wrapped(
+        f"**Public failures** (`qeffect failures`). The contract refuses {counted['refused']} of "
+        f"{counted['failures']} failures that users reported: "
+        f"{counted['given_a_report']} only if the runtime supplies an optional report, and "
+        f"{counted['refused_by_guess']} under a cause that we guessed. {counted['not_caught']} are "
+        f"not caught; {counted['unexplained']} were never explained. "
+        f"[By relation]({KERNEL}#failures-that-people-really-had)."
+    )
 
 
 def proofs() -> str:
     """How many obligations are proved, and how many mutants are killed."""
     data = load(KERNEL_REPORTS / "proofs.json")
     mutants = data["mutant_report"]
-    return (
-        "An *obligation* is one formula to prove, such as: this call keeps this invariant. "
-        f"{data['unsat']:,} of {data['obligations']:,} obligations are proved and "
-        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s. A *mutant* is the code "
-        "without one guard clause, operand or state update; it is killed if something then goes "
-        f"wrong. {mutants['killed']} of {mutants['mutants']} mutants are killed. Report of commit "
-        f"`{data['environment']['commit'][:7]}`; guards that were added since are proved by "
-        "`make check`, and not counted here. "
-        f"[What is proved]({KERNEL}#what-is-proved)."
+    return wrapped(
+        f"{data['unsat']:,} of {data['obligations']:,} *obligations*, formulas to prove, are "
+        f"proved and {data['unknown']} unknown. {mutants['killed']} of {mutants['mutants']} "
+        "*mutants*, the code without one guard clause, operand or state update, are killed: "
+        "something then goes "
+        f"wrong. Commit `{data['environment']['commit'][:7]}`; `make check` proves later "
+        f"guards. [What is proved]({KERNEL}#what-is-proved)."
     )
 
 
@@ -52,18 +77,20 @@ def bench() -> str:
     took = data["guarded_action_us_by_action"]
     each = ", ".join(f"{MICROSECONDS.format(took[action])} for {action}" for action in ACTIONS)
     goals = [row for row in figures(data, proved) if row.goal is not None]
-    under = conditions(data, proved)
-    return (
-        f"A check with its commit takes {each}. {sum(row.misses for row in goals)} of {len(goals)} "
-        f"goals of the kernel are missed (commit `{data['environment']['commit'][:7]}`). "
-        f"[What guards cost]({KERNEL}#what-guards-cost)." + f" {under}" * bool(under)
+    under = ", with a caveat" if conditions(data, proved) else ""
+    return wrapped(
+        f"**Cost of the guards.** A check with its commit takes {each}. "
+        f"{sum(row.misses for row in goals)} of {len(goals)} "
+        "*goals*, targets that were set for one figure, are missed (commit "
+        f"`{data['environment']['commit'][:7]}`). "
+        f"[What guards cost{under}]({KERNEL}#what-guards-cost)."
     )
 
 
 def runtime() -> str:
-    """The runtime's main results, a line each."""
+    """The runtime's main results, a sentence each."""
     parts = (same_bits(), over_ranks(), one_device(), peers(), training(), met())
-    return "\n".join(f"- {line}" for part in parts for line in part)
+    return "\n".join(wrapped(f"- {said}", "  ") for part in parts for said in part)
 
 
 def same_bits() -> Iterator[str]:
@@ -76,12 +103,7 @@ def same_bits() -> Iterator[str]:
         differ[unit] += int(wrong.replace(",", ""))
     if rows:
         said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
-        cut = {name for name, _ in CUT} & {name for name, _ in rows}
-        short = f" ({len(cut)} of them incomplete)" if cut else ""
-        yield (
-            f"*Bits*: in {len(rows)} reports{short}, {said} differ from native or from another "
-            f"reference. [Which]({RUNTIME}#in-short)."
-        )
+        yield f"*Bits*: {said} differ from references. [{len(rows)} reports]({RUNTIME}#in-short)."
 
 
 def over_ranks() -> Iterator[str]:
@@ -91,30 +113,25 @@ def over_ranks() -> Iterator[str]:
         if rows:
             faster, over = ([row[k] for row in rows] for k in ("native_over_this", "over_bound"))
             yield (
-                f"*{pp} ranks*, each rank's step *one launch* of a CUDA graph: {span(faster)} as "
-                f"fast as native; a step takes {span(over)} the schedule's bound"
-                f"{in_short(name, report)}. [{name}]({RUNTIME}#{anchor(name, pp)})."
+                f"*{pp} ranks*: {span(faster)} native's speed, {span(over)} the bound. "
+                f"[{name}{in_short(name, report)}]({RUNTIME}#{anchor(name, pp)})."
             )
 
 
 def one_device() -> Iterator[str]:
-    """How much faster ours is than native and than the library's graphs, a cell each."""
-    said = [
-        f"{ratio(ours['native_over_this'])} and {ratio(ours['te_graphs_over_this'])} at "
-        f"{cell['cell']}"
+    """How much faster ours is than native, and slower than the library's step as one graph."""
+    ours = [
+        column
         for cell, _ in cells([*reports("bench")])
-        if (ours := cell["columns"].get("ours_accumulate")) is not None
+        if (column := cell["columns"].get("ours_accumulate")) is not None
     ]
-    slower = [
-        ratio(ours["over_whole_step"]["median"])
-        for cell, _ in cells([*reports("bench")])
-        if (ours := cell["columns"].get("ours_accumulate")) is not None
-    ]
-    if said:
+    if ours:
+        faster, slower = (
+            span([column[key]["median"] for column in ours])
+            for key in ("native_over_this", "over_whole_step")
+        )
         yield (
-            "*One device*, speedup over native and over Transformer Engine's own graphs: "
-            f"{'; '.join(said)} (hidden size, sequence, microbatches). The library's whole step as "
-            f"one graph is faster: ours takes {', '.join(slower)} its time. "
+            f"*One device*: {faster} native's speed, {slower} the time of native as one graph. "
             f"[Table]({RUNTIME}#a-step-on-one-device)."
         )
 
@@ -126,8 +143,8 @@ def peers() -> Iterator[str]:
         found = [row["best_graphs_over_this"] for row in rows if row["error"] is None]
         if found:
             yield (
-                f"*Peers*: one launch is {span(found)} as fast as Megatron-core's best graph mode"
-                f"{in_short(name, report)}. [{name}]({RUNTIME}#peers)."
+                f"*Peers*: {span(found)} the speed of Megatron-core's best graphs. "
+                f"[{name}{in_short(name, report)}]({RUNTIME}#peers)."
             )
 
 
@@ -141,14 +158,13 @@ def training() -> Iterator[str]:
             for row in same
         ]
         said += [
-            f"training reaches a loss of {level['loss']:g} after {level['seconds']:.1f} s, native "
-            f"training after {level['native_seconds']:.1f} s (without building; they ran at the "
-            "same time, on other GPUs of one host)"
+            f"a loss of {level['loss']:g} after {level['seconds']:.1f} s (native "
+            f"{level['native_seconds']:.1f} s)"
             for row in to_loss
             for level in row["levels"][-1:]
         ]
         if said:
-            yield f"*Training* ({name}): {'; '.join(said)}. [Curves]({RUNTIME}#training)."
+            yield f"*Training*: {'; '.join(said)}. [{name}]({RUNTIME}#training)."
 
 
 def met() -> Iterator[str]:
@@ -158,7 +174,7 @@ def met() -> Iterator[str]:
         missed = sum(not goal["met"] for goal in goals)
         yield (
             f"*Goals*: {len(goals) - missed} of {len(goals)} are met and {missed} are missed. "
-            f"[Each miss]({RUNTIME}) is listed with what is known of its reason."
+            f"[Each miss]({RUNTIME}) has what is known of its reason."
         )
 
 
@@ -176,6 +192,7 @@ def anchor(name: str, pp: int) -> str:
 
 #: The blocks of the first README.
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "found": found,
     "faults": faults,
     "failures": failures,
     "proofs": proofs,

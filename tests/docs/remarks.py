@@ -47,10 +47,10 @@ REMARKS = {
     **CUT,
 }
 IN_SHORT = {
-    "scale_four.json": "the bounds are too low, and a profiler slowed all sides but the first",
-    "peers.json": "Megatron's head was bf16 and ours FP8, and other work ran on the host",
+    "scale_four.json": "caveats",
+    "peers.json": "its head bf16, ours FP8",
 }
-"""What a reader of the README has to know of a report with a caveat, by file."""
+"""The caveats of a report in the few words that the README has for them, by file."""
 
 
 def remark(name: str, report: Mapping[str, Any]) -> str:

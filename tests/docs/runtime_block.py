@@ -10,6 +10,7 @@ from typing import Any
 
 from qeffect.gpu_runtime.lab.commands.plots import sweep_names
 from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
+from qeffect.gpu_runtime.lab.statistics.scales import LAST
 from qeffect.gpu_runtime.training.config import TABLES
 from qeffect.gpu_runtime.training.config_file import current, read
 from qeffect.report import package
@@ -103,7 +104,63 @@ def correctness() -> str:
                 f"per slot {ours['mismatched']}"
             )
         lines.append(f"**Capture memory.** {'; '.join(said)}.")
-    return "\n\n".join([*lines, *_restarts()])
+    return "\n\n".join([*lines, *_restarts(), *_kills(), *_second_runs()])
+
+
+def _kills() -> list[str]:
+    """Runs that were killed, compared with an undisturbed run."""
+    rows = [
+        (
+            f"[{name}]({name})",
+            f"{report['configuration']['device']}, {report['configuration']['mode']}",
+            "; ".join(f"{place} {count}" for place, count in report["derived"]["places"].items()),
+            *(
+                f"{report['derived'][f'{what}_differ']:,} of {report['derived'][what]:,}"
+                for what in ("tensors", "losses", "held_out")
+            ),
+            f"{report['derived']['longest_end_s']:.1f}",
+        )
+        for name, report in files("kills")
+    ]
+    if not rows:
+        return []
+    header = (
+        "report", "device, mode", "kills by place", "tensors that differ", "losses",
+        "held-out losses", "longest end, s",
+    )  # fmt: skip
+    return [
+        "**Kills.** In each start of a run, a rank was killed with SIGKILL at the place named, or "
+        "torchrun's agent while a rank was there; the next start resumed. Every tensor of the last "
+        "checkpoint and every loss was compared with an undisturbed run. The last column is the "
+        "longest time from a kill to the end of all processes:",
+        markdown(header, rows),
+    ]
+
+
+def _second_runs() -> list[str]:
+    """Flips in steps that run twice, and the price of such steps."""
+    found = files("second_runs")
+    rows = [
+        (f"[{name}]({name})", key, *(f"{ends.get(end, 0)}" for end in ("stopped", "harmless")))
+        for name, report in found
+        for key, ends in report["derived"]["ends"].items()
+    ]
+    prices = [
+        (f"[{name}]({name})", one["mode"], f"{one['what']}, {what}", f"{ratio:.4f}")
+        for name, report in found
+        for one in report["derived"]["prices"]
+        for what, ratio in one["ratio"].items()
+    ]
+    if not prices:
+        return []
+    wrong = sum(report["derived"]["wrong"] for _, report in found)
+    return [
+        "**Steps that run twice.** A bit of a rank's memory was flipped in one of a step's two "
+        f"runs. {wrong} flips ended wrongly; a harmless one left the bits of an undisturbed step:",
+        markdown(("report", "flip", "stopped", "harmless"), rows),
+        "What such steps and digests of gradients cost, in time per step over that without:",
+        markdown(("report", "mode", "what", "ratio"), prices),
+    ]
 
 
 def _restarts() -> list[str]:
@@ -314,7 +371,38 @@ def learning() -> str:
     lines = _training()
     for name, report in files("curves"):
         lines += curves(name, report, machine_of(report))
-    return "\n\n".join(lines)
+    return "\n\n".join([*lines, *_scales()])
+
+
+def _scales() -> Iterator[str]:
+    """What scales that move once a step cost in learning."""
+    for name, report in files("scales"):
+        derived, asked = report["derived"], report["configuration"]
+        found = {(run["scales"], run["seed"]): run for run in derived["runs"]}
+        yield (
+            f"**Scales that move once a step** ([{name}]({name}); {asked['run']['device']}, "
+            f"{asked['model']['layers']} layers of width {asked['model']['hidden']}), beside the "
+            "default, at which they move at every F and dI: mean training loss of the last "
+            f"{LAST} steps, and held-out loss at the end. Epoch less action, mean of "
+            f"{len(derived['differences'])} seeds: "
+            f"{derived['mean_difference']:+.4f} and {derived['mean_held_out_difference']:+.4f}."
+        )
+        rows = [
+            (
+                str(pair["seed"]),
+                str(found["action", pair["seed"]]["steps"]),
+                *(
+                    f"{found[scales, pair['seed']][what]:.4f}"
+                    for what in ("loss", "held_out")
+                    for scales in ("action", "epoch")
+                ),
+            )
+            for pair in derived["differences"]
+        ]
+        header = (
+            "seed", "steps", "loss: action", "loss: epoch", "held out: action", "held out: epoch",
+        )  # fmt: skip
+        yield markdown(header, rows)
 
 
 def pictures() -> str:

@@ -156,6 +156,29 @@ def _restarts(report: Report) -> Row | None:
     )
 
 
+def _kills(report: Report) -> Row | None:
+    derived, asked = report["derived"], report["configuration"]
+    losses, differ = (
+        derived[f"losses{end}"] + derived[f"held_out{end}"] for end in ("", "_differ")
+    )
+    return (
+        f"an undisturbed run, after {derived['kills']} kills ({asked['device']}, {asked['mode']})",
+        f"{derived['tensors']:,} tensors",
+        f"{derived['tensors_differ']:,}",
+        f"{differ:,} of {losses:,} losses differ",
+    )
+
+
+def _second_runs(report: Report) -> Row | None:
+    derived, asked = report["derived"], report["configuration"]
+    return (
+        f"steps of which one of two runs was flipped ({asked['device']}, {asked['ranks']} ranks)",
+        f"{derived['flips']:,} flips",
+        f"{derived['wrong']:,} ended wrongly",
+        f"{derived['stopped']:,} were stopped, {derived['harmless']:,} changed nothing",
+    )
+
+
 COMPARED: Mapping[str, Callable[[Report], Row | None]] = {
     "compare": _native,
     "scale": _pipeline,
@@ -163,6 +186,8 @@ COMPARED: Mapping[str, Callable[[Report], Row | None]] = {
     "train": _trained,
     "curves": _curves,
     "restarts": _restarts,
+    "kills": _kills,
+    "second_runs": _second_runs,
 }
 """By kind of report: what was compared, how much, how much differs, and what else was found."""
 

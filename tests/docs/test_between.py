@@ -41,6 +41,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "calls.epochs.EpochCalls.commit_epoch",
         "calls.epochs.EpochCalls.check_update",
         "calls.epochs.EpochCalls.fail",
+        "calls.epochs.EpochCalls.move_scales",
         "calls.epochs.EpochCalls.next_walk",
         "calls.readers.ReaderCalls.start_weights_read",
         "calls.readers.ReaderCalls.finish_weights_read",
@@ -139,7 +140,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "ledgers.tapes.Tapes.reference",
         "keys.*",
     ),
-    "the words of a refusal": ("explain.*", "explanations.*", "refusals.*", "text.*"),
+    "the text of a refusal": ("explain.*", "explanations.*", "refusals.*", "text.*"),
     "a repeated step": (
         "steps.*",
         "ledgers.recorded_steps.*",

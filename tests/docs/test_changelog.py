@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from qeffect import renamed
 from qeffect.gpu_runtime.renamed import MODULES, NAMES
 from qeffect.renamed import whole
 from tests.docs.blocks import CHANGELOG
@@ -53,6 +54,13 @@ def test_every_moved_name_of_the_runtime_is_listed() -> None:
     leads = {**MODULES, **NAMES}
     wanted = {o: n for o, n in leads.items() if n and not n.endswith("__main__")}
     assert listed == wanted
+
+
+def test_every_moved_name_outside_of_the_runtime_is_listed() -> None:
+    """Once, with the place that its old name leads to."""
+    leads = {**renamed.MODULES, **renamed.NAMES}
+    wanted = [(f"qeffect.{old}", f"qeffect.{new}") for old, new in leads.items()]
+    assert wanted == list(rows("Outside of `qeffect.gpu_runtime`"))
 
 
 @pytest.mark.parametrize("new", [new for _, new in rows("Below `qeffect.gpu_runtime`")])

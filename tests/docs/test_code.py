@@ -30,6 +30,10 @@ ELSEWHERE = {
     "docs/deepspeed.md python 0": (
         "tests/deepspeed/test_real_engine.py::test_the_pages_example_runs"
     ),
+    "docs/megatron.md python 0": "tests/megatron/test_real_core.py::test_the_pages_example_runs",
+    "docs/torchtitan.md python 0": (
+        "tests/torchtitan/test_real_trainer.py::test_the_pages_example_runs"
+    ),
     "gpu_runtime/README.md python 0": (
         "tests/runtime/test_embedding.py::test_the_documented_loop_trains"
     ),
@@ -38,6 +42,12 @@ ELSEWHERE = {
     ),
     "gpu_runtime/README.md python 2": (
         "tests/ranks/test_command.py::test_the_examples_of_the_page_run"
+    ),
+    "tests/failures/megatron_batched_messages.md python 0": (
+        "tests/megatron/test_found.py::test_a_reproducer_prints_what_its_text_says"
+    ),
+    "tests/failures/megatron_stale_weights.md python 0": (
+        "tests/megatron/test_found.py::test_a_reproducer_prints_what_its_text_says"
     ),
     "tests/failures/torch_deferred_receives.md python 0": (
         "tests/failures/test_torch_deferred_receives.py::test_reproducer"
@@ -49,6 +59,7 @@ NOT_RUN = {
     "qeffect explore": "takes minutes; part of `make check`",
     "qeffect prove": "takes minutes; part of `make check`",
     "qeffect ranks": "takes minutes; part of `make check`",
+    "qeffect check --deepspeed": "needs deepspeed; tests/deepspeed has it",
     "qeffect bench": "takes minutes; tests/verification/test_bench.py has its report",
     "qeffect runtime compare": "needs a GPU",
     "qeffect runtime report": "needs GPUs",
@@ -62,12 +73,15 @@ SLOW = {
     "qeffect/README.md sh 0": "starts every command, one after another",
     "qeffect/README.md sh 1": "starts a pipeline of two processes three times",
 }
+#: Shell blocks whose commands other tests of the profile ci run as well.
+NIGHTLY = {
+    "gpu_runtime/README.md sh 2": "starts two trainings, one after the other",
+    "gpu_runtime/README.md sh 3": "starts two agents with a process each",
+}
 #: Shell blocks that start trainings or pipelines, which the profile dev leaves out.
 LONG = {
     "README.md sh 1": "starts a pipeline of two processes",
     "gpu_runtime/README.md sh 0": "starts a pipeline of two processes",
-    "gpu_runtime/README.md sh 2": "starts two trainings, one after the other",
-    "gpu_runtime/README.md sh 3": "starts two agents with a process each",
     "qeffect/schedule/README.md console 0": "asks torch for a schedule, with each choice of queues",
     "tests/failures/torch_deferred_receives.md console 0": "starts a pipeline of two processes",
 }
@@ -75,7 +89,8 @@ LONG = {
 
 def marks(block: Block) -> list[pytest.MarkDecorator]:
     """What leaves a block out of short runs."""
-    return [pytest.mark.slow] * (block.name in SLOW) + [pytest.mark.ci] * (block.name in LONG)
+    kinds = ((SLOW, pytest.mark.slow), (NIGHTLY, pytest.mark.nightly), (LONG, pytest.mark.ci))
+    return [mark for names, mark in kinds if block.name in names]
 
 
 def every(language: str) -> list[Block]:
@@ -86,6 +101,13 @@ def every(language: str) -> list[Block]:
 def is_run(line: str) -> bool:
     """Whether a shell line is run here."""
     return not line.startswith(tuple(NOT_RUN))
+
+
+def checked(line: str, block: Block) -> str:
+    """A shell line that ends the script unless its exit code is 0; 1 if the page says `refused`."""
+    if not re.search(rf"^{re.escape(line)}\s+# refused", block.text, re.MULTILINE):
+        return line
+    return f"code=0; {line} || code=$?; test $code -eq 1"
 
 
 def parametrized(language: str) -> list[object]:
@@ -137,8 +159,8 @@ def run(folder: Path, script: str) -> str:
 
 @pytest.mark.parametrize("block", parametrized("sh"))
 def test_a_shell_block_runs(block: Block, folder: Path) -> None:
-    """Every line that is not named above ends with exit code 0."""
-    script = "\n".join(line for line in commands(block) if is_run(line))
+    """Every line that is not named above ends with exit code 0, or 1 if it says `refused`."""
+    script = "\n".join(checked(line, block) for line in commands(block) if is_run(line))
     assert "exit code 1" not in run(folder, f"set -e\n{script}")
 
 
@@ -187,5 +209,5 @@ def test_nothing_is_named_that_no_page_has() -> None:
     names = {block.name for language in LANGUAGES for block in every(language)}
     lines = [line for block in every("sh") for line in commands(block)]
 
-    assert names >= {*ELSEWHERE, *SLOW, *LONG}
+    assert names >= {*ELSEWHERE, *SLOW, *NIGHTLY, *LONG}
     assert [] == [n for n in NOT_RUN if not any(line.startswith(n) for line in lines)]

@@ -12,8 +12,13 @@ import pytest
 from tests.docs.blocks import KERNEL_PAGE, ROOT, RUNTIME_PAGE
 from tests.docs.code import PAGES
 
-#: A page about files of torch.
-OTHERS_FILES = ("tests/failures/torch_deferred_receives.md", "CHANGELOG.md")
+#: Pages about files of torch and of Megatron-core.
+OTHERS_FILES = (
+    "tests/failures/megatron_batched_messages.md",
+    "tests/failures/megatron_stale_weights.md",
+    "tests/failures/torch_deferred_receives.md",
+    "CHANGELOG.md",
+)
 
 
 def text_of(page: Path) -> str:

@@ -28,7 +28,7 @@ def timed(pp: int, date: str, *, whole: bool, steps: bool = True) -> Mapping[str
 
 
 def test_the_complete_step_is_of_the_last_whole_report() -> None:
-    """Of each number of ranks; one that was cut short is taken where there is no other."""
+    """Of each number of ranks; an incomplete one only if no other exists."""
     found = [
         ("old.json", timed(2, "1", whole=True)),
         ("new.json", timed(2, "2", whole=True)),

@@ -41,7 +41,7 @@ def sealed(*bodies: bytes | str) -> list[bytes]:
 
 
 def complaint(lines: Iterable[bytes]) -> str:
-    """What the replayer says of lines that are no log."""
+    """The replayer's messages for malformed lines."""
     with pytest.raises(LogError) as caught:
         replay_lines(lines)
     message = str(caught.value)

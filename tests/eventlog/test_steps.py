@@ -118,7 +118,7 @@ def test_a_step_that_does_not_recur_is_dropped() -> None:
     contract, log = made()
     recording = contract.record_step()
     contract.abort(contract.check_refresh(0))
-    with pytest.raises(ValueError, match="cannot be recorded"):
+    with pytest.raises(ValueError, match="cannot record a step"):
         recording.end()
     assert contract.observer is log
     lines = log.close()

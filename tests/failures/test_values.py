@@ -3,23 +3,27 @@ What the contract does not see: numbers that are wrong while every action is in 
 
 Two linear stages train under the contract in plain torch, as reported and mended. The calls that
 the contract is asked are the same in both runs, one for one, and all are accepted; the gradients
-are not the same. So `qeffect failures` has no re-enactment of these, and says why.
+are not the same. So `qeffect failures` has no re-enactment of most of these, and says why. Two are
+wrong in a factor alone: they are accepted like the others, unless dI reports the factor.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qeffect import Contract, StageConfig, TapeKey, TapeRef
+from qeffect import Contract, Refused, StageConfig, TapeKey, TapeRef
 from qeffect.verification.failures.catalogue import FAILURES
 
 MICROBATCHES = 2
 #: Failures shown here, by the name that `qeffect failures` knows them by.
-SHOWN = ("deepspeed-8154", "torchtitan-4194", "transformer-engine-545", "megatron-lm-6565")
+SHOWN = ("transformer-engine-545", "megatron-lm-6565")
+#: Those that are refused if dI reports by which factor the gradient of its microbatch is weighted.
+WEIGHED = ("deepspeed-8154", "torchtitan-4194")
 #: The same of numbers that were saved, or not restored.
 RESUMED = ("megatron-bridge-1730", "megatron-lm-3062")
 Calls = list[tuple[str, tuple[Any, ...]]]
@@ -44,11 +48,15 @@ def expected() -> list[Tensor]:
 class Run:
     """One optimizer step of two linear stages, guarded by the contract."""
 
-    def __init__(self, fault: str | None) -> None:
+    def __init__(self, fault: str | None, *, reports: bool = False) -> None:
         self.fault = fault
+        told: dict[str, Any] = {"weights_sum": (1, 1)} if reports else {}
         self.calls: Calls = []
         self.contract = Contract(
-            [StageConfig(s, microbatches=MICROBATCHES, slots=2, matrices=("w",)) for s in (0, 1)],
+            [
+                StageConfig(s, microbatches=MICROBATCHES, slots=2, matrices=("w",), **told)
+                for s in (0, 1)
+            ],
             observer=self._note,
         )
         self.inputs, self.weights = batch()
@@ -73,12 +81,19 @@ class Run:
     def backward(self, stage: int, microbatch: int, x: Tensor, gradient: Tensor) -> Tensor:
         """dI, then dW into the one accumulating buffer of the stage, both guarded."""
         key, ref = TapeKey(0, stage, microbatch), self.refs[stage, microbatch]
-        if self.fault == "deepspeed-8154" and stage == 0:
-            gradient = gradient / MICROBATCHES  # the hook that every stage has, not the last alone
+        # The loss is normalised where its backward begins, unless that had already run.
+        divisors = [1 if self.fault == "torchtitan-4194" else MICROBATCHES]
+        if stage == 1:
+            gradient = gradient / divisors[0]
+        elif self.fault == "deepspeed-8154":
+            divisors.append(MICROBATCHES)  # the hook that every stage has, not the last alone
+            gradient = gradient / MICROBATCHES
         self.contract.bind(key)
         with self.contract.dgrad(key, ref) as dgrad:
             out = gradient @ self.weights[stage].T
             dgrad.queued = ("w",)
+            # Every gradient is over one number, MICROBATCHES squared.
+            dgrad.weight = MICROBATCHES**2 // prod(divisors), MICROBATCHES**2
         self.contract.wait()
         first = self.contract.first_writer(key)
         with self.contract.wgrad(key, ref, first=first) as wgrad:
@@ -100,10 +115,8 @@ class Run:
             if stage == 0:
                 hidden = [self.forward(0, m, x) for m, x in enumerate(self.inputs)]
         outputs = [self.forward(1, m, h) for m, h in enumerate(hidden)]
-        # The loss is normalised where its backward begins, unless that had already run.
-        scale = 1 if self.fault == "torchtitan-4194" else MICROBATCHES
         for m, y in enumerate(outputs):
-            gradient = torch.ones_like(y) / scale
+            gradient = torch.ones_like(y)
             self.backward(0, m, self.inputs[m], self.backward(1, m, hidden[m], gradient))
         if self.fault in ("transformer-engine-545", "megatron-lm-6565"):
             # Autograd wants a gradient though dW wrote the real one; its owner adds it.
@@ -123,7 +136,7 @@ def test_the_mended_run_has_the_right_numbers() -> None:
         torch.testing.assert_close(got, expect)
 
 
-@pytest.mark.parametrize("fault", SHOWN)
+@pytest.mark.parametrize("fault", [*SHOWN, *WEIGHED])
 def test_wrong_numbers_are_accepted(fault: str) -> None:
     """The faulty run asks the very calls of the mended one, commits, and has other gradients."""
     mended, faulty = Run(None), Run(fault)
@@ -132,6 +145,23 @@ def test_wrong_numbers_are_accepted(fault: str) -> None:
     assert mended.calls == faulty.calls
     assert "commit_update" == faulty.calls[-1][0]
     assert not all(torch.allclose(a, b) for a, b in zip(right, wrong, strict=True))
+
+
+@pytest.mark.parametrize("fault", WEIGHED)
+def test_a_wrong_factor_is_refused_if_it_is_reported(fault: str) -> None:
+    """With the factors reported, the mended step commits and the faulty one never updates."""
+    mended, faulty = Run(None, reports=True), Run(fault, reports=True)
+    for expect, got in zip(expected(), mended.step(), strict=True):
+        torch.testing.assert_close(got, expect)
+
+    with pytest.raises(Refused) as refused:
+        faulty.step()
+
+    assert ("epoch.wrong-weights", "check_update") == (
+        refused.value.clause,
+        refused.value.transition,
+    )
+    assert "finalize" == faulty.calls[-1][0]
 
 
 def resumed(fault: str | None) -> tuple[Calls, Tensor]:
@@ -176,7 +206,8 @@ def test_the_list_names_these() -> None:
     """Exactly these failures are said to be shown here, and to be wrong in numbers alone."""
     here = {f.name: f for f in FAILURES if f.shown == "tests/failures/test_values.py"}
 
-    assert {*SHOWN, *RESUMED} == set(here)
-    assert {"not caught"} == {f.verdict for f in here.values()}
+    assert {*SHOWN, *WEIGHED, *RESUMED} == set(here)
+    assert {"refused"} == {here[name].verdict for name in WEIGHED}
+    assert {"not caught"} == {here[name].verdict for name in (*SHOWN, *RESUMED)}
     assert {"values"} == {here[name].kind for name in SHOWN}
     assert {"state"} == {here[name].kind for name in RESUMED}

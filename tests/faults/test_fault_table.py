@@ -22,7 +22,7 @@ from qeffect.spec.document import fault_rows
 
 ROWS = {row["id"]: row for row in fault_rows()}
 
-#: For each injection the guards that refuse it, the one that names it first. The others stand
+#: For each injection the guards that refuse it; the first guard names the clause. The others stand
 #: behind it in the full composition, because they protect something of their own.
 GUARDS: dict[str, list[tuple[str, str]]] = {
     "old-reference": [("ownership.require_reference", "ownership.stale-reference")],

@@ -1,5 +1,5 @@
 """
-Shared by the tests that need a device: each is marked ``gpu``, and fails where there is none.
+Shared by the tests that need a device: each is marked ``gpu``, and fails without a device.
 
 Run them with ``pytest -m gpu tests/gpu``; everywhere else they are deselected.
 """

@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.training.data import save
 from tests.ranks import ranks
 from tests.training import launched_bodies as bodies
 from tests.training import test_launches as on_cpu
-from tests.training.test_launches import begun_again, files, require_alike
+from tests.training.test_launches import Replays, begun_again, files, require_alike
 
 from .helpers import four_gpus, two_gpus
 
@@ -86,8 +86,9 @@ def test_a_refused_step_is_begun_again(victim: int, tmp_path: Path) -> None:
     """The other rank has launched, and brings losses together: it is woken there, and goes on."""
     found = made(tmp_path, 'pp = 2\nschedule = "zbv"')
     faults = [[7, victim, "twice", "1W1" if victim else "0W1"]]
-    words, (stop,) = begun_again(tmp_path, found, faults, body=bodies.on_devices)
-    for _, launched in words:
+    replays = Replays(tmp_path, found, bodies.on_devices)
+    words, (stop,) = begun_again(tmp_path, found, faults, replays, body=bodies.on_devices)
+    for launched in words:
         assert launched["launches"] == 9 - 2
     assert stop["step"] == 7
     assert f"rank {victim}, step 7" in stop["stopped"]

@@ -29,7 +29,7 @@ from tests.ranks.ranks import launch
 from . import waiting_bodies
 from .helpers import guarded_run
 from .test_one_launch import LIMIT_S, ONE
-from .waiting_bodies import UnrecordedEvent, delay
+from .waiting_bodies import LONG_DELAY, UnrecordedEvent, delay
 
 WAITS = pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 
@@ -195,12 +195,18 @@ def read_behind_a_delay(run: GuardedRun) -> tuple[list[Tensor], list[Tensor], li
     outputs = runtime.executor.slots[memory.slot_of[m]].static.outputs  # type: ignore[attr-defined]
     torch.cuda.synchronize()
     before, found, left = ([tensor.clone() for tensor in outputs] for _ in range(3))
+    torch._foreach_copy_(found, list(outputs))  # its kernel is loaded before the delay
+    graph_stream = runtime.handoff.stream  # type: ignore[attr-defined]
+    caller, done = torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    assert caller != graph_stream, "the caller got the graph stream, on which nothing has to wait"
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        delay(runtime.handoff.stream)  # type: ignore[attr-defined]
+    with torch.cuda.stream(caller):
+        delay(graph_stream, LONG_DELAY)
+        done.record(graph_stream)
         actions.refresh(index)
         ref = actions.forward(key, inputs)
         torch._foreach_copy_(found, list(actions.outputs(key, ref)))
+        assert not done.query(), "the delay ended before the caller's copy was queued"
         actions.finish_outputs(key, ref)
     torch.cuda.synchronize()
     torch._foreach_copy_(left, list(outputs))
@@ -221,16 +227,22 @@ class TestLaunches:
         monkeypatch.setattr(ranks, "LIMIT_S", LIMIT_S)
 
     @staticmethod
-    def said(body: Any, waits: bool, folder: Path, job: Job = ONE) -> Any:
-        """What the rank says."""
-        found = launch(1, folder, body, job, waits)
+    def said(body: Any, waits: bool, folder: Path, job: Job = ONE, *, refused: str = "") -> Any:
+        """What the rank says; the model of ranks refuses its log by a clause, or accepts it."""
+        found = launch(1, folder, body, job, waits, refused=refused)
         assert found.codes == [0]
         return found.words[0]
 
     @WAITS
     def test_a_step_is_confirmed_when_it_has_ended(self, waits: bool, tmp_path: Path) -> None:
-        """The host waits for the step before; else it reads a row that is not published."""
-        why = self.said(waiting_bodies.confirmed, waits, tmp_path)
+        """
+        The host waits for the step before; else it reads a row that is not published.
+
+        It then stops as though a connection were lost, which no other rank ended. The model of
+        ranks refuses such a stop.
+        """
+        clause = "" if waits else "ranks.order"
+        why = self.said(waiting_bodies.confirmed, waits, tmp_path, refused=clause)
 
         assert (why == "") == waits
 

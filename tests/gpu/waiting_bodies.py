@@ -16,10 +16,13 @@ from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.step.optimizer import Gradients
 from tests.ranks.launch_bodies import BEFORE, _made
 
 #: Cycles of a kernel that waits: about 0.2 s, longer than a step of a small model by far.
 DELAY = 400_000_000
+#: About 2 s, for a delay behind which a busy host has to queue an action of its own.
+LONG_DELAY = 10 * DELAY
 
 
 class UnrecordedEvent(torch.cuda.Event):
@@ -29,10 +32,15 @@ class UnrecordedEvent(torch.cuda.Event):
         """Record nothing."""
 
 
-def delay(stream: Any = None) -> None:
-    """Keep a stream busy; the current one, unless another is given."""
+def delay(stream: Any = None, cycles: int = DELAY) -> None:
+    """
+    Keep a stream busy; the current one, unless another is given.
+
+    The first use of a kernel in a process loads it, and that may wait for all streams. So whatever
+    is queued behind a delay has to run once before.
+    """
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(DELAY)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def _begun(job: Job, prepare: Callable[[OneLaunch], None] | None = None) -> OneLaunch:
@@ -53,6 +61,7 @@ class _Weights:
     def __init__(self, worker: Worker) -> None:
         self._live = [t.detach() for t in worker.optimizer.named.values()]
         self._kept = [t.clone() for t in self._live]
+        self.take()  # its kernel is loaded before anything is delayed
 
     def take(self) -> None:
         """Copy on the current stream, without waiting for another."""
@@ -75,7 +84,7 @@ def confirmed(job: Job, waits: bool) -> str:
     """Two launches of which the first is delayed: why the second one stopped; empty if not."""
     runner = _begun(job)
     if not waits:
-        runner._await = lambda done: None  # type: ignore[method-assign]
+        runner._waits.wait = lambda done: None  # type: ignore[method-assign]
     delay(runner.runtime.handoff.stream)  # type: ignore[attr-defined]
     try:
         for _ in range(2):
@@ -112,10 +121,10 @@ def updated(job: Job, waits: bool) -> bool:
         """Delay each launch behind its last dW, whose graph has recorded the tail."""
         capture = runner._gate.capture
 
-        def delayed(gradients: Any) -> Tensor:
+        def delayed(gradients: Gradients | None, differs: Tensor | None = None) -> Tensor:
             if gradients is not None:
                 torch.cuda._sleep(DELAY)  # type: ignore[no-untyped-call]
-            return capture(gradients)
+            return capture(gradients, differs)
 
         runner._gate.capture = delayed  # type: ignore[method-assign]
 
@@ -141,6 +150,7 @@ def left(job: Job, waits: bool) -> bool:
     runtime = runner.runtime
     flag, found = (torch.zeros((), device=runner.worker.member.device) for _ in range(2))
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    flag.fill_(0.0)
     torch.cuda.synchronize()
     with runtime.caller_scope():
         delay()

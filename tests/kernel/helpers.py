@@ -148,8 +148,19 @@ class Rig:
         return self.commit()
 
     def commit(self, caller: Any = "main") -> int:
-        """Commit, with the update on a caller's stream, for which every graph stream waits."""
-        epoch = self.contract.commit_epoch(caller=caller)
+        """
+        Commit, with the update on a caller's stream, for which every graph stream waits.
+
+        Scales that move once an epoch move in the update.
+        """
+        moving = {c.domain: c.stage for c in self.contract.stages if c.scales == "epoch"}
+        if moving:
+            with self.contract.update(caller=caller) as update:
+                for stage in moving.values():
+                    update.move_scales(stage, 1)
+            epoch = self.contract.epoch
+        else:
+            epoch = self.contract.commit_epoch(caller=caller)
         for config in self.contract.stages:
             self.contract.join(self.link(config.stage, caller))
         return epoch
@@ -201,7 +212,7 @@ def refused_evidence(rig: Rig, clause: str, ticket: Ticket, evidence: tuple[str,
     contract = rig.contract
     name = {"dI": "commit_dgrad", "dW": "commit_wgrad"}[ticket.action]
     before = contract.snapshot()
-    unreported = {"dI": (NEVER, NEVER, NEVER), "dW": ()}[ticket.action]
+    unreported = {"dI": (NEVER,) * 5, "dW": ()}[ticket.action]
     with pytest.raises(Refused) as bare:
         contract.transitions.functions[name](
             contract.memory, ticket.slot, ticket.serial, tuple(sorted(evidence)), *unreported

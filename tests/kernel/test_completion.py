@@ -94,7 +94,7 @@ class TestCallerToGraph:
         assert [] == heard[0]
 
     def test_enter_on_no_link(self) -> None:
-        """A link that was never configured is named, and nothing is told."""
+        """A link that was never configured is refused by name, and nothing changes."""
         rig = Rig()
         before = rig.contract.snapshot()
 
@@ -291,7 +291,7 @@ class TestUpdate:
         assert 0 == rig.forward(0).slot
 
     def test_without_version_too(self) -> None:
-        """Also where there is no cache to refresh, F reads the weights."""
+        """F reads the weights, also without a cache to refresh."""
         rig = Rig(stage(microbatches=1), omit=("version",))
         rig.microbatch(0)
         rig.finish()

@@ -211,7 +211,7 @@ class TestBlocks:
         of.wait()
         of.finalize(0)
         of.commit_epoch()
-        with pytest.raises(ValueError, match="where they draw random numbers cannot be recorded"):
+        with pytest.raises(ValueError, match="cannot record a step whose F report where they draw"):
             recording.end()
 
 

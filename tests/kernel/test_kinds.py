@@ -311,7 +311,7 @@ class TestDestinations:
         Contract([stage(destinations=[first, Destination("w1", address=128)])])
 
     def test_addresses_are_of_a_device(self) -> None:
-        """One address on two devices is two places; an absent address is no place."""
+        """One address on two devices is two places; an absent address does not count as a place."""
         Contract(
             [stage(destinations=[Destination(w, address=64, device=w) for w in MATRICES])],
         )

@@ -31,6 +31,34 @@ def prepared(rig: Rig, microbatch: int = 0) -> None:
     rig.contract.wait()
 
 
+class TestTheGradientsSlot:
+    """The second stage's slot holds the gradient that dI of the first stage reads."""
+
+    def taken(self, **options: Any) -> Rig:
+        """A gradient of microbatch 0 in the one slot of the second stage, its dW done."""
+        rig = Rig(stage(0, feeds=1), stage(1, slots=1, **options))
+        for index in (0, 1):
+            self.ref = rig.forward(0, index)
+        rig.dgrad(self.ref, 0, 1)
+        rig.wgrad(self.ref, 0, 1)
+        return rig
+
+    def test_is_free_without_a_reader(self) -> None:
+        """The caller has copied the gradient."""
+        rig = self.taken()
+        rig.forward(1, 0)
+        rig.forward(1, 1)
+
+    def test_is_held_for_a_declared_reader(self) -> None:
+        """Until the read of the gradient has ended."""
+        rig = self.taken(sends_gradient=True)
+        rig.forward(1, 0)
+        with refused(rig, "ownership.pool-exhausted"):
+            rig.check_forward(1, 1)
+        rig.send(self.ref, 0, 1, gradient=True)
+        rig.forward(1, 1)
+
+
 class TestTheWrongProgram:
     def test_is_accepted_without_the_declaration(self) -> None:
         """F of the consumer first, then dI in the direction of the forward: the epoch commits."""
@@ -97,7 +125,7 @@ class TestTheWrongProgram:
 
 class TestTheInput:
     def test_is_not_there_while_its_forward_runs(self) -> None:
-        """A check is no output."""
+        """A check alone does not make an output."""
         rig = chunks()
         ticket = rig.check_forward(0, 0)
         with refused(rig, "ownership.input-not-made", "", "which waits for its forward"):
@@ -148,7 +176,7 @@ class TestTheGradient:
         assert rig.commit() == 1
 
     def test_is_not_made_while_its_dgrad_runs(self) -> None:
-        """A check is no gradient, and neither is an aborted dI."""
+        """Neither a check alone nor an aborted dI makes a gradient."""
         rig = Rig(stage(0, feeds=1), stage(1), omit=("order", "completion"))
         ref, taken = rig.forward(0, 0), rig.forward(0, 1)
         ticket = rig.check_dgrad(taken, 0, 1)
@@ -296,7 +324,7 @@ class TestTheDeclaration:
             Contract([stage(0, feeds=1), stage(1), stage(2, feeds=1)])
 
     def test_is_a_stage_index(self) -> None:
-        """A truthy value is no stage."""
+        """A truthy value is not accepted as a stage."""
         with pytest.raises(TypeError, match="feeds must be an integer"):
             stage(feeds=True)
 

@@ -26,10 +26,10 @@ _OPTIONS: dict[str, Any] = {"sends_output": True, "sends_gradient": True, "reduc
 
 
 def _rig() -> Rig:
-    """Two stages of two domains, called from two streams."""
+    """Two stages of two domains, called from two streams; one domain has scales of an epoch."""
     return Rig(
         stage(0, domain="a", **_OPTIONS),
-        stage(1, domain="b", receives_gradient=True, **_OPTIONS),
+        stage(1, domain="b", receives_gradient=True, scales="epoch", **_OPTIONS),
         callers=("main", "side"),
     )
 
@@ -160,6 +160,7 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
     yield lambda: c.start_gradients_read(0, rig.link(0))
     yield lambda: c.finish_gradients_read(0, rig.link(0))
     yield check("update", c.check_update)
+    yield lambda: c.move_scales(1)
     yield lambda: c.abort(tickets["update"])
     yield back
     yield lambda: c.start_weights_read(0, rig.link(0))

@@ -91,7 +91,7 @@ def _can_be_run(contract: Contract, order: Order) -> bool:
                 t.commit_forward(st, slot, ticket, (), NEVER, NEVER, NEVER)
             elif kind == "dI":
                 ticket = t.check_dgrad(st, key, ref, st.token[0], 0)
-                t.commit_dgrad(st, slot, ticket, ("w",), NEVER, NEVER, NEVER)
+                t.commit_dgrad(st, slot, ticket, ("w",), *(NEVER,) * 5)
             else:
                 first = int(st.opened[0] != 0) if "arena" in t.relations else 0
                 ticket = t.check_wgrad(st, key, ref, 0, whole, first)

@@ -364,7 +364,7 @@ class TestReaders:
             rig.contract.finish_read(rig.key(0), ref)
 
     def test_read_before_dgrad(self) -> None:
-        """There is no input gradient before dI."""
+        """Before dI an input gradient does not exist."""
         rig = Rig(stage(sends_gradient=True))
         ref = rig.forward(0)
         rig.contract.wait()

@@ -378,7 +378,7 @@ class TestTied:
         rig.contract.start_reduction("own")
 
     def test_both_stages_name_one_reader(self) -> None:
-        """A shared bucket's reader is the one that its stages named."""
+        """The reader of a shared bucket is the stream that its stages named."""
         rig = _tied(callers=("main", "side"))
         for index in (0, 1):
             rig.microbatch(0, index)

@@ -193,7 +193,7 @@ class TestFills:
         assert forward(of, 0).slot == 0
 
     def test_where_nothing_is_reported_it_is_taken_on_trust(self) -> None:
-        """A backend that cannot report says so; what it passes is not looked at."""
+        """A backend declares what it cannot report; such values are ignored."""
         of = Contract([StageConfig(0, 2, 2, matrices=MATRICES)])
         of.commit(of.check_refresh(0), filled={"w7": 5})
 
@@ -212,7 +212,7 @@ class TestUpdates:
         [None, 0, 2, -1, True, 1.0, "1", UNSPELLED, pytest.param(10**5000, id="long"), 2**63],
     )
     def test_an_update_that_ran_twice_or_not_at_all(self, updates: Any) -> None:
-        """F and dI update scales once each; anything else failed, and what is no count is said."""
+        """F and dI update scales once each; anything else failed, and a message quotes it."""
         found = found_count(updates, "scaling updates", "{} scaling updates")
         of = reporting()
         ticket = of.check_forward(key(0), refresh=True)

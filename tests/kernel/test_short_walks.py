@@ -89,7 +89,7 @@ class TestShortWalk:
     @pytest.mark.parametrize("microbatches", [0, 5, -1])
     def test_a_number_out_of_range(self, microbatches: int) -> None:
         """No walk takes no microbatch, or more than configured."""
-        with pytest.raises(ValueError, match="expected from 1 to 4 microbatches"):
+        with pytest.raises(ValueError, match="expected 1 to 4 microbatches"):
             rig().contract.shorten_walk(microbatches)
 
     @pytest.mark.parametrize("microbatches", [True, 2.0, "2", None])
@@ -313,7 +313,7 @@ class TestBeside:
             )
 
     def test_a_recorded_step(self) -> None:
-        """A short step recurs as a whole one does, and a short step is no whole one."""
+        """Short steps recur as whole steps do; a short step does not recur as a whole step."""
         short = rig()
 
         def step(microbatches: int) -> None:

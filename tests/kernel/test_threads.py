@@ -215,6 +215,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "shorten_walk": (0,),
     "check_commit": (),
     "check_update": (),
+    "move_scales": (0,),
     "commit_epoch": (),
     "present_counts": ({},),
     "record_step": (),

@@ -93,7 +93,7 @@ class TestForged:
     @pytest.mark.parametrize("action", ACTIONS)
     @pytest.mark.parametrize("end", ["commit", "abort"])
     def test_another_serial_slot_or_action(self, action: str, end: str) -> None:
-        """Every part of a ticket must be the one that was issued."""
+        """Every part of a ticket must be as it was issued."""
         rig = Rig(stage(0), stage(1))
         ticket = _in_flight(action, rig)
         wrong = [evolve(ticket, serial=serial) for serial in (0, -1, ticket.serial + 1)]
@@ -138,7 +138,7 @@ class TestForged:
     @pytest.mark.parametrize("wrong", ["zz", None, 1.5])
     @pytest.mark.parametrize("end", ["commit", "abort"])
     def test_of_no_incarnation_at_all(self, end: str, wrong: Any) -> None:
-        """An incarnation that is no number is said as it was given."""
+        """A message quotes an incarnation that is not a number."""
         rig = Rig()
         forged = evolve(_in_flight("F", rig), incarnation=wrong)
 
@@ -156,7 +156,7 @@ class TestForged:
 class TestEvidence:
     @pytest.mark.parametrize("evidence", [None, 7, [1, "w0"]])
     def test_no_collection_of_names(self, evidence: Any) -> None:
-        """Evidence that is no collection of names is the evidence of nothing: the action failed."""
+        """Evidence that is not a collection of names counts as empty: the action failed."""
         rig = Rig()
         ticket = _in_flight("dI", rig)
 

@@ -170,7 +170,7 @@ class TestInvalidate:
         assert 1 == rig.epoch()
 
     def test_under_the_last_dgrad(self) -> None:
-        """The last dI may have read what was lost: its gradients are no gradients."""
+        """The last dI may have read what was lost: its gradients do not count."""
         rig = Rig(stage(microbatches=1))
         ref = rig.forward(0)
         ticket = rig.check_dgrad(ref, 0)

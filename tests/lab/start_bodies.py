@@ -39,6 +39,12 @@ def meeting(findings: Findings) -> None:
     findings.add({"rank": member.rank, "pids": all_gather(member, os.getpid())})
 
 
+def profiler_and_meeting(findings: Findings) -> None:
+    """What both say, in this order."""
+    profiler(findings)
+    meeting(findings)
+
+
 def unusable(findings: Findings) -> None:
     """A rank that cannot do it."""
     findings.add("before")

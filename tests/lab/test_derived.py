@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import accumulate
@@ -500,3 +501,104 @@ class TestTotals:
             parts = sum(size for part, size in sizes.items() if part != "total")
             assert sizes["total"] >= parts  # the files have headers
             assert near(shown["share"], sizes["numerical"] / sizes["total"], 8)
+
+
+def require_kills(derived: dict[str, Any], raw: dict[str, Any]) -> None:
+    """Require that the figures of a report of kills follow from its kills and runs."""
+    kills, runs = raw["kills"], raw["runs"]
+    places: dict[str, int] = {}
+    for kill in kills:
+        place = kill["place"].partition(",")[0]
+        place = f"launcher, in: {place}" if kill["launcher"] else place
+        places[place] = places.get(place, 0) + 1
+    assert derived["kills"] == len(kills) == sum(places.values())
+    assert derived["places"] == places
+    assert derived["runs"] == len(runs) == len({kill["run"] for kill in kills})
+    for what in ("tensors", "losses", "held_out"):
+        assert {derived[what]} == {run[what] for run in runs}
+        assert derived[f"{what}_differ"] == sum(len(run[f"{what}_differ"]) for run in runs)
+    assert derived["compared"] == sum(run["compared"] for run in runs)
+    assert derived["longest_end_s"] == sorted(kill["end_s"] for kill in kills)[-1]
+
+
+def require_probes(derived: dict[str, Any], raw: dict[str, Any]) -> None:
+    """Require that every sentence of a report of probes has the numbers that were found."""
+    said = {probe["what"]: probe["found"] for probe in derived["probes"]}
+    assert len(said) == len(derived["probes"])
+    for probe in raw["attention"]:
+        fused = "fused attention" if probe["fused_attention"] else "NVTE_FUSED_ATTN=0"
+        found = said.pop(f"sequences of {probe['sequence']} tokens, {fused}, {probe['how']}")
+        end, _, more = found.partition("; ")
+        assert end == (f"failed, {probe['error']}" if probe["error"] else "ran")
+        assert more == (f"{probe['invalid_writes']} invalid writes" if more else "")
+        assert bool(more) is ("invalid_writes" in probe)
+    lines = sorted(raw["pairing"]["lines"].values())
+    found = said.pop("the graph of a dW in the library's own graphs")
+    assert [raw["pairing"]["version"], *map(str, lines)] == re.findall(r"[\d.]*\d", found)
+    if raw["addresses"] is not None:
+        found = said.pop("a look at every baked address")
+        us, count = re.findall(r"[\d.]*\d", found)
+        assert near(float(us), raw["addresses"]["median_us"], 1)
+        assert int(count) == raw["addresses"]["addresses"]
+    for side in raw.get("interleaved", ()):
+        found = said.pop(f"interleaved stages, {side['name']}")
+        assert side["error"] is None
+        differ, _, rest = found.partition(" values differ")
+        assert differ == f"{side['different']} of {side['compared']}"
+        first, _, broken = rest.partition("; not finite from ")
+        assert first.removeprefix(", first ") == (side["first"] or "")
+        assert broken.removesuffix(" on") == (side["not_finite"] or "")
+        assert bool(side["different"]) is bool(side["first"])
+    assert not said
+
+
+def changed(figure: Any) -> Any:
+    """Return another figure, as an error in its formula would give."""
+    if isinstance(figure, dict):
+        (name, number), *_ = figure.items()
+        return {**figure, name: number + 1}
+    return figure + 1
+
+
+class TestKills:
+    """`kills.json` and `kills_gpu.json`."""
+
+    @pytest.mark.parametrize("name", ["kills", "kills_gpu"])
+    def test_figures(self, name: str) -> None:
+        """Kills by place, runs, what was compared and what differs, the longest end."""
+        derived, raw = next(of_kind(name))
+        require_kills(derived, raw)
+        assert derived["kills"] == report(name)["configuration"]["kills"]
+        assert derived["losses"] == report(name)["configuration"]["steps"]
+
+    def test_a_wrong_figure_is_seen(self) -> None:
+        """Each one: none is left unchecked."""
+        derived, raw = next(of_kind("kills"))
+        for name, figure in derived.items():
+            with pytest.raises(AssertionError):
+                require_kills({**derived, name: changed(figure)}, raw)
+
+
+class TestProbes:
+    """`probes.json` and `interleaved.json`."""
+
+    @pytest.mark.parametrize("name", ["probes", "interleaved"])
+    def test_figures(self, name: str) -> None:
+        """Every number and every error of a sentence."""
+        derived, raw = next(of_kind(name))
+        require_probes(derived, raw)
+
+    @pytest.mark.parametrize("name", ["probes", "interleaved"])
+    def test_a_wrong_figure_is_seen(self, name: str) -> None:
+        """Each digit of each sentence, and a sentence that is missing."""
+        derived, raw = next(of_kind(name))
+        probes = derived["probes"]
+        for place, probe in enumerate(probes):
+            rest = [*probes[:place], *probes[place + 1 :]]
+            with pytest.raises((AssertionError, KeyError)):
+                require_probes({"probes": rest}, raw)
+            for digit in re.finditer(r"\d", probe["found"]):
+                wrong = str((int(digit[0]) + 1) % 10)
+                found = probe["found"][: digit.start()] + wrong + probe["found"][digit.end() :]
+                with pytest.raises(AssertionError):
+                    require_probes({"probes": [*rest, {**probe, "found": found}]}, raw)

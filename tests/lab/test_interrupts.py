@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from qeffect.cli.interrupts import INTERRUPTED
 from tests.cli.test_interrupts import (  # noqa: F401 - a fixture
-    LIMIT_S,
-    interrupted,
+    ended_with_children,
     processes,
-    require_end_with_children,
+    require_promise,
+    said_nothing_else,
     started,
+    wait_for,
 )
 from tests.training.helpers import SMALL, text
 
@@ -31,12 +31,15 @@ PARTS = {
     "tables --device cpu --cells tiny-m4 --parts steps --rounds 100000": 2,
     "peers --device cpu --modes ours --cells tiny-m2 --rounds 100000": 2,
     "restarts --schedules il --same": 2,
+    "kills --kills 1": 4,
     "bench --device cpu --columns native ours_accumulate --rounds 100000": 2,
     "pools --device cpu --steps 100000": 5,
     "probes --device cpu --only addresses": 1,
 }
 #: Parts whose processes differ from each other in how they are started, or end in another way.
 FEW = ("scale", "bench", "probes")
+#: The part that the profile dev interrupts.
+EVERYWHERE = "scale"
 CURVES = (
     SMALL.format(vocabulary=128, layers=2)
     + """[parallel]
@@ -61,7 +64,7 @@ def every_part() -> list[object]:
             whole_group,
             id=f"{words.split()[0]}-{'group' if whole_group else 'alone'}",
             marks=()
-            if words.startswith(FEW) and not whole_group
+            if words.startswith(EVERYWHERE) and not whole_group
             else pytest.mark.ci
             if words.startswith(FEW) != whole_group
             else pytest.mark.nightly,
@@ -78,9 +81,13 @@ def test_a_part_ends_with_the_processes_that_it_started(
     processes: list[subprocess.Popen[str]],  # noqa: F811
 ) -> None:
     """Whatever its processes do at that moment; none of them prints."""
-    process = started(f"runtime report {words} --quiet")
-    processes.append(process)
-    require_end_with_children(process, PARTS[words], whole_group)
+
+    def once() -> float:
+        process = started(f"runtime report {words} --quiet")
+        processes.append(process)
+        return ended_with_children(process, PARTS[words], whole_group)
+
+    require_promise(once)
 
 
 @pytest.mark.parametrize(
@@ -97,21 +104,14 @@ def test_curves_end_while_they_train(
 ) -> None:
     """In the process itself; the report of the runs that had ended stays."""
     text(tmp_path)
-    config, out = tmp_path / "run.toml", tmp_path / "out.json"
+    config = tmp_path / "run.toml"
     config.write_text(CURVES)
-    process = started(f"runtime report curves {config} --runs native:il:0 --out {out}")
-    processes.append(process)
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if line.startswith("native:il:0: "):
-            break
-    else:
-        raise AssertionError(f"it ended before it trained: {seen}")
 
-    seconds, printed, err = interrupted(process, whole_group)
+    def once() -> float:
+        out = tmp_path / f"out{len(processes)}.json"
+        process = started(f"runtime report curves {config} --runs native:il:0 --out {out}")
+        processes.append(process)
+        wait_for(process, "native:il:0: ")
+        return said_nothing_else(process, "native:il:0: ", whole_group)
 
-    lines = [line for line in err.splitlines() if not line.startswith("native:il:0: ")]
-    assert (INTERRUPTED, "", ["qeffect: interrupted"]) == (process.returncode, printed, lines)
-    assert seconds < LIMIT_S
+    require_promise(once)

@@ -1,4 +1,7 @@
-"""The rooms of the laboratory: Megatron-core in one module, and statistics without torch."""
+"""
+The rooms of the laboratory: Megatron-core in one module, statistics without torch, one runner of
+rows over ranks, one place of medians.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,32 @@ def test_statistics_measure_nothing() -> None:
 
             assert "torch" not in {name.partition(".")[0] for name in (*names, module)}, path
             assert level != 2, f"{path}: imports another room of the laboratory"
+
+
+def _users(name: str) -> list[str]:
+    """The modules of the laboratory that import a name, or use it as an attribute."""
+    found = set()
+    for path in LAB.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = {alias.name for alias in node.names}
+            else:
+                names = {ast.unparse(node)} if isinstance(node, ast.Attribute) else set()
+            if name in names:
+                found.add(path.relative_to(LAB).as_posix())
+    return sorted(found)
+
+
+def test_one_module_takes_medians() -> None:
+    """Every figure of every report has its median from there, rounded or exact."""
+    assert ["statistics/summary.py"] == _users("statistics.median")
+    assert "statistics/derive.py" in _users("exact_median")
+
+
+def test_one_runner_times_the_rows_over_ranks() -> None:
+    """The reports over ranks time their sides by it; columns share its clock."""
+    assert ["runner/rank_rows.py"] == _users("time_side")
+    for name in ("commands/scale.py", "commands/peers.py", "commands/tables.py"):
+        assert name in _users("RankRun"), name
+        assert name in _users("measure_rows"), name
+    assert ["runner/column_process.py", "runner/timing.py"] == _users("back_to_back_s")

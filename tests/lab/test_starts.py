@@ -21,7 +21,7 @@ from qeffect.gpu_runtime.lab import reports
 from qeffect.gpu_runtime.lab.runner import starts as module
 from qeffect.gpu_runtime.lab.runner.profiles import add_profiles
 from qeffect.gpu_runtime.lab.runner.ranks import RankExits
-from qeffect.gpu_runtime.lab.runner.starts import RankStarts, Start
+from qeffect.gpu_runtime.lab.runner.starts import RankStart, RankStarts
 from qeffect.gpu_runtime.lab.sides.language import PeerRow, PeerSettings
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.report import UnusableError
@@ -31,32 +31,40 @@ from . import start_bodies as bodies
 COMMIT = "0" * 40
 
 
-def test_only_the_second_start_can_profile_and_it_is_another_process(tmp_path: Path) -> None:
-    """In the first one the profiler raises, and our own module of it cannot be imported."""
-    ranks = RankStarts(1, tmp_path)
+@pytest.fixture(scope="module")
+def two_starts(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RankStart], list[str]]:
+    """Two ranks, started to be timed and then to be profiled; both starts, and the notes."""
+    ranks = RankStarts(2, tmp_path_factory.mktemp("ranks"))
     notes: list[str] = []
-    timed = ranks.start(bodies.profiler, note=notes.append)
-    profiled = ranks.start(bodies.profiler, profiles=True)
+    timed = ranks.start(bodies.profiler_and_meeting, note=notes.append)
+    return [timed, ranks.start(bodies.profiler_and_meeting, profiles=True)], notes
 
-    (first,), (second,) = timed.require(), profiled.require()
-    assert "this process times steps" in first["used"]
-    assert (first["imported"], second["used"], second["imported"]) == (False, True, True)
-    assert first["pid"] != second["pid"]
-    assert ([first["pid"]], [second["pid"]]) == (timed.exits.pids, profiled.exits.pids)
-    assert first["parent"] == second["parent"] == os.getpid()
+
+def test_only_the_second_start_can_profile_and_it_is_another_process(
+    two_starts: tuple[list[RankStart], list[str]],
+) -> None:
+    """In the first one the profiler raises, and our own module of it cannot be imported."""
+    (timed, profiled), notes = two_starts
+
+    for rank in range(2):
+        first, second = timed.rows[rank][0], profiled.rows[rank][0]
+        assert "this process times steps" in first["used"]
+        assert (first["imported"], second["used"], second["imported"]) == (False, True, True)
+        assert first["pid"] == timed.exits.pids[rank]
+        assert second["pid"] == profiled.exits.pids[rank]
+        assert first["parent"] == second["parent"] == os.getpid()
     assert notes == ["looked"]
 
 
-def test_every_rank_of_every_start_is_a_process_of_its_own(tmp_path: Path) -> None:
+def test_every_rank_of_every_start_is_a_process_of_its_own(
+    two_starts: tuple[list[RankStart], list[str]],
+) -> None:
     """Two ranks meet, twice; what each said is kept by rank."""
-    ranks = RankStarts(2, tmp_path)
-    found = [ranks.start(bodies.meeting, profiles=profiles) for profiles in (False, True)]
-
     pids = []
-    for start in found:
+    for start in two_starts[0]:
         assert start.exits.codes == [0, 0]
-        assert [rows[0]["rank"] for rows in start.rows] == [0, 1]
-        assert start.rows[0][0]["pids"] == start.rows[1][0]["pids"] == start.exits.pids
+        assert [rows[1]["rank"] for rows in start.rows] == [0, 1]
+        assert start.rows[0][1]["pids"] == start.rows[1][1]["pids"] == start.exits.pids
         pids += start.exits.pids
     assert len(set(pids)) == 4
 
@@ -80,7 +88,7 @@ def test_a_rank_that_fails_says_why(
 
 def test_another_failure_is_told_by_its_last_words() -> None:
     """The error of the rank that failed."""
-    start = Start(RankExits([1, 0], ["ValueError: odd"], 1.0), [[], []])
+    start = RankStart(RankExits([1, 0], ["ValueError: odd"], 1.0), [[], []])
     with pytest.raises(UnusableError, match=r"^a rank failed: ValueError: odd$"):
         start.require()
 
@@ -117,7 +125,7 @@ class TestHere:
     def test_without_torchrun_all_of_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The process itself is none."""
+        """The process itself does not count."""
         monkeypatch.delenv("RANK", raising=False)
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         found = RankStarts.here(2, "cpu", tmp_path)
@@ -185,11 +193,11 @@ def test_profiles_are_added_to_the_rows_that_were_measured(tmp_path: Path) -> No
     """By their order; a side that fails keeps its measurement and gets no figure."""
 
     class Ranks(RankStarts):
-        def start(self, *_: Any, take: Callable[[Any], None] = print, **options: Any) -> Start:
+        def start(self, *_: Any, take: Callable[[Any], None] = print, **options: Any) -> RankStart:
             assert options["profiles"]
             take({"busy_ms": [{"kernels": 1.0}]})
             take({"error": "RuntimeError: odd"})
-            return Start(RankExits([0], [], 0.0), [[]])
+            return RankStart(RankExits([0], [], 0.0), [[]])
 
     settings = PeerSettings(cells=["tiny-m2"])
     rows = [
@@ -228,10 +236,12 @@ def test_a_part_starts_its_ranks_twice(
     part: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU from end to end: other processes, the same rows, and no figure of a profiler."""
-    made: list[tuple[bool, Start]] = []
+    made: list[tuple[bool, RankStart]] = []
     start = RankStarts.start
 
-    def kept(self: RankStarts, *arguments: Any, profiles: bool = False, **options: Any) -> Start:
+    def kept(
+        self: RankStarts, *arguments: Any, profiles: bool = False, **options: Any
+    ) -> RankStart:
         made.append((profiles, start(self, *arguments, profiles=profiles, **options)))
         return made[-1][1]
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -37,7 +39,12 @@ SOURCE = (
     "README.md",
     "LICENSE",
 )
-EXAMPLES = ("cpu", "h200", "h200_short", "h200_history", "h200_launched")
+EXAMPLES = ("cpu", "h200", "h200_short", "h200_history", "h200_launched", "scales")
+#: Parts of the suite that the archive runs: the kernel, its specification, schedules, the pages.
+FROM_THE_ARCHIVE = (
+    *("tests/kernel", "tests/spec", "tests/schedule", "tests/test_imports.py"),
+    *("tests/docs/test_pages.py", "tests/docs/test_readme.py", "tests/cli/test_newcomers.py"),
+)
 LINKS = ("spec", "verification", "gpu_runtime", "guards")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 #: What the dependencies are found by; none of it is in a standard library.
@@ -106,7 +113,7 @@ def install(python: Path, *what: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source tree, its links still links."""
+    """A copy of the source tree, its links still links, as the first commit of a repository."""
     folder = tmp_path_factory.mktemp("source") / "tree"
     folder.mkdir()
     for name in SOURCE:
@@ -117,7 +124,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(origin, folder / name)
     assert all((folder / "qeffect" / name).is_symlink() for name in LINKS)
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "first")):
+        git(folder, *words)
     return folder
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git in a repository, without the user's configuration; return what it prints."""
+    author = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    return run(["git", "-C", folder, *author, *words], folder).stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +215,91 @@ class TestContents:
 
         links = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_symlink()}
         assert {Path("qeffect", name) for name in LINKS} == links
-        assert names(wheel) == names(build(unpacked, "wheel"))
+        again = build(unpacked, "wheel")
+        assert names(wheel) == names(again)
+        assert wheel.name == again.name, "the archive keeps the version that git told"
+
+
+class TestArchive:
+    """The source distribution, unpacked where a user may unpack it."""
+
+    @pytest.mark.nightly
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can run as another user")
+    def test_the_suite_runs_from_it_as_another_user(self) -> None:
+        """In a path with a space, without git, in a tree that its user may not write."""
+        # Another user may not read pytest's own temporary folders.
+        with tempfile.TemporaryDirectory(prefix="qeffect-archive-") as folder:
+            Path(folder).chmod(0o755)
+            self.run_in(Path(folder))
+
+    def run_in(self, tmp_path: Path) -> None:
+        """Build, unpack, install and run in this folder."""
+        listed = run(["git", "-C", ROOT, "ls-files"], ROOT).stdout.splitlines()
+        for name in (Path(name) for name in listed if (ROOT / name).exists()):
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "tree" / name, follow_symlinks=False)
+        with tarfile.open(build(tmp_path / "tree", "sdist")) as archive:
+            archive.extractall(tmp_path / "a b", filter="data")
+        (tree,) = (tmp_path / "a b").iterdir()
+        python = environment(tmp_path / "env")
+        install(python, "--editable", tree)
+        done = subprocess.run(
+            [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FROM_THE_ARCHIVE],
+            cwd=tree,
+            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", "TMPDIR": "/tmp"},
+            user="nobody",
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+        assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 1_000  # type: ignore[index]
+
+
+class TestVersion:
+    """The version comes from git; an archive keeps it."""
+
+    def told(self, folder: Path) -> str:
+        """The version that a build of this folder would have."""
+        # Build tools write a folder of metadata, which git does not see as a change.
+        done = run([sys.executable, "setup.py", "-q", "--version"], folder, path=dependencies())
+        return done.stdout.split()[-1]
+
+    def test_an_installed_package_names_its_commit(
+        self, python: Path, source: Path, hostile: Path
+    ) -> None:
+        """The commit that the wheel was built from, though no checkout is near."""
+        head = git(source, "rev-parse", "HEAD")
+
+        done = run([python, "-m", "qeffect", "--version"], hostile)
+
+        assert done.stdout == f"qeffect 0.1.0.dev1, commit {head}\n"
+
+    def test_a_tag_makes_a_release_and_a_change_unmakes_it(
+        self, source: Path, tmp_path: Path
+    ) -> None:
+        """A tagged commit has the tag's version; with changes it is a commit like any other."""
+        tree = tmp_path / "tree"
+        git(tmp_path, "clone", "-q", str(source), str(tree))
+        head = git(tree, "rev-parse", "HEAD")
+
+        assert self.told(tree) == f"0.1.0.dev1+g{head}"
+        git(tree, "tag", "-a", "-m", "release", "v0.1.0")
+        assert self.told(tree) == "0.1.0"
+        (tree / "README.md").write_text("changed\n")
+        assert self.told(tree) == f"0.1.0.dev1+g{head}.changes"
+
+    def test_a_tree_without_git_has_a_version(self, source: Path, tmp_path: Path) -> None:
+        """That of its archive, or the next release's; a repository around it does not count."""
+        git(tmp_path, "init", "-q")
+        tree = tmp_path / "tree"
+        shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+
+        assert self.told(tree) == "0.1.0"
+        (tree / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: qeffect\nVersion: 7.1\n")
+        assert self.told(tree) == "7.1"
 
 
 class TestHostileFolder:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -25,7 +27,7 @@ from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
 from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
-from qeffect.gpu_runtime.ranks.channels import Message, Transfer
+from qeffect.gpu_runtime.ranks.channels import Message, Transfer, UnansweredError, gloo_group
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.membership import Limits, all_gather, join, leave
@@ -484,6 +486,11 @@ def leaving() -> dict[str, Any]:
     }
 
 
+def frozen() -> dict[str, Any]:
+    """What a rank begins with: whether the server imported it, and froze what it imported."""
+    return {"imported": "tests.ranks.preloaded" in sys.modules, "frozen": gc.get_freeze_count()}
+
+
 def _threads_of_groups() -> int:
     names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
     return sum("gloo" in name for name in names)
@@ -640,3 +647,18 @@ def late_counts(job: Job) -> dict[str, Any]:
         worker.rebuild(StoppedError(Cause(**said["cause"])))
         said["again"] = _step(worker)
     return said
+
+
+def connected_alone(seconds: float) -> str:
+    """Rank 0 makes a group with rank 1, which does not come."""
+    member = join("cpu", LIMITS)
+    if member.rank == 1:
+        member.store.wait(["over"])
+        return "did not come"
+    try:
+        gloo_group([0, 1], seconds)
+    except UnansweredError as error:
+        return str(error)
+    finally:
+        member.store.set("over", b"1")
+    return "came"

@@ -327,17 +327,29 @@ LEFT_OUT = {
 }
 
 
+def retained(stage: Any) -> dict[int, Any]:
+    """What forwards left in their stage, by microbatch; torch 2.15 has another name for it."""
+    states: Any = getattr(stage, "_forward_chunk_states", None)
+    found: dict[int, Any] = stage.fwd_cache if states is None else states
+    return found
+
+
 def _forward_faked(stage: Any, m: int) -> Tensor:
     """Leave what a forward leaves, of a tensor that the module never saw."""
     given = torch.ones(2, WIDTH, requires_grad=True)
     made = given * 1
-    stage.fwd_cache[m] = (made,), [given]
+    if hasattr(stage, "_make_forward_chunk_state"):  # torch 2.15
+        retained(stage)[m] = stage._make_forward_chunk_state((made,), [given])
+    else:
+        retained(stage)[m] = (made,), [given]
     return made
 
 
 def _backward_faked(stage: Any, m: int) -> None:
     """Consume what a backward consumes, and leave what it leaves."""
-    stage.fwd_cache.pop(m)
+    retained(stage).pop(m)
+    if not stage.is_last and hasattr(stage, "_forward_chunk_states"):
+        stage._retrieve_recv_grads(m)  # torch 2.15 looks after what it received
     stage.bwd_cache[m] = (torch.zeros(2, WIDTH),)
     stage.backward_state[m] = ((), [], None, None)
     stage.dw_runner[m] = lambda: None

@@ -29,7 +29,7 @@ from qeffect.gpu_runtime.ranks.membership import Limits, Member, join
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.runtime import RuntimeConfig, mode_on
-from qeffect.gpu_runtime.step.clipping import Clipping, Norm, square_sums
+from qeffect.gpu_runtime.step.clipping import Clipping, Norm, parts_of, square_sums
 from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.training.language_model import LanguageJob
@@ -78,6 +78,7 @@ def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **opti
             mode=mode_on(device, "one launch" if one else "replays"),
             counts="next step" if one else None,
             amax=job.amax,
+            weights_sum=(1, job.dp),  # also where a mean divides once more
         ),
         limits=LIMITS,
         optimizer=optimizer,
@@ -368,11 +369,11 @@ def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
     """The gate of two replicas of one rank: alike, no number in one alone, and one that differs."""
     member = join("cpu", LIMITS)
     gate_without_kernels()
-    clipping = Clipping(max_norm=limit, skip_nonfinite=True)
+    parts = tuple(parts_of({0: ["w"], 1: ["w"]}))
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True, parts=parts)
     worker: Any = SimpleNamespace(
         member=member,
         clipping=clipping,
-        table=SimpleNamespace(num_stages=2),
         pp=1,
         runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
     )
@@ -423,11 +424,11 @@ def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
     gate_without_kernels()
     stages = 2 * member.world
     tied = frozenset({(stages - 1, "w")})  # a copy, which counts where the other one is
-    clipping = Clipping(max_norm=limit, skip_nonfinite=True, elsewhere=tied)
+    parts = tuple(parts_of(dict.fromkeys(range(stages), ("w", "b")), tied))
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True, elsewhere=tied, parts=parts)
     worker: Any = SimpleNamespace(
         member=member,
         clipping=clipping,
-        table=SimpleNamespace(num_stages=stages),
         pp=member.world,
         runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
     )

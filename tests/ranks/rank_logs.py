@@ -17,7 +17,7 @@ from qeffect.log.rank_log import RankLines
 from qeffect.log.replayer import replay
 from qeffect.verification.ranks.replay import RankReport, replay_ranks
 
-__all__ = ["alike", "keep_logs", "logs_of", "replayed"]
+__all__ = ["alike", "keep_logs", "logs_of", "replayed", "replayed_run"]
 
 
 def keep_logs(folder: Path, rank: int) -> None:
@@ -58,6 +58,28 @@ def replayed(logs: Iterable[Path], refused: str = "") -> RankReport | None:
         return None
     report = replay_ranks(logs)
     assert report.clause == (refused or None), report.summary()
+    return report
+
+
+def replayed_run(folder: Path, commits: int = 0) -> RankReport:
+    """
+    What the model says of the rank logs of a training run, which it has to accept.
+
+    Attempts in which a rank ended before it had a log are left out.
+
+    Args:
+        folder: The run's `event_logs`.
+        commits: How many commits the logs have, of all ranks together, at the least.
+    """
+    found: dict[tuple[str, int], list[RankLines]] = {}
+    for path in sorted(folder.glob("*.ranks.jsonl")):
+        if b"\n" in path.read_bytes():
+            log = RankLines.read(path)
+            found.setdefault((log.header["attempt"], log.header["worker"]), []).append(log)
+    whole = [own for own in found.values() if len(own) == own[0].header["world"]]
+    report = replayed(Path(log.name) for own in whole for log in own)
+    assert report is not None, f"no attempt has the logs of all ranks: {sorted(found)}"
+    assert report.commits >= commits, report.summary()
     return report
 
 

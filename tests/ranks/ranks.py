@@ -24,9 +24,7 @@ from .rank_logs import alike, keep_logs, logs_of, replayed
 LIMIT_S = 100.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["tests.ranks.bodies", "tests.ranks.guard_bodies", "tests.training.bodies"]
-)
+_CONTEXT.set_forkserver_preload(["tests.ranks.preloaded"])
 
 
 class Said:

@@ -29,12 +29,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from qeffect.gpu_runtime.backends.protocol import Reports
 from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
-from qeffect.gpu_runtime.ranks import gate, obstacles, one_launch
+from qeffect.gpu_runtime.ranks import one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.replicas import Replicas, _BucketCollectives
 from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
+from qeffect.gpu_runtime.runtime import step_mode
 from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.effects import Effects
@@ -45,13 +46,16 @@ from qeffect.gpu_runtime.training import launches, saturation
 
 
 class _Stream:
-    """One thread; what it was given it does in order."""
+    """
+    One thread; what it was given it does in order.
+
+    It starts with the first work: a rank is a fork, and no thread outlives a fork.
+    """
 
     def __init__(self) -> None:
         self._given: queue.Queue[Callable[[], None]] = queue.Queue()
         self.problem: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
         while True:
@@ -69,6 +73,9 @@ class _Stream:
         return threading.current_thread() is self._thread
 
     def submit(self, act: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
         self._given.put(act)
 
     @property
@@ -276,7 +283,7 @@ def _compare(
 def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
     no = heard != number + 1
     skip.copy_(no.any())
-    row = torch.cat([number[None], values, torch.where(heard < 0, gate.UNLIKE, no.long())])
+    row = torch.cat([number[None], values, torch.where(heard < 0, (1 - heard).long(), no.long())])
     ring.index_copy_(0, (number % len(ring))[None], row[None])
     number.add_(1)
 
@@ -323,7 +330,7 @@ def install() -> None:
     cuda.graph_pool_handle = lambda: None
     stands_in: Any = one_launch
     stands_in.GraphExecutor = RecordingExecutor
-    cast("Any", obstacles).nesting_obstacle = lambda _: None
+    cast("Any", step_mode).nesting_obstacle = lambda _: None
     cast("Any", graphs).capture = captured
     load = StagedFeed.load
 

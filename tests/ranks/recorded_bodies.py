@@ -20,6 +20,7 @@ from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.replicas import Replicas
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.runtime import Mode, RuntimeConfig
+from qeffect.gpu_runtime.step.clipping import Part
 from tests.ranks import bodies, recorded
 from tests.ranks.bodies import bits, copies_of, parameters_of
 
@@ -40,6 +41,7 @@ def _made(job: Job, options: dict[str, Any], mode: Mode = "one launch") -> Worke
             mode=mode,
             counts="next step",
             amax=job.amax,
+            weights_sum=(1, job.dp),  # also where a mean divides once more
         ),
         limits=LIMITS,
         ties=job.ties,
@@ -98,10 +100,10 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
     if worker.member.rank == job.world - 1:
         capture = runner._gate.capture
 
-        def refuse(gradients: Any) -> Any:
+        def refuse(gradients: Any, differs: Any = None) -> Any:
             if gradients is not None:
                 raise RuntimeError("operation not permitted when stream is capturing")
-            return capture(gradients)
+            return capture(gradients, differs)
 
         runner._gate.capture = refuse  # type: ignore[method-assign]
     notes: list[str] = []
@@ -154,7 +156,7 @@ def unwarmed(job: Job, steps: int, behind: bool) -> dict[str, Any]:
     left = bits(worker)
     runner.close()
     worker.close()
-    return {"causes": causes, "left": left, "captured": runner._base}
+    return {"causes": causes, "left": left, "captured": runner._capture.epoch}
 
 
 def _twice(worker: Worker, action: str) -> Callable[[], None]:
@@ -187,8 +189,8 @@ def _with_unlike_squares() -> None:
     """Let what a launch says of its gradients differ once, when it is asked for."""
     real = gate.square_sums
 
-    def squares(*given: Any) -> dict[int, torch.Tensor]:
-        found = {stage: part + (UNTIL_UNLIKE == 0) for stage, part in real(*given).items()}
+    def squares(*given: Any) -> dict[Part, torch.Tensor]:
+        found = {part: squares + (UNTIL_UNLIKE == 0) for part, squares in real(*given).items()}
         UNTIL_UNLIKE.sub_(1)
         return found
 
@@ -258,6 +260,30 @@ def recovering(
     runner.close()
     worker.close()
     return {"stops": said, "left": left, "epoch": worker.runtime.epoch}
+
+
+def unconfirmed(job: Job, waits: bool) -> str:
+    """Two launches, the first on a slow device: why the second one stopped; empty if it did not."""
+    recorded.install()
+    worker = _made(job, {})
+    runner = OneLaunch(worker)
+    for _ in range(3):
+        runner.step()
+    recorded.STREAM.synchronize()
+    if not waits:
+        runner._waits.wait = lambda done: None  # type: ignore[method-assign]
+    held = threading.Event()
+    recorded.STREAM.submit(lambda: (held.wait(30.0), None)[1])
+    threading.Timer(1.0, held.set).start()
+    try:
+        for _ in range(2):
+            runner.step()
+        runner.leave()
+    except StoppedError as stopped:
+        return stopped.cause.text
+    runner.close()
+    worker.close()
+    return ""
 
 
 def ended_while_posting() -> list[list[str]]:

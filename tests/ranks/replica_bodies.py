@@ -48,7 +48,12 @@ def _made(job: Job, dtype: torch.dtype, **options: Any) -> Worker:
         job.pp,
         lambda indices: job.stages(indices, member.device, "reference"),
         lambda replica: Batches(job.batch(member.device, replica), member.device),
-        RuntimeConfig(rule=job.rule, provisioning=job.provisioning, dtype=dtype),
+        RuntimeConfig(
+            rule=job.rule,
+            provisioning=job.provisioning,
+            dtype=dtype,
+            weights_sum=(1, job.dp),  # also where a mean divides once more
+        ),
         limits=LIMITS,
         optimizer=optimizer,
         **options,

@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.commands import peers, tables
 from qeffect.gpu_runtime.lab.runner.rank_process import Findings
 from qeffect.gpu_runtime.lab.sides.language import PeerSettings
-from qeffect.gpu_runtime.lab.sides.pipelines import build_guarded
+from qeffect.gpu_runtime.lab.sides.pipelines import build_guarded, isolation
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import join
@@ -48,7 +48,8 @@ def one_fails() -> list[dict[str, Any]]:
     found = []
     for stages in (build, fails, build):
         Job.stages = stages  # type: ignore[method-assign]
-        found.append(tables.measure_row(member, args, row, {}, [row]))
+        with isolation(member):
+            found.append(tables.measure_row(member, args, row, {}, [row]))
     return found
 
 
@@ -57,7 +58,13 @@ def peers_of_ours(folder: str) -> list[dict[str, Any]]:
     join("cpu", LIMITS)
     cells = ["tiny-m2"]
     asked = PeerSettings(
-        cells=cells, rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
+        cells=cells,
+        rounds=1,
+        steps=1,
+        native_steps=1,
+        device="cpu",
+        profile=False,
+        settling_steps=3,
     )
     text = io.StringIO()
     peers.measure_ours("cpu", peers.rows_of("ours", cells, asked), Path(folder), Findings(text))

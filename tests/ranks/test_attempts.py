@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,9 @@ from qeffect.gpu_runtime.ranks.bounded import bounded
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent, wait_for
 from qeffect.schedule.tables import read_fixture
+
+from . import bodies
+from .ranks import launch
 
 KEEPS_STORE = """
 import torch.distributed as dist, time
@@ -197,3 +201,12 @@ def raised_by(done: Any, consent: Consent) -> LostError:
     with pytest.raises(LostError) as caught:
         wait_for(done, consent, deadline=0.5, grace=0.5)
     return caught.value
+
+
+def test_a_rank_that_does_not_connect_is_a_cause(tmp_path: Path) -> None:
+    """The library's own error names no rank; its first line stays in the message."""
+    said = launch(2, tmp_path, bodies.connected_alone, 1.0)
+    assert said.codes == [0, 0]
+    assert said.words[0].startswith(
+        "rank 0: ranks [0, 1] did not connect within 1 s (wait timeout after 1000ms"
+    )

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from qeffect.gpu_runtime.ranks.job import Job
+from tests.profiles import by_profile
 from tests.ranks import bodies
 from tests.ranks.ranks import launch
 
@@ -15,8 +16,8 @@ STEPS = 3  # each F and dI rolls an amax history of 4, which is full within the 
 CASES = {
     "two ranks": [
         Job(schedule="il", pp=2),
-        Job(schedule="izb", pp=2),
         Job(schedule="zbv", pp=2),
+        Job(schedule="izb", pp=2),
     ],
     "four ranks": [
         Job(schedule="il", pp=4, microbatches=8),
@@ -38,7 +39,8 @@ CASES = {
         Job(schedule="gpipe", pp=2),
     ],
 }
-
+#: Cases that the profile dev runs too.
+EVERYWHERE = ("two ranks", "several walks")
 
 TABLES = Path(__file__).parents[1] / "schedule" / "torch_tables"
 
@@ -73,11 +75,11 @@ def test_the_first_messages_of_torch_2_11_reach_every_rank(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=pytest.mark.ci) if c == "four ranks" else c for c in CASES],
+    [c if c in EVERYWHERE else pytest.param(c, marks=pytest.mark.ci) for c in CASES],
 )
 def test_the_guarded_pipeline_has_the_bits_of_torchs(case: str, tmp_path: Path) -> None:
     """Losses, what flows both ways, gradients, parameters, AdamW, scales and histories."""
-    jobs = CASES[case]
+    jobs = CASES[case][: by_profile(2, 3)]
     pp = jobs[0].pp
     said = launch(pp, tmp_path, bodies.exact, jobs, STEPS)
     assert said.codes == [0] * pp

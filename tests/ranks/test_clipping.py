@@ -15,7 +15,13 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.step.clipping import Clipping, DeviceNorm, Norm, square_sums
+from qeffect.gpu_runtime.step.clipping import (
+    Clipping,
+    DeviceNorm,
+    Norm,
+    parts_of,
+    square_sums,
+)
 from tests.ranks import clip_bodies
 from tests.ranks.ranks import launch
 
@@ -25,7 +31,11 @@ TWO = [Job(schedule="zbv", pp=2), Job(schedule="il", pp=2, rule="per_microbatch"
 FOUR = [Job(schedule="izb", pp=2, dp=2, microbatches=4)]
 
 
-@pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["two ranks", "two ranks, two replicas"])
+@pytest.mark.parametrize(
+    "jobs",
+    [TWO, pytest.param(FOUR, marks=pytest.mark.ci)],
+    ids=["two ranks", "two ranks, two replicas"],
+)
 def test_clipped_training_has_the_bits_of_plain_torch_over_all_parameters(
     jobs: list[Job], tmp_path: Path
 ) -> None:
@@ -48,7 +58,9 @@ def test_clipped_training_has_the_bits_of_plain_torch_over_all_parameters(
 
 
 @pytest.mark.parametrize(
-    ("job", "rank"), [(TWO[0], 1), (FOUR[0], 3)], ids=["two ranks", "one of two replicas"]
+    ("job", "rank"),
+    [(TWO[0], 1), pytest.param(FOUR[0], 3, marks=pytest.mark.ci)],
+    ids=["two ranks", "one of two replicas"],
 )
 def test_one_value_that_is_not_finite_on_one_rank_skips_every_ranks_update(
     job: Job, rank: int, tmp_path: Path
@@ -154,3 +166,61 @@ def test_a_stages_part_is_the_sum_of_its_parameters_squares_in_their_order() -> 
     squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in named.values()]
     assert float(part) == float(torch.stack(squares).sum())
     assert math.isclose(float(part), sum(float(t.double().square().sum()) for t in named.values()))
+
+
+def _model(layers: int) -> dict[str, torch.Tensor]:
+    """Gradients of a model by its own names, of quite different sizes."""
+    g = torch.Generator().manual_seed(6)
+    named = {"embedding.weight": torch.randn(16, 8, generator=g)}
+    for n in range(layers):
+        for name, shape in (("fc1.weight", (8, 8)), ("norm.weight", (8,)), ("fc1.bias", (8,))):
+            named[f"layers.{n}.{name}"] = torch.randn(shape, generator=g) * (1 + n / 7)
+    return {**named, "head.weight": torch.randn(16, 8, generator=g), "head.norm": torch.ones(8)}
+
+
+def _cut(named: dict[str, torch.Tensor], cut: list[int]) -> dict[int, dict[str, torch.Tensor]]:
+    """The same gradients by stage, matrices first, as stages name them."""
+    found: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in range(len(cut))}
+    for matrices in (True, False):
+        for name, gradient in named.items():
+            if (gradient.dim() > 1 and not name.startswith("embedding")) is not matrices:
+                continue
+            kind, _, rest = name.partition(".")
+            if kind != "layers":
+                found[0 if kind == "embedding" else len(cut) - 1][name] = gradient
+                continue
+            stage, number = 0, int(rest.split(".")[0])
+            while number >= cut[stage]:
+                stage, number = stage + 1, number - cut[stage]
+            found[stage][f"layers.{number}.{rest.partition('.')[2]}"] = gradient
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_where_the_model_is_cut_does_not_move_a_bit_of_the_norm(tied: bool) -> None:
+    """Stages of any number of layers; a copy of the head's weight counts where it is the first."""
+    named, norms, by_stage = _model(12), set(), set()
+    for cut in ([12], [5, 7], [7, 5], [1, 11], [2, 10], [6, 6], [3] * 4, [1] * 12):
+        gradients = _cut(named, cut)
+        elsewhere = {(len(cut) - 1, "head.weight")} if tied else set()
+        parts = square_sums(gradients, elsewhere)
+        assert list(parts) == list(parts_of(gradients, elsewhere)) == sorted(parts)
+        assert len(parts) == 14
+        norms.add(Norm.of([float(part) for part in parts.values()], Clipping(max_norm=1.0)).total)
+        whole = [sum(float(p) for (s, _), p in parts.items() if s == n) for n in range(len(cut))]
+        by_stage.add(sum(whole))
+    assert len(norms) == 1
+    assert len(by_stage) > 1  # added up by stage, the cut shows
+    squares = sum(float(g.double().square().sum()) for g in named.values())
+    squares -= float(named["head.weight"].double().square().sum()) if tied else 0.0
+    assert math.isclose(norms.pop(), math.sqrt(squares))
+
+
+def test_a_part_tells_its_stage() -> None:
+    """A stage is zero if all its parts are, and not finite if one is."""
+    clipping = Clipping(max_norm=1.0, parts=((0, -1), (0, 0), (1, 0), (2, 0), (2, 2**31)))
+    norm = Norm.of([0.0, 4.0, 0.0, math.nan, 0.0], clipping)
+    assert (norm.zero_stages, norm.nonfinite_stages) == ([1], [2])
+    device = DeviceNorm.on(torch.device("cpu"), clipping)
+    device.take(torch.tensor(norm.parts, dtype=torch.float64))
+    assert (device.read().zero_stages, device.read().nonfinite_stages) == ([1], [2])

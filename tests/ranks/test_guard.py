@@ -189,12 +189,18 @@ class TestOneRank:
         assert 1 == guarded.contract.epoch
 
     def test_a_registered_function_is_guarded_as_its_action(self, rank: int) -> None:
-        """A function in torch's place is checked and committed like the action."""
+        """A function in torch's place is checked and committed like the action, if it computed."""
         run = bodies.Run(ZBV).alone()
         guarded = guard(run.schedule)
         seen: list[str] = []
         kind = bodies.torch_schedules._ComputationType.BACKWARD_WEIGHT
-        run.schedule.register_custom_function(kind, lambda action, _: seen.append(str(action)))
+
+        def weight(action: Any, _: Any) -> None:
+            seen.append(str(action))
+            stage = next(s for s in run.stages if s.stage_index == action.stage_index)
+            bodies.Stage.backward_weight_one_chunk(stage, action.microbatch_index)
+
+        run.schedule.register_custom_function(kind, weight)
         row = list(map(str, run.schedule.pipeline_order_with_comms[rank]))
         run.step(0)
         assert [entry for entry in row if "W" in entry] == seen

@@ -123,7 +123,7 @@ class TestReport:
         def fail(*_: Any) -> None:
             raise KeyError("a mistake of ours")
 
-        guarded._evidence.check_weights = fail  # type: ignore[method-assign]
+        guarded._actions.evidence.check_weights = fail  # type: ignore[method-assign]
         bits = [(plain.step(n), run.step(n)) for n in range(2)]
 
         assert all(a == b for a, b in bits)
@@ -225,7 +225,7 @@ class TestName:
 
         assert 3 == len(always)
         assert {
-            "the function that is registered for W runs its action",
+            "the function that is registered for W computes all of its action",
             "no weight of stage 1 is written in mid-step: its module is sharded",
         } == {*guarded.on_trust()} - {*always}
 

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from qeffect.guards import deepspeed, megatron, pipelining, torchtitan
 from qeffect.guards.pipelining import guard
 from qeffect.guards.releases import UntestedReleaseError
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError
 from qeffect.schedule.tables import read_table
 
+ROOT = Path(__file__).parents[2]
 TABLES = Path(__file__).parents[1] / "schedule" / "torch_tables"
 RELEASES = sorted(path.name for path in TABLES.iterdir() if path.is_dir())
 ZBV = "ScheduleZBVZeroBubble_pp2_vpp2_m4"
@@ -195,3 +197,37 @@ def test_tested_releases_are_guarded_in_silence(
 
     assert guarded.contract.epoch == 1
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("release", ["2.12.1", "2.14.0+cu130"])
+@pytest.mark.parametrize("manner", ["refuse", "report"])
+def test_releases_between_tested_ones_are_warned_of(
+    release: str, manner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their tables were read, but no loop of theirs was run: guarded, with a warning."""
+    monkeypatch.setattr(torch, "__version__", release)
+    walk = Walk(read_table(TABLES / RELEASES[-1] / f"{ZBV}.comms.csv"), 0)
+    guarded = guard(walk, manner=manner)
+    walk.step()
+
+    assert guarded.contract.epoch == 1
+    said = f"this guard was tested with torch 2.11, 2.13, 2.15, not with {release}"
+    assert [said] == [record.message for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "tested"),
+    [
+        ("pipelining", "torch", pipelining.TESTED),
+        ("torchtitan", "torch", pipelining.TESTED),
+        ("torchtitan", "TorchTitan", torchtitan.TESTED),
+        ("deepspeed", "DeepSpeed", deepspeed.TESTED),
+        ("megatron", "Megatron-core", megatron.TESTED),
+    ],
+)
+def test_a_page_names_the_tested_releases(page: str, name: str, tested: tuple[str, ...]) -> None:
+    """In one sentence, which is that of the code."""
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    several = f"{', '.join(tested[:-1])} and {tested[-1]}" if len(tested) > 1 else tested[0]
+
+    assert f"tested with {name} {several}" in text

@@ -125,7 +125,7 @@ def test_launches_over_replicas_with_a_limit(tmp_path: Path) -> None:
         assert word["launches"]["norms"] == word["replays"]["norms"]
 
 
-@pytest.mark.parametrize("action", ["1W1", None])
+@pytest.mark.parametrize("action", ["1W1", pytest.param(None, marks=pytest.mark.ci)])
 def test_steps_go_on_after_a_stop(action: str | None, tmp_path: Path) -> None:
     """From the epoch that ended, bit for bit."""
     said = launch(2, tmp_path, launch_bodies.recovered, REPLICAS, "cpu", 7, 1, action)
@@ -152,7 +152,7 @@ def test_a_word_of_an_earlier_step_is_no_yes(tmp_path: Path) -> None:
     assert [step["said"] for step in said.words[0]] == [[0, 0], [1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "il"])
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("il", marks=pytest.mark.ci)])
 def test_steps_of_a_tied_model(schedule: str, tmp_path: Path) -> None:
     """Its copies end alike, on one rank and on two, with AdamW's moments."""
     job = language(noise(tmp_path), tied=True, schedule=schedule, pp=2, microbatches=2)
@@ -166,6 +166,7 @@ def test_steps_of_a_tied_model(schedule: str, tmp_path: Path) -> None:
         assert word["launches"]["norms"] == said.words[0]["replays"]["norms"]
 
 
+@pytest.mark.ci
 def test_steps_of_a_tied_model_go_on_after_a_stop(tmp_path: Path) -> None:
     """With copies on two ranks, whose group ends and is made again."""
     job = language(noise(tmp_path), tied=True, schedule="il", pp=2, microbatches=2)

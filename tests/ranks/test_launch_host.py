@@ -16,10 +16,12 @@ from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.launch_waits import LaunchWaits
 from qeffect.gpu_runtime.ranks.one_launch import PARTS, OneLaunch
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.ranks.side_stream_feed import SideStreamFeed, feed_data
 from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
+from qeffect.gpu_runtime.ranks.step_capture import StepCapture
 from qeffect.gpu_runtime.step.clipping import Clipping
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.refusals import Refused
@@ -69,8 +71,10 @@ class _Launched:
         whole._gate = SimpleNamespace(  # type: ignore[assignment]
             read=lambda: (self.ran.pop(0), [0, self.word]), close=lambda **_: None
         )
-        whole._launched, whole._left, whole._asking, whole.steps = [], None, 0, 1
-        whole._spare = []
+        whole.worker.pipeline = rank.pipeline
+        whole._waits = LaunchWaits(whole.worker, whole._gate)
+        whole._capture = StepCapture(whole.worker, feed, whole._gate, whole._waits)
+        whole._left, whole.steps = None, 1
         whole._guarded = True
         whole.rehearsal = rank.rehearsal
         whole._captured = BakedOptimizer(self.optimizer)
@@ -121,9 +125,9 @@ def test_events_of_launches_that_have_ended_are_taken_again(
     monkeypatch.setattr(_Event, "record", lambda self: (recorded.append(self), record(self))[0])
     for _ in range(6):
         launched.step()
-        (under_way,) = launched.whole._launched
+        (under_way,) = launched.whole._waits.under_way
         assert under_way is recorded[-1]
-        assert under_way not in launched.whole._spare
+        assert under_way not in launched.whole._waits.spare
     assert len(recorded) == 6
     assert len({*map(id, recorded)}) == 2
     assert _Event.made - before <= 1

@@ -144,6 +144,17 @@ class TestRealRuns:
 
         assert (None, 2 * number + 2) == (report.clause, report.launches)
 
+    @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+    def test_a_host_that_does_not_wait_for_its_device(self, waits: bool, tmp_path: Path) -> None:
+        """It stops as though a connection were lost, which nobody ended: the model refuses that."""
+        job = Job(schedule="zbv", pp=1, microbatches=2)
+        clause = "" if waits else "ranks.order"
+        said = launch(1, tmp_path, recorded_bodies.unconfirmed, job, waits, refused=clause)
+
+        assert said.codes == [0]
+        assert (said.words[0] == "") == waits
+        assert waits or (said.replay.action, said.replay.found) == ("stop", "`fail_host`")
+
     def test_a_vote_that_reached_one_device_alone(self, logs: list[Path], tmp_path: Path) -> None:
         """The rank that voted was killed; the weights of the two are one step apart."""
         lines = [lines_of(path) for path in logs]

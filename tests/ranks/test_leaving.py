@@ -68,3 +68,11 @@ def test_no_thread_of_a_group_is_left_behind_the_last_collective(tmp_path: Path)
         assert word["threads before"] >= 4
         assert word["threads after"] == 0
         assert not word["initialized"]
+
+
+def test_a_rank_begins_with_what_its_server_imported(tmp_path: Path) -> None:
+    """An import that fails there goes unnoticed: every rank would then import for seconds."""
+    said = launch(1, tmp_path, bodies.frozen)
+    assert said.codes == [0]
+    assert said.words[0]["imported"]
+    assert said.words[0]["frozen"] > 100_000

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from qeffect.counts import advance, fold
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.ranks.obstacles import obstacles
-from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
-from qeffect.gpu_runtime.runtime import RuntimeConfig
 
 _INT = st.integers(-(2**63), 2**63 - 1)
 _MARKS = st.lists(st.integers(1, 99), min_size=1, max_size=30)
@@ -37,26 +34,6 @@ def test_a_step_is_one_map_of_the_digest_whatever_it_was(a: int, b: int, marks: 
     assert found.tolist() == [ran(b, marks), 9 + len(marks), 9]
     if marks != marks[::-1]:
         assert found.tolist()[0] != ran(b, marks[::-1])
-
-
-def _worker(**changes: Any) -> Any:
-    domain = SimpleNamespace(device=torch.device("cpu"))
-    config = RuntimeConfig(**changes)
-    runtime = SimpleNamespace(executor=None, config=config, reducer=None, domain=domain)
-    return SimpleNamespace(runtime=runtime, optimizer=SimpleNamespace(capturable=True))
-
-
-def test_every_reason_why_a_step_cannot_be_one_graph_is_named() -> None:
-    """All at once, so that one look mends them."""
-    worker = _worker(rule="copied")
-    worker.optimizer.capturable = False
-
-    found = obstacles(worker)
-
-    for reason in ("mode='one launch'", "capturable=True", "copied", "a CPU has no CUDA graphs"):
-        assert any(reason in text for text in found), reason
-    with pytest.raises(BackendError, match="the step cannot be one launch: the runtime's mode is"):
-        OneLaunch(worker)
 
 
 class _Feed:

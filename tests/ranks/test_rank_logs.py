@@ -11,11 +11,15 @@ import os
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from qeffect.cli import main
+from qeffect.gpu_runtime.ranks import channels as channels_module
+from qeffect.gpu_runtime.ranks.channels import ChannelEnds, Channels, Message
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import Limits
 from qeffect.log.checker import LogError
@@ -23,7 +27,8 @@ from qeffect.log.format import DIGEST_BYTES, compact
 from qeffect.log.rank_log import RankLines, RankLog
 from qeffect.log.recorder import seal
 from qeffect.spec.rank_log import RANK_EVENTS, RANK_HEADER
-from qeffect.verification.ranks.replay import replay_ranks
+from qeffect.verification.ranks.messages_of_logs import reached
+from qeffect.verification.ranks.replay import RankReport, replay_ranks
 from tests.ranks import bodies
 from tests.ranks.ranks import launch
 from tests.training import bodies as training
@@ -242,6 +247,117 @@ class TestForgedLogs:
             RankLines.read(damaged)
 
 
+def queued(logs: list[Lines]) -> None:
+    """The hosts queued work behind their messages, as on GPUs, and did not wait themselves."""
+    names = {"sent": "behind_send", "received": "behind_receive"}
+    for line in (line for log in logs for line in log[1:]):
+        line["event"] = names.get(line["event"], line["event"])
+
+
+def killed_behind(logs: list[Lines], events: int) -> None:
+    """
+    Rank 1 is killed in its last step, after a number of events; rank 0's host was far ahead.
+
+    It came to its consent, and lost rank 1 there.
+    """
+    own, other = logs
+    del other[at(other, "begin_step", -1) + 1 + events :]
+    del own[at(own, "consent", -1) + 1 :]
+    stop = {"event": "stop", "kind": "lost", "peer": -1, "in_row": False}
+    own += [stop, {"event": "say"}, {"event": "close"}]
+    own.append({"event": "end", "cause": 1, "kind": "gone"})
+
+
+def committed(logs: list[Lines]) -> None:
+    """Rank 0 committed, although rank 1 was killed."""
+    own = logs[0]
+    epoch = own[at(own, "begin_step", -1)]["epoch"]
+    own.insert(at(own, "stop"), {"event": "commit", "epoch": epoch})
+
+
+def waited(logs: list[Lines]) -> None:
+    """Rank 0's host waited itself for a message that never came."""
+    own = logs[0]
+    own[at(own, "behind_receive", -1)]["event"] = "received"
+
+
+#: Edits of logs of hosts that were ahead of their devices, when rank 1 was killed.
+FORGED_AHEAD: dict[str, tuple[Edit, str]] = {
+    "a commit behind a message that never came": (committed, "ranks.order"),
+    "a host that waited for a message that never came": (waited, "ranks.as-recorded"),
+    "work behind a receive that was not posted": (
+        dropped(0, "post_receive", -8),
+        "ranks.as-recorded",
+    ),
+    "a loss of a rank that goes on": (changed(0, "end", cause=0), "ranks.precedence"),
+}
+
+
+class TestHostsAheadOfTheirDevices:
+    """A host on a GPU logs what it queues; behind a message that never comes nothing happened."""
+
+    def replay(
+        self, runs: dict[str, list[Path]], folder: Path, events: int, *edits: Edit
+    ) -> RankReport:
+        logs = [lines_of(path) for path in runs["undisturbed"]]
+        killed_behind(logs, events)
+        for edit in edits:
+            edit(logs)
+        return replay_ranks([write(folder / f"{n}.jsonl", log) for n, log in enumerate(logs)])
+
+    def test_whole_steps(self, runs: dict[str, list[Path]], tmp_path: Path) -> None:
+        """As much is asked of them as of hosts that wait."""
+        logs = [lines_of(path) for path in runs["undisturbed"]]
+        queued(logs)
+        report = replay_ranks([write(tmp_path / f"{n}.jsonl", log) for n, log in enumerate(logs)])
+
+        assert report == replay_ranks(runs["undisturbed"])
+        assert report.clause is None
+
+    @pytest.mark.parametrize("events", [0, 3, 9, 20])
+    def test_a_killed_rank(self, events: int, runs: dict[str, list[Path]], tmp_path: Path) -> None:
+        """A host that waits cannot have come as far; one that is ahead of its device can."""
+        waits = self.replay(runs, tmp_path, events)
+        ahead = self.replay(runs, tmp_path, events, queued)
+
+        assert ("ranks.order", "`received`") == (waits.clause, waits.found), waits.summary()
+        assert (None, 0, 1) == (ahead.clause, ahead.commits, ahead.stops), ahead.summary()
+
+    @pytest.mark.parametrize("name", FORGED_AHEAD)
+    def test_a_forged_log_is_refused(
+        self, name: str, runs: dict[str, list[Path]], tmp_path: Path
+    ) -> None:
+        edit, clause = FORGED_AHEAD[name]
+        report = self.replay(runs, tmp_path, 9, queued, edit)
+
+        assert clause == report.clause, report.summary()
+
+    def test_a_device_that_stands_lets_the_next_one_stand(self) -> None:
+        """Rank 0 waits for rank 1, which was killed; rank 2 for what rank 0 posted behind that."""
+        begin = {"event": "begin_step", "epoch": 4}
+        stop = {"event": "stop", "kind": "lost"}
+        message = [0, 0, False]
+
+        def posted(event: str, peer: int) -> dict[str, Any]:
+            return {"event": event, "peer": peer, "message": message}
+
+        def behind(event: str, peer: int, action: str) -> dict[str, Any]:
+            return {"event": event, "peer": peer, "action": action}
+
+        receive = posted("post_receive", 1)
+        send = posted("post_send", 2)
+        other = posted("post_receive", 0)
+        found = reached(
+            {
+                0: (begin, receive, behind("behind_receive", 1, "1RECV_F0"), send, stop),
+                1: (begin,),
+                2: (begin, other, behind("behind_receive", 0, "1RECV_F0"), stop),
+            }
+        )
+
+        assert {0: (begin, receive, stop), 1: (begin,), 2: (begin, other, stop)} == found
+
+
 class TestCommand:
     def test_says_what_it_took(
         self, runs: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
@@ -409,7 +525,10 @@ class TestFields:
         "a name, or null": (None, 1),
         "true or false": (True, 1),
         "[sending stage, microbatch, whether it is a gradient]": ([0, 1, True], [0, 1]),
-        "0 (yes), 1 (no) or 2 (other gradients), by rank": ([0, 2], [3]),
+        "0 (yes), 1 (no), 2 (other gradients) or more (two runs differ), by rank": (
+            [0, 2, 17],
+            [-1],
+        ),
         "[sender, receiver, messages per step], each": ([[0, 1, 2]], [[0, 1]]),
     }
 
@@ -440,6 +559,24 @@ class TestFields:
 
 
 class TestWriter:
+    @pytest.mark.parametrize("host", [True, False], ids=["the host waits", "a stream waits"])
+    def test_a_message_has_ended_only_if_the_host_waited(
+        self, host: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("isend", "irecv"):
+            work = SimpleNamespace(wait=lambda *_: None)
+            monkeypatch.setattr(channels_module.dist, name, lambda *_, work=work, **__: work)
+        group = object()
+        channels = Channels(0, {ChannelEnds(0, 1): group, ChannelEnds(1, 0): group}, host=host)
+        header = {"rank": 0, "world": 2, "attempt": None, "worker": 0, "epoch": 0, "channels": []}
+        log = channels.log = RankLog(None, **header)
+        channels.wait(channels.send(torch.ones(1), 1, Message(0, 0, False)))
+        channels.wait(channels.receive(torch.ones(1), 1, Message(1, 0, True)))
+
+        ends = ["sent", "received"] if host else ["behind_send", "behind_receive"]
+        found = [json.loads(line)["event"] for line in log.lines[1:]]
+        assert ["post_send", ends[0], "post_receive", ends[1]] == found
+
     def test_a_log_on_a_full_disk_ends_and_stops_nobody(self) -> None:
         log = RankLog("/dev/full", rank=0, world=1, attempt=None, worker=0, epoch=0, channels=[])
         log("begin_step", epoch=0)

@@ -6,9 +6,11 @@ What the device would do is done by `tests.ranks.recorded`; everything else is t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from qeffect.gpu_runtime.ranks.job import Job
@@ -20,15 +22,39 @@ PIPE = Job(schedule="zbv", pp=2, microbatches=2)
 REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2)
 FOUR = Job(schedule="izb", pp=2, dp=2, microbatches=2, amax="replicas")
 
+#: What replays of so many steps of a job leave on each rank.
+Replayed = Callable[[Job, int, dict[str, Any]], dict[int, Any]]
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
+    """Run a job by replays, without a fault; once, however many tests compare with it."""
+    found: dict[str, dict[int, Any]] = {}
+
+    def run(job: Job, steps: int, options: dict[str, Any]) -> dict[int, Any]:
+        key = repr((job, steps, options))
+        if key not in found:
+            folder = tmp_path_factory.mktemp("replayed")
+            said = launch(job.world, folder, recorded_bodies.replayed, job, steps, options)
+            assert said.codes == [0] * job.world
+            found[key] = said.words
+        return found[key]
+
+    return run
+
 
 @pytest.mark.parametrize(
     ("job", "options"),
     [
         (PIPE, {}),
         (REPLICAS, {"clip_norm": 0.01, "mean": True}),
-        (FOUR, {"clip_norm": 0.01}),
+        pytest.param(FOUR, {"clip_norm": 0.01}, marks=pytest.mark.ci),
+        (attrs.evolve(PIPE, scales="epoch"), {"clip_norm": 0.01}),
+        pytest.param(
+            attrs.evolve(FOUR, scales="epoch"), {"clip_norm": 0.01}, marks=pytest.mark.nightly
+        ),
     ],
-    ids=["pipeline", "replicas", "both"],
+    ids=["pipeline", "replicas", "both", "epoch scales", "both, epoch scales"],
 )
 def test_launches_leave_the_bits_of_replays(
     job: Job, options: dict[str, Any], tmp_path: Path
@@ -50,7 +76,7 @@ def test_launches_leave_the_bits_of_replays(
     ("given", "options"),
     [
         ({"schedule": "zbv", "pp": 1}, {"clip_norm": 0.01}),
-        ({"schedule": "zbv", "pp": 2}, {"clip_norm": 0.01}),
+        pytest.param({"schedule": "zbv", "pp": 2}, {"clip_norm": 0.01}, marks=pytest.mark.ci),
         ({"schedule": "il", "pp": 2}, {"clip_norm": 0.01}),
         pytest.param(
             {"schedule": "il", "pp": 2, "dp": 2, "amax": "replicas"},
@@ -116,35 +142,42 @@ STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int
 }
 
 
+#: Cases that the profile dev runs too: one before a launch, one behind it.
+EVERYWHERE = ("a refusal before a launch", "a device that counted otherwise")
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.ci) if STOPS[c][0] is FOUR else c for c in STOPS]
+    "case", [c if c in EVERYWHERE else pytest.param(c, marks=pytest.mark.ci) for c in STOPS]
 )
-def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> None:
+def test_after_a_stop_launches_go_on_bit_for_bit(
+    case: str, tmp_path: Path, replayed: Replayed
+) -> None:
     """No update is lost and none is made twice: the end is that of replays without a fault."""
-    require_undisturbed(*STOPS[case], tmp_path)
+    require_undisturbed(*STOPS[case], tmp_path, replayed)
 
 
-def test_a_tied_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_a_tied_model_goes_on_bit_for_bit(tmp_path: Path, replayed: Replayed) -> None:
     """After stops before a launch, in a capture, and behind one: the copies' group is made anew."""
     job = language(noise(tmp_path), tied=True, schedule="il", pp=2, microbatches=2)
     faults = [(1, 0, "twice", "0W1"), (3, 1, "twice", "1W1"), (7, 0, "miscounted", "")]
     clauses = ["ownership.duplicate-wgrad"] * 2 + ["epoch.device-count"]
     stops = [(clause, fault[0]) for clause, fault in zip(clauses, faults, strict=True)]
-    require_undisturbed(job, faults, stops, tmp_path)
+    require_undisturbed(job, faults, stops, tmp_path, replayed)
 
 
 def require_undisturbed(
-    job: Job, faults: list[tuple[int, int, str, str]], stops: list[tuple[str, int]], tmp_path: Path
+    job: Job,
+    faults: list[tuple[int, int, str, str]],
+    stops: list[tuple[str, int]],
+    folder: Path,
+    replayed: Replayed,
 ) -> None:
     """Require the stops, and behind them what replays without a fault leave."""
     options: dict[str, Any] = {"clip_norm": 0.01}
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    said = launch(
-        job.world, tmp_path / "a", recorded_bodies.recovering, job, STEPS, options, faults
-    )
-    whole = launch(job.world, tmp_path / "b", recorded_bodies.replayed, job, STEPS, options)
-    assert said.codes == whole.codes == [0] * job.world
+    said = launch(job.world, folder, recorded_bodies.recovering, job, STEPS, options, faults)
+    whole = replayed(job, STEPS, options)
+    assert said.codes == [0] * job.world
     for rank in range(job.world):
         word = said.words[rank]
         assert [stop["cause"] for stop in word["stops"]] == [
@@ -154,25 +187,27 @@ def require_undisturbed(
         assert [stop["cause"]["rank"] for stop in word["stops"]] == [f[1] for f in faults]
         assert all(stop["moved"] == [] for stop in word["stops"])
         assert word["epoch"] == STEPS
-        assert word["left"] == whole.words[rank]
+        assert word["left"] == whole[rank]
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["before its word", "behind it"])
+@pytest.mark.parametrize(
+    "behind",
+    [False, pytest.param(True, marks=pytest.mark.ci)],
+    ids=["before its word", "behind it"],
+)
 def test_a_rank_that_fails_in_the_warm_up_is_heard_by_those_that_wait(
-    behind: bool, tmp_path: Path
+    behind: bool, tmp_path: Path, replayed: Replayed
 ) -> None:
     """On the device for its word, or on the host for all to capture; and all begin again."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    said = launch(2, tmp_path / "a", recorded_bodies.unwarmed, PIPE, 5, behind)
-    whole = launch(2, tmp_path / "b", recorded_bodies.replayed, PIPE, 5, {})
-    assert said.codes == whole.codes == [0, 0]
+    said = launch(2, tmp_path, recorded_bodies.unwarmed, PIPE, 5, behind)
+    whole = replayed(PIPE, 5, {})
+    assert said.codes == [0, 0]
     for rank in range(2):
         word = said.words[rank]
         (cause,) = word["causes"]
         assert (cause["kind"], cause["rank"], cause["recoverable"]) == ("raised", 1, True)
         assert word["captured"] == 2
-        assert word["left"] == whole.words[rank]
+        assert word["left"] == whole[rank]
 
 
 def test_nothing_is_posted_on_a_connection_that_the_host_has_ended(tmp_path: Path) -> None:
@@ -184,32 +219,32 @@ def test_nothing_is_posted_on_a_connection_that_the_host_has_ended(tmp_path: Pat
     assert bucket == ["its own", "its own"]
 
 
-def test_a_launch_behind_one_that_was_skipped_moves_no_weights(tmp_path: Path) -> None:
+def test_a_launch_behind_one_that_was_skipped_moves_no_weights(
+    tmp_path: Path, replayed: Replayed
+) -> None:
     """It is under way before the host has heard; replicas agree again, and still none runs."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
     job, options = REPLICAS, {"clip_norm": 0.01}
     faults = [(5, 1, "unlike", "")]
-    said = launch(2, tmp_path / "a", recorded_bodies.recovering, job, STEPS, options, faults)
-    whole = launch(2, tmp_path / "b", recorded_bodies.replayed, job, STEPS, options)
-    assert said.codes == whole.codes == [0, 0]
+    said = launch(2, tmp_path, recorded_bodies.recovering, job, STEPS, options, faults)
+    whole = replayed(job, STEPS, options)
+    assert said.codes == [0, 0]
     for rank in range(2):
         (stop,) = said.words[rank]["stops"]
         assert stop["cause"]["kind"] == "disagreed"
         assert "the replica of rank 1 differ from the first" in stop["cause"]["text"]
         assert stop["again"] == 5
-        assert said.words[rank]["left"] == whole.words[rank]
+        assert said.words[rank]["left"] == whole[rank]
 
 
-def test_a_step_that_cannot_be_captured_is_taken_by_replays(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_captured_is_taken_by_replays(
+    tmp_path: Path, replayed: Replayed
+) -> None:
     """One rank's library refuses it: all ranks go on without launches, and say why."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    said = launch(2, tmp_path / "a", recorded_bodies.uncaptured, PIPE, 3)
-    whole = launch(2, tmp_path / "b", recorded_bodies.replayed, PIPE, 3, {})
-    assert said.codes == whole.codes == [0, 0]
+    said = launch(2, tmp_path, recorded_bodies.uncaptured, PIPE, 5)
+    whole = replayed(PIPE, 5, {})
+    assert said.codes == [0, 0]
     for rank in range(2):
-        assert said.words[rank]["left"] == whole.words[rank]
+        assert said.words[rank]["left"] == whole[rank]
         (note,) = said.words[rank]["notes"]
         assert note.startswith("guarded replays, as the step could not be captured: rank 1, step 1")
         assert "operation not permitted when stream is capturing" in note

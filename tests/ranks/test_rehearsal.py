@@ -24,7 +24,7 @@ def rehearsed_as_guarded(words: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("schedule", ["il", "izb", "zbv"])
 def test_the_rehearsed_step_has_the_transitions_of_a_guarded_one(
     schedule: str, pp: int, tmp_path: Path
@@ -58,7 +58,7 @@ def test_a_rehearsal_refuses_what_a_guarded_step_refuses(
     assert said.words[rank]["where"] in ("rehearsal", "guards of the commit")
 
 
-@pytest.mark.parametrize("schedule", ["il", "zbv"])
+@pytest.mark.parametrize("schedule", ["il", pytest.param("zbv", marks=pytest.mark.ci)])
 def test_reductions_over_replicas_are_rehearsed_in_their_places(
     schedule: str, tmp_path: Path
 ) -> None:
@@ -79,7 +79,10 @@ def test_reductions_over_replicas_are_rehearsed_in_their_places(
     [
         ({"schedule": "zbv"}, [0], "SSFFSF"),
         ({"schedule": "il"}, [0, 1], "SSFFSF"),
-        ({"schedule": "il", "dp": 2, "amax": "replicas"}, [0, 1, 2, 3], "SSSFSFFF"),
+        pytest.param(
+            *({"schedule": "il", "dp": 2, "amax": "replicas"}, [0, 1, 2, 3], "SSSFSFFF"),
+            marks=pytest.mark.ci,
+        ),
     ],
     ids=["both on one rank", "one each", "one each, in two replicas"],
 )

@@ -95,7 +95,7 @@ def test_deferred_receives_that_exchange_tensors_are_never_walked(release: str) 
 
 
 def test_what_check_refuses_is_never_walked() -> None:
-    """The finding is the cause, in the words of `qeffect check`."""
+    """The cause is the finding, as `qeffect check` prints it."""
     deadlock = from_actions(
         [
             ["0RECV_B0", "0F0", "0SEND_F0", "0B0"],

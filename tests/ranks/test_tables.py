@@ -40,7 +40,7 @@ def test_wgrads_that_torchs_tables_delay(schedule: str) -> None:
 
 
 def test_a_row_is_asked_for_once_however_many_parts_have_it() -> None:
-    """Native leads its cell, a copied row the one that is compared with it."""
+    """Native comes first in its cell; a copied row comes before the row compared with it."""
     rows = table_rows(("steps", "attribution", "resources", "mapping"), (SMALL, LARGE), 2)
     assert len(rows) == len(set(rows)) == 5 + 8 + 4 + 4
     sides = [row.side for row in rows if row.cell == LARGE and row.schedule == "il"]
@@ -73,7 +73,7 @@ def test_weak_scaling_has_no_ends_of_a_language_model() -> None:
     assert TableRow(SMALL, "layers", 2, "il", "replays", 4) in rows
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_two_ranks_measure_one_trial_and_its_bits_agree(tmp_path: Path) -> None:
     """Every row of a small trial, over gloo: a valid report whose derived part follows."""
     out = tmp_path / "trial.json"

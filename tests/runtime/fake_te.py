@@ -59,7 +59,8 @@ class GlobalState:
         self.states: dict[bool, list[Meta]] = {True: [], False: []}
         self.skip_fp8_weight_update_tensor: Tensor | None = None
         self.recipe: DelayedScaling | None = None
-        self.first = False
+        self.is_first_fp8_module = False
+        self.gathers = False
 
 
 class FP8GlobalStateManager:
@@ -92,7 +93,7 @@ class FP8GlobalStateManager:
             meta[_BUFFER_INFO] += [len(held) - 1, name]
 
     @classmethod
-    def roll(cls, *, forward: bool) -> None:
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
         """Roll every registered history of one direction."""
         with torch.no_grad():
             for meta in cls.quantization_state.states[forward]:
@@ -100,14 +101,16 @@ class FP8GlobalStateManager:
 
 
 @contextmanager
-def autocast(enabled: bool, recipe: DelayedScaling) -> Iterator[None]:
-    """An FP8 region; leaving it rolls, also when it raised."""
+def autocast(enabled: bool, recipe: DelayedScaling, _graph: bool = False) -> Iterator[None]:
+    """An FP8 region; leaving it rolls, also when it raised, but not one under capture."""
     state = FP8GlobalStateManager.quantization_state
-    state.recipe, state.first = recipe, enabled
+    state.recipe, state.is_first_fp8_module, state.gathers = recipe, enabled, _graph
     try:
         yield
     finally:
-        FP8GlobalStateManager.roll(forward=True)
+        state.gathers = False
+        if not _graph:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 
 class WeightGradStore:
@@ -174,7 +177,7 @@ class _Product(torch.autograd.Function):
         state = FP8GlobalStateManager.quantization_state
         quantized = call.forward_meta.quantize(x, call.index)
         ctx.kept = (quantized, call, call.module.wgrad_store)
-        ctx.rolls, state.first = state.first, False
+        ctx.rolls, state.is_first_fp8_module = state.is_first_fp8_module, False
         # As the library: sampled now, although the gradient is computed much later.
         ctx.overwrite = getattr(call.weights[0], "overwrite_main_grad", False)
         made = product(quantized, call.workspace.cached, b_t=True)
@@ -212,7 +215,7 @@ class _Product(torch.autograd.Function):
             if not fuse:
                 weights = torch.split(dw, sizes)
         if ctx.rolls:
-            FP8GlobalStateManager.roll(forward=False)
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         return dx, None, *weights, *(torch.split(db, sizes) if call.biases else ())
 
 
@@ -285,7 +288,8 @@ class FP8Module(torch.nn.Module):
                 self.fp8_meta[key] = Meta.empty(
                     recipe.amax_history_len, per * num_products, dtype, torch.device("cpu")
                 )
-        FP8GlobalStateManager.register(self.fp8_meta)
+        if not FP8GlobalStateManager.quantization_state.gathers:
+            FP8GlobalStateManager.register(self.fp8_meta)
 
     def norm(self, x: Tensor) -> Tensor:
         """The fused layer norm."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from qeffect.gpu_runtime.backends.epoch_scales import Scales
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
@@ -32,9 +33,10 @@ def reference_stages(
     *,
     num_layers: int = 1,
     dropout: float = 0.0,
+    scales: Scales = "action",
 ) -> list[ReferenceStage]:
     """Fresh stages in one fresh state domain, the same bits each time."""
-    domain = ReferenceDomain(history)
+    domain = ReferenceDomain(history, scales=scales)
     return [
         ReferenceStage(index, domain, config, num_layers=num_layers, seed=index, dropout=dropout)
         for index in order.stages
@@ -56,9 +58,12 @@ def native(
     *,
     num_layers: int = 1,
     dropout: float = 0.0,
+    scales: Scales = "action",
 ) -> Recording:
     """A recorded run of the backend's own full backward."""
-    stages = reference_stages(order, history, config, num_layers=num_layers, dropout=dropout)
+    stages = reference_stages(
+        order, history, config, num_layers=num_layers, dropout=dropout, scales=scales
+    )
     same_sum = rule_for(order, rule, dtype)
     recording = Recording(f"native, {same_sum}")
     NativeRun(
@@ -110,9 +115,12 @@ def guarded_run(
     event_log: bool = False,
     reducer: Reducer | None = None,
     counts: Counts | None = None,
+    scales: Scales = "action",
 ) -> GuardedRun:
     """A fresh guarded runtime over reference stages, with data and an optimizer."""
-    stages = reference_stages(order, history, config, num_layers=num_layers, dropout=dropout)
+    stages = reference_stages(
+        order, history, config, num_layers=num_layers, dropout=dropout, scales=scales
+    )
     runtime = Runtime(
         stages,
         order,

@@ -610,6 +610,88 @@ def restarts_report() -> dict[str, Any]:
     return Report("restarts", None, ENVIRONMENT, asked, {"rows": [launched, remapped]}).finish()
 
 
+def kills_report() -> dict[str, Any]:
+    """Two runs of one kill each; one tensor and one loss differ in both."""
+    kill = {
+        "run": 0,
+        "place": "save, before its file",
+        "rank": 1,
+        "launcher": False,
+        "asynchronous": True,
+        "resumed_from": None,
+        "steps": 2,
+        "newest": "step-00000001",
+        "code": 1,
+        "end_s": 2.5,
+        "cause": "Every rank stopped: rank 1, step 1, checkpoint: the process has ended",
+    }
+    launcher = {**kill, "run": 1, "launcher": True, "cause": None, "end_s": 0.5}
+    run = {
+        "tensors": 9,
+        "tensors_differ": ["model.a", "model.b"],
+        "losses": 7,
+        "losses_differ": [3],
+        "held_out": 3,
+        "held_out_differ": [],
+        "compared": 20,
+    }
+    asked = {"device": "cpu", "mode": "eager", "ranks": 2, "steps": 7, "kills": 2, "seed": 0,
+             "at_once": 2}  # fmt: skip
+    other = {**run, "tensors_differ": ["model.b"]}
+    raw = {"kills": [kill, launcher], "runs": [run, other]}
+    return Report("kills", None, ENVIRONMENT, asked, raw).finish()
+
+
+def scales_report() -> dict[str, Any]:
+    """Two seeds of both recipes, whose losses are easily averaged."""
+    runs = [
+        {
+            "scales": scales,
+            "seed": seed,
+            "losses": [9.0, *[3.0 + seed + more] * 50],
+            "held_out": [[20, 4.0], [51, 3.5 + more]],
+            "cut": [2],
+            "parameters": 1000,
+            "tokens_a_step": 64,
+        }
+        for seed in (0, 1)
+        for scales, more in (("action", 0.0), ("epoch", 0.25 * seed))
+    ]
+    names = ("model", "parallel", "data", "optimizer", "run", "checkpoint", "text")
+    asked: dict[str, Any] = {name: {} for name in names}
+    asked.update(backend="reference", windows=8, seeds=[0, 1])
+    return Report("scales", None, ENVIRONMENT, asked, {"runs": runs}).finish()
+
+
+def second_runs_report() -> dict[str, Any]:
+    """Three flips, one of which found nothing to flip, and two prices of two rounds."""
+    flip = {"steps": "guarded replays", "kind": "output", "run": 1, "rank": 0, "flipped": 1}
+    stopped = {
+        **flip,
+        "end": "stopped",
+        "cause": "rank 0, step 3, commit: two runs of the step differ",
+        "updated": False,
+        "undisturbed": True,
+    }
+    inside = {**flip, "steps": "eager steps", "kind": "product of qkv", "end": "harmless"}
+    unfound = {**flip, "kind": "amax_history", "flipped": 0, "end": "harmless"}
+    price = {"what": "replay_every", "mode": "one launch", "kernel_obstacle": ""}
+    off = [2.0, 2.2]
+    rounds = {"off": off, "every 100": [2.02, 2.2], "every 1": [4.0, 4.6]}
+    digests = {
+        **price,
+        "what": "digests",
+        "mode": "replays",
+        "rounds": {"off": off, "digests": off},
+    }
+    asked = {"device": "cuda", "backend": "transformer-engine", "ranks": 2, "schedule": "zbv",
+             "flips": 24, "inside": 16, "launched": 10, "every": 100, "rounds": 2,
+             "microbatches": 4, "layers": 1, "seed": 0, "priced": [2048, 8192, 16, 512],
+             "flipped": [256, 1024, 2, 128]}  # fmt: skip
+    raw = {"flips": [stopped, inside, unfound], "prices": [{**price, "rounds": rounds}, digests]}
+    return Report("second_runs", None, ENVIRONMENT, asked, raw).finish()
+
+
 def curve_run(
     side: str = "guarded",
     schedule: str = "il",

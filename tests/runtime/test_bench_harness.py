@@ -312,7 +312,7 @@ class TestColumns:
     def test_ours_trains_to_the_same_bits_as_native(self, guards: bool) -> None:
         """Columns that are compared do the same arithmetic, with guards and without."""
         native = NativeReference(TINY, toys.SETTINGS)
-        ours = Ours(TINY, toys.SETTINGS, "per_microbatch", "live", captured=False, guards=guards)
+        ours = Ours(TINY, toys.SETTINGS, "per_microbatch", "live", "eager", guards=guards)
         for column in (native, ours):
             column.build()
             column.warm()
@@ -332,7 +332,7 @@ class TestColumns:
         """Guards on and off differ in what is asked, never in what is done."""
         runs = []
         for guards in (True, False):
-            column = Ours(TINY, toys.SETTINGS, destination, "live", captured=False, guards=guards)
+            column = Ours(TINY, toys.SETTINGS, destination, "live", "eager", guards=guards)
             column.build()
             column.warm()
             for _ in range(3):

@@ -28,6 +28,7 @@ from qeffect.gpu_runtime.step.memory.numerical_state import NumericalState
 from qeffect.gpu_runtime.step.memory.slots import Slot
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.step.plan.slots import PROVISIONINGS, Provisioning
+from tests.profiles import few
 
 from .helpers import TINY, assert_same, native, optimizer_for, reference_stages
 from .orders import random_order, table_order
@@ -63,7 +64,7 @@ SAME_BITS = [
     pytest.param(
         *(order, provisioning, rule),
         id=f"{name}-{provisioning}-{rule}",
-        marks=() if (i + j + k) % 2 else pytest.mark.ci,
+        marks=() if (i + j + k) % 2 else pytest.mark.nightly,
     )
     for i, (name, order) in enumerate({"ZB-V": ORDER, "random": random_order(3)}.items())
     for j, provisioning in enumerate(PROVISIONINGS)
@@ -179,7 +180,7 @@ def reference_stages_in(domain: Any) -> None:
 
 
 class TestAddresses:
-    @pytest.mark.parametrize("what", ["parameter", "cache", "state"])
+    @pytest.mark.parametrize("what", few(["parameter", "cache", "state"], (1,), (2,)))
     def test_what_moved_is_named_before_a_replay(self, what: str) -> None:
         """A parameter, cache or scale that moved is named at the next refresh, before a replay."""
         run = captured_run()
@@ -198,7 +199,9 @@ class TestAddresses:
             run.runtime.actions.refresh(1)
         assert replays == executor_of(run).num_replays
 
-    @pytest.mark.parametrize("what", ["parameter", "cache", "state", "buffer", "sum", "module"])
+    @pytest.mark.parametrize(
+        "what", few(["parameter", "cache", "state", "buffer", "sum", "module"], (0, 3, 5), ())
+    )
     def test_what_was_replaced_is_found_too(self, what: str) -> None:
         """What was replaced by another object is found as well as what moved."""
         run = captured_run()

@@ -38,7 +38,7 @@ class TestCompare:
         ids=["sign of zero", "dtype", "shape", "one ulp"],
     )
     def test_any_bit_counts(self, other: torch.Tensor) -> None:
-        """There is no tolerance: a sign, a type, a shape or one bit is a mismatch."""
+        """Without tolerance: another sign, type, shape or bit is a mismatch."""
         result = compare(recording(x=torch.zeros(2)), recording(x=other), categories=["outputs"])
 
         assert 1 == result.mismatched
@@ -63,7 +63,7 @@ class TestCompare:
 
     def test_empty_category_refused(self) -> None:
         """Comparing a category in which nothing was recorded is an error, not a pass."""
-        with pytest.raises(ValueError, match="recorded nothing under 'scales'"):
+        with pytest.raises(ValueError, match="has no values of category 'scales'"):
             compare(recording(x=1), recording(x=1), categories=["outputs", "scales"])
 
     def test_all_categories_by_default(self) -> None:

@@ -118,7 +118,7 @@ class TestNonInferiority:
         assert seeds((1.0, 2.0), (1.01, 2.0))["shown"]
 
     def test_one_seed_shows_nothing(self) -> None:
-        """The ratio alone: there is no variation to hold it against."""
+        """The ratio alone: one seed has no variation to compare it with."""
         row = seeds((2.01, 2.0))
         assert row["within"]
         assert row["upper"] is row["spread"] is None

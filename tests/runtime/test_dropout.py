@@ -91,7 +91,7 @@ def test_a_recomputation_with_fresh_numbers_is_refused(monkeypatch: pytest.Monke
     """As activation checkpointing that does not keep the generator's state."""
     run = dropping(monkeypatch, recompute=True)
 
-    def fresh(self: ReferenceDomain, value: Tensor, probability: float) -> Tensor:
+    def fresh(self: ReferenceDomain, value: Tensor, probability: float, *_: int) -> Tensor:
         return self.random.drop(value, probability)
 
     monkeypatch.setattr(ReferenceDomain, "drop", fresh)

@@ -260,6 +260,27 @@ class TestTheWholeStepIsAborted:
         with pytest.raises(BackendError, match="gradients of a fault that was seen late"):
             injected.run.actions()
 
+    def test_by_a_device_error_that_a_wait_meets(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The last update may have failed, so nothing is saved even if the device answers again."""
+        injected = Injection()
+        runtime = injected.run.runtime
+        injected.run.actions()
+        injected.run.finish()
+        with monkeypatch.context() as patched:
+
+            def failing(_: Any) -> None:
+                raise torch.AcceleratorError("an injected device error")
+
+            patched.setattr(type(runtime.handoff), "synchronize", failing)
+            with pytest.raises(torch.AcceleratorError, match="an injected device error"):
+                runtime.checkpoint()
+
+        assert injected.contract.half_updated
+        with pytest.raises(BackendError, match="gradients of a fault that was seen late"):
+            runtime.checkpoint()
+        with pytest.raises(BackendError, match="gradients of a fault that was seen late"):
+            injected.run.actions()
+
     def test_by_an_update_beside_a_reader_of_the_weights(self) -> None:
         """The refusal comes before the optimizer runs; after the read's end the update runs."""
         injected = Injection()

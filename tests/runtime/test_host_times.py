@@ -64,7 +64,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def column(**options: Any) -> Ours:
     """A built column that replays graphs which do nothing."""
-    made = Ours(CELL, SETTINGS, "accumulate", "live", captured=True, **options)
+    made = Ours(CELL, SETTINGS, "accumulate", "live", "replays", **options)
     made.build()
     made.warm()
     return made
@@ -143,7 +143,7 @@ class TestMeasured:
 
     def test_nothing_bare_without_graphs(self) -> None:
         """An eager column has no replay to compare with, and the table says so."""
-        made = Ours(TINY, SETTINGS, "accumulate", "live", captured=False)
+        made = Ours(TINY, SETTINGS, "accumulate", "live", "eager")
         made.build()
         made.warm()
 

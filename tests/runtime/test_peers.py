@@ -46,7 +46,7 @@ class TestGradients:
         assert found["worst"] == ["rank 0: a", pytest.approx(4 / 3, abs=1e-6)]
 
     def test_bits_are_compared_raw(self) -> None:
-        """Zeros of two signs are no distance apart, and two values."""
+        """Zeros of two signs have distance 0, and are two values."""
         found = combine_distances(
             [distance_sums({"a": torch.tensor([-0.0, 1.0])}, {"a": torch.tensor([0.0, 1.0])})]
         )
@@ -218,7 +218,7 @@ class TestProcesses:
         assert ended.words == ["here"]
 
     def test_one_that_fails_ends_the_others_and_says_its_error(self, tmp_path: Path) -> None:
-        """The error of the rank that failed, not of the one that waited for it."""
+        """The error of the rank that failed, not of a rank that waited for it."""
         code = (
             "import os, time\n"
             "if os.environ['RANK'] == '0': time.sleep(600)\n"

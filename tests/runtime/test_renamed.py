@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from qeffect.gpu_runtime.renamed import MODULES, NAMES
+from qeffect.gpu_runtime.runtime import Runtime
 from qeffect.renamed import whole
 from tests.profiles import few
 
@@ -71,7 +72,7 @@ def test_a_name_is_found_in_its_old_module(old: str, new: str) -> None:
 
 
 def test_the_warning_points_at_the_import() -> None:
-    """The line that has to be changed is the one that is named."""
+    """The warning names the line that has to be changed."""
     sys.modules.pop(f"{RUNTIME}.parallel.guard", None)
     with pytest.warns(DeprecationWarning, match="parallel.guard is now") as caught:
         from qeffect.gpu_runtime.parallel.guard import guard  # type: ignore[import-not-found]
@@ -134,3 +135,34 @@ def test_a_program_runs_under_its_old_name(old: str) -> None:
 
     assert "usage:" in done.stdout
     assert f"{RUNTIME}.{old} is now {RUNTIME}.{MODULES[old]};" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("qeffect.gpu_runtime.training.encodings", "Given", "FileEncoding"),
+        ("qeffect.guards.megatron_plan", "Plan", "LoopPlan"),
+    ],
+)
+def test_a_name_that_changed_in_its_module_is_found(module: str, old: str, new: str) -> None:
+    """With a warning that points at the caller; any other name is missing."""
+    place = importlib.import_module(module)
+    with pytest.warns(
+        DeprecationWarning, match=f"^{module}.{old} is now {module}.{new};"
+    ) as caught:
+        found = getattr(place, old)
+
+    assert found is getattr(place, new)
+    assert [one.filename for one in caught] == [__file__]
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        place.nothing  # noqa: B018
+
+
+def test_the_old_name_of_a_scope_works() -> None:
+    """`Runtime.apart` is the scope of an evaluation."""
+    runtime = object.__new__(Runtime)
+    with pytest.warns(DeprecationWarning, match="is now Runtime.evaluation_scope;") as caught:
+        found = runtime.apart()
+
+    assert found.func is Runtime.evaluation_scope.__wrapped__  # type: ignore[attr-defined]
+    assert [one.filename for one in caught] == [__file__]

@@ -51,6 +51,9 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "peers": samples.peers_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
+    "kills": samples.kills_report,
+    "scales": samples.scales_report,
+    "second_runs": samples.second_runs_report,
     "curves": samples.curves_report,
 }
 

@@ -33,7 +33,9 @@ ROOMS = (
 def imported(path: Path, *, lazy: bool) -> Iterator[str]:
     """Modules of the runtime that a module imports, with or without those inside functions."""
     for node in statements(path, lazy=lazy):
-        if not isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.Import):
+            names = (alias.name for alias in node.names)
+            yield from (name for name in names if name == NAME or name.startswith(f"{NAME}."))
             continue
         base = node.module or ""
         if node.level:
@@ -79,9 +81,9 @@ def test_every_room_is_listed() -> None:
     assert found == set(ROOMS)
 
 
-def test_nothing_imports_the_laboratory_but_its_commands() -> None:
-    """The product stands on nothing that measures it: commands are loaded by name."""
-    found = [
+def users_of_the_laboratory() -> list[tuple[str, str]]:
+    """Modules of other rooms that import the laboratory, and what of it."""
+    return [
         (str(path.relative_to(ROOT)), name)
         for path in sorted(ROOT.rglob("*.py"))
         if room_of(path) != "lab"
@@ -89,4 +91,32 @@ def test_nothing_imports_the_laboratory_but_its_commands() -> None:
         if name.startswith(f"{NAME}.lab")
     ]
 
-    assert found == []
+
+def test_nothing_imports_the_laboratory_but_its_commands() -> None:
+    """The product stands on nothing that measures it: commands are loaded by name."""
+    assert users_of_the_laboratory() == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import qeffect.gpu_runtime.lab.reports",
+        "from qeffect.gpu_runtime import lab",
+        "from ..lab import reports",
+        "from .. import lab",
+        "def f():\n    from ..lab.reports import cells",
+        'importlib.import_module("qeffect.gpu_runtime.lab.reports")',
+        'import_module("..lab.reports", __package__)',
+    ],
+)
+def test_an_import_of_the_laboratory_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """In a room of the product, however it is imported."""
+    monkeypatch.setattr("tests.runtime.test_rooms.ROOT", tmp_path)
+    for name in ("step/planted.py", "lab/__init__.py", "lab/reports.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "step" / "planted.py").write_text(f"{code}\n")
+
+    assert ["step/planted.py"] == [path for path, _ in users_of_the_laboratory()]

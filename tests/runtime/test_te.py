@@ -19,6 +19,7 @@ import torch
 
 from qeffect import gpu_runtime
 from qeffect.gpu_runtime import doctor
+from qeffect.gpu_runtime.backends.epoch_scales import SCALES, Scales
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain, matrices
 from qeffect.gpu_runtime.backends.te import (
@@ -36,6 +37,7 @@ from qeffect.gpu_runtime.backends.te import (
 from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, version_problem
 from qeffect.gpu_runtime.backends.te.internals import (
     BASELINE,
+    EPOCH,
     IMPORTED,
     LAYER,
     STATE,
@@ -51,7 +53,7 @@ from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import Rule
-from qeffect.gpu_runtime.step.memory.numerical_state import preserving
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state, preserving, same_bits
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Order
 
@@ -82,11 +84,16 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = fake_te.VERSION) -> 
 
 
 def stages_of(
-    config: LayerConfig, order: Order = ORDER, *, history: int = 4, **options: Any
+    config: LayerConfig,
+    order: Order = ORDER,
+    *,
+    history: int = 4,
+    scales: Scales = "action",
+    **options: Any,
 ) -> list[StageBackend]:
     """Fresh stages in a fresh process-wide domain."""
     te.reset_process()
-    domain = TransformerEngineDomain("delayed", history, CPU)
+    domain = TransformerEngineDomain("delayed", history, CPU, scales)
     return [TransformerEngineStage(n, domain, config, seed=n, **options) for n in order.stages]
 
 
@@ -95,10 +102,13 @@ def optimizer_of(stages: list[StageBackend], dtype: torch.dtype) -> Optimizer:
     return Optimizer(stages, master_dtype=None if dtype == BF16 else dtype)
 
 
-def native_run(config: LayerConfig, rule: Rule, dtype: torch.dtype, steps: int) -> Recording:
+def native_run(
+    config: LayerConfig, rule: Rule, dtype: torch.dtype, steps: int, scales: Scales = "action"
+) -> Recording:
     """The library's full backward, from warm modules in fresh state."""
     same_sum = rule_for(ORDER, rule, dtype)
-    stages = stages_of(config, fuse_wgrad_accumulation=same_sum == "main_grad")
+    fuse = same_sum == "main_grad"
+    stages = stages_of(config, scales=scales, fuse_wgrad_accumulation=fuse)
     with preserving(stages[0].domain):
         for stage in stages:
             stage.warm()
@@ -114,6 +124,97 @@ def guarded_te(config: LayerConfig, rule: Rule, dtype: torch.dtype, **options: A
     runtime = Runtime(stages, ORDER, RuntimeConfig(rule=rule, dtype=dtype, readers=True))
     assert {3} == set(map(len, runtime.on_trust().values()))  # the library reports nothing
     return GuardedRun(runtime, Workload(), optimizer_of(stages, dtype), Recording("guarded"))
+
+
+class TestEpochScales:
+    """Regions that update nothing, and one update at the end of an epoch."""
+
+    @pytest.mark.parametrize("rule", ["accumulate", "per_microbatch"])
+    def test_split_has_the_bits_of_native(self, rule: Rule) -> None:
+        """Every value, the state after each F and dI included."""
+        run = guarded_te(FUSED, rule, BF16, scales="epoch")
+        run.run(4)
+
+        native = native_run(FUSED, rule, BF16, 4, "epoch")
+        result = compare(native, run.recording or Recording("none"))
+
+        assert result.mismatched == 0, str(result)
+        default = compare(native_run(FUSED, rule, BF16, 4), run.recording or Recording("none"))
+        assert default.mismatched > 0
+
+    def test_only_the_end_of_an_epoch_updates(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Once forward, then once backward, by the library's own function."""
+        run = guarded_te(FUSED, "accumulate", BF16, scales="epoch")
+        manager, asked = fake_te.FP8GlobalStateManager, []
+        real = manager.reduce_and_update_fp8_tensors
+
+        def counted(forward: bool = True) -> None:
+            asked.append((run.runtime.epoch, forward))
+            real(forward)
+
+        monkeypatch.setattr(manager, "reduce_and_update_fp8_tensors", counted)
+        run.run(2)
+        assert [(0, True), (0, False), (1, True), (1, False)] == asked
+
+    def test_the_order_changes_no_bit(self) -> None:
+        """Of the state and the parameters; by default it does."""
+        texts = (
+            "0F0 0F1 0I0 0W0 0I1 0W1 1F0 1F1 1I0 1W0 1I1 1W1",
+            "1F1 0F0 0I0 0W0 1F0 1I0 0F1 1W0 1I1 1W1 0I1 0W1",
+        )
+        found: dict[str, list[dict[str, torch.Tensor]]] = {"epoch": [], "action": []}
+        for scales, held in found.items():
+            for text in texts:
+                order = Order.parse(text)
+                stages = stages_of(FUSED, order, scales=scales)  # type: ignore[arg-type]
+                runtime = Runtime(stages, order, RuntimeConfig(readers=True))
+                GuardedRun(runtime, Workload(), optimizer_of(stages, BF16)).run(3)
+                held.append({n: t.clone() for n, t in live_state(stages[0].domain).items()})
+        same = {
+            scales: [same_bits(one[name], other[name]) for name in one]
+            for scales, (one, other) in found.items()
+        }
+        assert all(same["epoch"])
+        assert not all(same["action"])
+
+    def test_modules_register_in_a_region_that_rolls(self) -> None:
+        """Otherwise the library never updates their scales."""
+        (first, *_) = stages_of(FUSED, scales="epoch")
+        with preserving(first.domain):
+            first.warm()
+        state = fake_te.FP8GlobalStateManager.quantization_state
+        assert len(state.states[True]) == 3
+        assert not state.is_first_fp8_module
+
+    def test_the_recipe_names_it(self) -> None:
+        """A checkpoint of one is refused by the other."""
+        recipes = [TransformerEngineDomain("delayed", 4, CPU, s).recipe() for s in SCALES]
+        assert {**recipes[0], "scales": "epoch"} == recipes[1]
+
+    def test_only_delayed_scaling_has_it(self) -> None:
+        """The other recipes keep no scale over an action."""
+        with pytest.raises(BackendError, match="no scales that outlive an action"):
+            TransformerEngineDomain("current", 4, CPU, "epoch")
+
+    def test_by_default_nothing_moves_them_once(self) -> None:
+        """Moving them once more would be another recipe."""
+        with pytest.raises(BackendError, match="scales='epoch'"):
+            TransformerEngineDomain("delayed", 4, CPU).move_scales()
+
+    @pytest.mark.parametrize("one", EPOCH, ids=lambda one: one.path)
+    def test_a_library_without_its_names_is_refused(
+        self, one: ImportedName, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """But not by default."""
+        if one.parameters:
+            monkeypatch.setattr(f"{one.name}", lambda: None)
+            if "autocast" in one.path:  # what the library's other users pass stays
+                monkeypatch.setattr(one.name, lambda enabled, recipe: None)
+        else:
+            monkeypatch.delattr(one.name)
+        TransformerEngineDomain("delayed", 4, CPU)
+        with pytest.raises(BackendError, match=one.path.rsplit(".", 1)[-1]):
+            TransformerEngineDomain("delayed", 4, CPU, "epoch")
 
 
 class TestAgainstNative:
@@ -524,7 +625,7 @@ class TestInternals:
         listed = {name for row in rows for name in row.split("|")[1].replace("`", "").split(", ")}
         listed = {name.strip() for name in listed}
 
-        reached = {one.path for one in (*IMPORTED, *BASELINE)}
+        reached = {one.path for one in (*IMPORTED, *BASELINE, *EPOCH)}
         reached |= {one.name for one in LAYER}
         reached |= {f"fp8_meta[...].{name}" for name in STATE}
         reached |= {"get_metadata", "quantize_", "context", deferred_gradients.GEMM_ARGUMENTS}

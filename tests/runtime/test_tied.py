@@ -269,7 +269,7 @@ class TestRefused:
             _runtime(order, _stages(order), "copied")
 
     def test_a_reducer_of_two_stages(self) -> None:
-        """The runtime reduces by stage, and says so where the gradient is of two."""
+        """The runtime reduces by stage; it refuses a gradient of two stages, with this reason."""
         order = Order.parse(FOLLOWS)
         config = RuntimeConfig(dtype=FP32, tied=(ACROSS,))
 
@@ -292,10 +292,10 @@ class TestRefused:
         assert WITHIN[1][1] not in told
 
     def test_weights_that_do_not_fit(self) -> None:
-        """Two weights of different shapes are no one parameter."""
+        """Two weights of different shapes cannot be tied."""
         stages = _stages(Order.parse(FOLLOWS), tie=False)
 
-        with pytest.raises(BackendError, match="cannot be one"):
+        with pytest.raises(BackendError, match="cannot tie the weights of"):
             stages[1].tie("layers.0.fc2", stages[0].linears[2])
         with pytest.raises(BackendError, match="has no unit"):
             partial(stages[1].tie, "layers.0.fc9")(stages[0].linears[2])

@@ -147,7 +147,7 @@ def test_the_actions_are_embedded_in_the_order_of_the_picture() -> None:
 def test_what_the_command_says_is_embedded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The embedded object is the one that ``--json`` prints."""
+    """The page embeds the object that ``--json`` prints."""
     file = tmp_path / "out.html"
     asked = "check --megatron --pp 2 --vpp 2 --microbatches 4 --messages batched --json --html"
     code = main([*asked.split(), str(file)])

@@ -192,7 +192,7 @@ class TestLayers:
             Layers(**arguments)  # type: ignore[arg-type]
 
     def test_without_layers_there_are_graphs_and_no_bytes(self) -> None:
-        """Without layers there are no byte counts, and graphs all the same."""
+        """Without layers the plan has graphs, but no byte counts."""
         rank = plan(read_fixture(ZBV)).ranks[0]
 
         assert rank.paper.arena_bytes is None

@@ -200,7 +200,7 @@ class TestOptions:
 
     def test_only_with_messages(self) -> None:
         """Options about messages say nothing about a table without them."""
-        with pytest.raises(ScheduleError, match="concern messages"):
+        with pytest.raises(ScheduleError, match="no messages without comms"):
             torch_schedule("ZBVZeroBubble", pp=2, microbatches=4, defer_receives=True)
 
     @NEEDS_DEFERRED

@@ -40,7 +40,7 @@ def edited(edit: Callable[[Rows], object], name: str = TABLE) -> Schedule:
 
 
 def found(edit: Callable[[Rows], object]) -> list[tuple[str, int | None, int | None, str | None]]:
-    """Clause and place of each finding after an edit; before it there is none."""
+    """Clause and place of each finding after an edit; before it none was found."""
     assert () == check_ranks(read_table(LATEST / TABLE))
     return [_place(f) for f in check_ranks(edited(edit))]
 

@@ -80,7 +80,7 @@ def test_the_words_for_the_world_are_those_that_are_used() -> None:
 
 
 def test_the_history_tells_every_word() -> None:
-    """The proofs' history has a column of each word, indexed by what the word is said of."""
+    """The proofs' history has a column of each word, indexed by what the word describes."""
     for name, word in WORDS.items():
         assert (word.index,) == GHOSTS[name].indices
 

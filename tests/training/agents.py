@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.ranks.rank_logs import replayed_run
+
 from .helpers import SMALL, text
 
 #: Seconds for the whole of a disturbed run.
@@ -36,6 +38,7 @@ every = 20
 steps = {STEPS}
 log = "log.jsonl"
 log_every = 20
+event_logs = "logs"
 [limits]
 start_s = 60
 commit_s = 30
@@ -129,6 +132,10 @@ class Agents:
         """Wait for both agents, and return their exit codes."""
         self.wait(lambda: all(agent.poll() is not None for agent in self.agents.values()))
         return [self.agents[agent].returncode for agent in sorted(self.agents)]
+
+    def replayed(self) -> int:
+        """Replay the rank logs through the model of ranks; return how many attempts they have."""
+        return replayed_run(self.folder / "logs", 2 * (STEPS - 20)).attempts
 
     def log(self) -> list[dict[str, Any]]:
         """Return the lines of the run's log."""

@@ -144,10 +144,10 @@ def unable(config: str) -> dict[str, Any]:
     member = join("cpu", LIMITS)
     real = UpdateGate.capture
 
-    def capture(self: Any, gradients: Any) -> Any:
+    def capture(self: Any, gradients: Any, differs: Any = None) -> Any:
         if gradients is not None and member.rank == member.world - 1:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return real(self, gradients)
+        return real(self, gradients, differs)
 
     UpdateGate.capture = capture  # type: ignore[method-assign]
     return trained(config)

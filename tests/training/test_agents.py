@@ -33,11 +33,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         made.start(1)
         assert made.codes() == [0, 0], made.said()
         assert made.resumes() == []
+        assert made.replayed() == 1
         return made.losses()
     finally:
         made.end()
 
 
+@pytest.mark.nightly
 def test_a_late_agent_is_awaited(undisturbed: list[float]) -> None:
     """The run learns; no attempt was lost."""
     assert undisturbed[-1] < undisturbed[0] / 2
@@ -55,9 +57,12 @@ def test_a_killed_worker_restarts_both(
     assert agents.codes() == [0, 0], agents.said()
     assert agents.resumes()
     assert agents.losses() == undisturbed
+    assert agents.replayed() > 1
+    told = [line["warning"] for line in agents.log() if "warning" in line]
+    assert any("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for all agents" in one for one in told)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("agents", [False], indirect=True, ids=["a store for each round"])
 def test_a_lost_host_that_comes_back_joins(agents: Agents, undisturbed: list[float]) -> None:
     """Its new agent counts from 0, where the other agent counts from 1."""
@@ -69,6 +74,8 @@ def test_a_lost_host_that_comes_back_joins(agents: Agents, undisturbed: list[flo
     assert agents.codes() == [0, 0], agents.said()
     assert agents.resumes()
     assert agents.losses() == undisturbed
+    assert agents.replayed() > 1
+    assert not any("warning" in line for line in agents.log())
 
 
 @pytest.mark.slow  # torchelastic alone waits most of a minute
@@ -93,3 +100,4 @@ def test_an_orphan_of_a_killed_agent_does_not_reach_the_next_attempt(
         if agents.runs(orphan):
             os.kill(orphan, signal.SIGKILL)
     assert agents.losses() == undisturbed
+    assert agents.replayed() > 1

@@ -58,7 +58,7 @@ def test_given_times_are_cut_by(tmp_path: Path, times: str, cut: tuple[int, ...]
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("layer_times = [1, 2]", "expected one of each of 8 layers, found 2"),
+        ("layer_times = [1, 2]", "expected one time for each of 8 layers, found 2"),
         ("layer_times = [0]", "expected a list of numbers above 0, found [0]"),
         ("layer_times = 3", "expected a list of numbers above 0, found 3"),
         ("layer_times = [true]", "expected a list of numbers above 0, found [True]"),

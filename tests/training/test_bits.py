@@ -10,6 +10,7 @@ import pytest
 
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.rates import Rate
+from tests.profiles import by_profile
 from tests.ranks import bodies as pipelines
 from tests.ranks.ranks import launch
 
@@ -39,7 +40,7 @@ def test_guarded_training_has_the_bits_of_torchs(tmp_path: Path, folder: Path) -
         language(path, schedule="izb", pp=2),
         language(path, schedule="zbv", pp=2, cut=(1, 1, 2, 1)),
         language(path, schedule="1f1b", pp=2, microbatches=4, walks=2, cut=(1, 1)),
-    ]
+    ][: by_profile(1, 3)]
     said = launch(2, folder, pipelines.exact, jobs, STEPS)
     assert said.codes == [0, 0]
     for n, job in enumerate(jobs):
@@ -78,7 +79,7 @@ def test_the_librarys_stages_have_ends_too(tmp_path: Path, folder: Path) -> None
     jobs = [
         language(noise(tmp_path), schedule="il", pp=2),
         language(noise(tmp_path), schedule="zbv", pp=2, rule="copied"),
-    ]
+    ][: by_profile(1, 2)]
     said = launch(2, folder, bodies.library, jobs, 3)
     assert said.codes == [0, 0]
     for n in range(len(jobs)):

@@ -1,4 +1,4 @@
-"""The one file: its defaults, and what is said of one that cannot be used."""
+"""The training file: its defaults, and the message for each bad file."""
 
 from __future__ import annotations
 
@@ -38,6 +38,32 @@ def written(folder: Path, *changes: tuple[str, str]) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("bad", "words", "said"),
+    [
+        (("steps = 3", "steps = 0"), ("--steps", "2"), "[run] steps: expected a whole number"),
+        (("steps = 3", "steps = 'all'"), ("--steps", "2"), "found 'all'"),
+        (
+            ("steps = 3", "steps = 3\ndevice = 'tpu'"),
+            ("--device", "cpu"),
+            "[run] device: expected one of 'cpu', 'cuda'",
+        ),
+    ],
+)
+def test_a_bad_value_is_refused_beside_an_option_that_replaces_it(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    bad: tuple[str, str],
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    """Otherwise the file would fail as soon as the option is left out."""
+    code = main(["runtime", "train", str(written(tmp_path, bad)), *words])
+
+    assert 2 == code
+    assert said in capsys.readouterr().err
+
+
 def test_every_field_has_a_default(tmp_path: Path) -> None:
     """An empty file is a run, and every field of every table knows what it expects."""
     (tmp_path / "empty.toml").write_text("")
@@ -53,19 +79,19 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("[model]", "[modle]", "there is no table [modle]; there are model, parallel"),
-        ("[model]", "model = 3\n[x]", "there is no table [x]"),
+        ("[model]", "[modle]", "unknown table [modle]; expected one of model, parallel"),
+        ("[model]", "model = 3\n[x]", "unknown table [x]"),
         ("[model]", "[modle]", "did you mean model?"),
         ("layers = 2", "layres = 2", "did you mean layers?"),
         ("[model]", "steps = 5\n[model]", "run.toml: steps: expected fields below the name of a"),
         ("[model]", "steps = 5\n[model]", "found steps before the first one; move it below [run]"),
-        ("[model]", "model = 5\n[modle]", "there is no table [modle]"),
+        ("[model]", "model = 5\n[modle]", "unknown table [modle]"),
         ("[model]", "[[model]]", "model: expected a table, found [{"),
         ("layers = 2", "layers = true", "at least 1, found true"),
         ("layers = 2", "layers = 2020-01-02", "at least 1, found 2020-01-02"),
         ("layers = 2", "layers = 12:30:00", "at least 1, found 12:30:00"),
         ("steps = 3", "steps = 3 4", "found a mistake: expected newline or end of document"),
-        ("layers = 2", "layer = 2", "[model] layer: there is no such field; there are vocab"),
+        ("layers = 2", "layer = 2", "[model] layer: unknown field; expected one of vocab"),
         ("layers = 2", "layers = 0", "[model] layers: expected a whole number of at least 1, fo"),
         ("layers = 2", "layers = true", "[model] layers: expected a whole number of at least 1"),
         ("layers = 2", 'layers = "two"', "found 'two'"),
@@ -93,7 +119,7 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ("batch = 2", "batch = 2\npp = 2", "torchrun --nproc-per-node 2"),
         ("batch = 2", "batch = 2\nvpp = 3", "[parallel] "),
         ("history = 4", "history = 0", "[model] history: expected a whole number"),
-        ('"train.npy"', '"none.npy"', "none.npy: there is no such file"),
+        ('"train.npy"', '"none.npy"', "none.npy: file not found"),
         ('"train.npy"', "3", "[data] train: expected a text, found 3"),
         ("rate = 0.02", "rate = 0", "[optimizer] rate: expected a number above 0, found 0"),
         ("rate = 0.02", "rate = nan", "[optimizer] rate: expected a number above 0, found nan"),
@@ -133,6 +159,7 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ("steps = 3", 'steps = 3\nlog = "a\\u0000b"', "[run] log: expected a text without NUL"),
         ('"train.npy"', '"train.npy"\nheld_out = "no.npy"', "[data] held_out: "),
         ("steps = 3", "steps = ", "expected a TOML file, found"),
+        ("history = 4", 'history = 4\nscales = "step"', "[model] scales: expected one of 'action'"),
     ],
 )
 def test_a_file_that_cannot_be_used(
@@ -148,6 +175,18 @@ def test_a_file_that_cannot_be_used(
     assert said in line
     assert line.count("run.toml") == 1 or "torchrun" in line
     assert "qeffect runtime corpus, or name another as [data] train" not in line
+
+
+def test_epoch_scales_need_deterministic_kernels(tmp_path: Path) -> None:
+    """The recipe implies them: a file that rules them out is refused."""
+    text(tmp_path)
+    file = tmp_path / "run.toml"
+    given = CONFIG.replace("history = 4", 'history = 4\nscales = "epoch"')
+    file.write_text(given)
+    assert read(file).model.scales == "epoch"
+    file.write_text(given.replace("steps = 3", "steps = 3\ndeterministic = false"))
+    with pytest.raises(UnusableError, match=r"\[model\] scales: expected \[run\] deterministic"):
+        read(file)
 
 
 @pytest.mark.parametrize(
@@ -364,6 +403,29 @@ def test_a_place_that_cannot_be_written(new: str, said: str, tmp_path: Path) -> 
     (line,) = err.splitlines()
     assert said in line
     assert "run.toml" in line
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    """Some editors write one; a training file may begin with it."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[run]\nsteps = 7\n")
+    assert read(path).run.steps == 7
+
+
+def test_a_folder_with_a_name_that_no_file_may_have_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cause of the start looks for checkpoints there, and must not fail itself."""
+    text(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG + f'[checkpoint]\nfolder = "{"k" * 300}"\n')
+    (tmp_path / "said").mkdir()
+    told = launch(1, tmp_path / "said", bodies.trained, str(tmp_path / "run.toml"))
+    code, out, err = told.words[0]
+    assert (2, "") == (code, out)
+    (line,) = err.splitlines()
+    assert "internal error" not in line
+    assert "[checkpoint] folder: " in line
+    assert "File name too long" in line
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

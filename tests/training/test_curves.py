@@ -132,7 +132,7 @@ def test_all_runs_of_a_report_have_one_measured_cut(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator(reports.schema()).validate(json.loads(Path(out).read_text()))
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command twice, as two launches would be, merged: it says that the bits are the same."""
     config = str(file(tmp_path))

@@ -233,11 +233,13 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("made", "said"),
         [
-            (None, "there is no such file"),
+            (None, "file not found"),
             (b"", "expected a NumPy array"),
             (b"not an array", "expected a NumPy array"),
+            (b"\x80\x04]", "found a file of another format"),
+            (np.array([{}, {}], object), "expected a NumPy array"),
             (np.zeros((4, 4), np.uint16), "found 2 dimensions of uint16"),
-            (np.zeros(40, np.float32), "found 1 dimensions of float32"),
+            (np.zeros(40, np.float32), "found 1 dimension of float32"),
             (np.zeros(0, np.uint16), "expected at least 17 tokens, .*; found 0"),
             (np.zeros(16, np.uint16), "expected at least 17 tokens, .*; found 16"),
             (np.array([1] * 20 + [64], np.uint16), "found 64 at place 20"),
@@ -256,6 +258,7 @@ class TestFiles:
 
         assert str(refused.value).startswith(str(path))
         assert "\n" not in str(refused.value)
+        assert "pickle" not in str(refused.value), "NumPy's advice leaked"
 
     def test_a_truncated_one(self, tmp_path: Path) -> None:
         """A file that ends before its header says is refused."""

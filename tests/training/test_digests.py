@@ -189,4 +189,7 @@ def test_digests_without_a_log_are_refused(
     path = tmp_path / "run.toml"
     path.write_text(CONFIG + GUARD)
     assert main(["runtime", "train", str(path)]) == 2
-    assert "[guard] digests: expected [run] log" in capsys.readouterr().err
+    assert (
+        "[guard] digests: digests are written to [run] log, which is not set"
+        in capsys.readouterr().err
+    )

@@ -57,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
             run(folder, "huge").replace("[run]", "clip_norm = 1.0\n[run]"),
             {"gradient": {"4": 1e30}},
         ),
+        "huge, by default": (run(folder, "default"), {"gradient": {"4": 1e30}}),
         "milestones": (
             run(folder, "milestones", kept=True).replace("every = 2", "every = 1\nkeep_every = 3"),
             {},
@@ -168,6 +169,19 @@ def test_saturated_and_all_zero_gradients_are_reported(
     assert err.count("step 5  ALL ZERO: every gradient of stage 0\n") == err.count("ZERO") == 1
 
 
+def test_a_run_without_a_norm_reports_them_too(runs: tuple[Path, dict[str, Any]]) -> None:
+    """With the defaults of a training file; the log has no norm then."""
+    outcome(runs, "huge, by default", 0)
+    body = (runs[0] / "default.jsonl").read_text()
+    lines = [line for line in map(json.loads, body.splitlines()) if "loss" in line]
+    assert not any("norm" in line for line in lines)
+    assert [line["step"] for line in lines if "saturated" in line] == [4]
+    assert [(n["step"], n["zero_stages"]) for n in lines if "zero_stages" in n] == [(5, [0])]
+    err = runs[1]["huge, by default"][2]
+    assert err.count("step 4  SATURATED: a gradient was ") == 1
+    assert err.count("step 5  ALL ZERO: every gradient of stage 0\n") == 1
+
+
 def test_milestones_stay(runs: tuple[Path, dict[str, Any]]) -> None:
     """Every third checkpoint, beside the newest one."""
     outcome(runs, "milestones", 0)
@@ -200,6 +214,7 @@ def test_every_rank_ends_with_one_cause(tmp_path: Path) -> None:
     assert not said.words[1][0][1]
 
 
+@pytest.mark.ci
 def test_a_run_of_launches_ends_too(tmp_path: Path) -> None:
     """A step later, since the host is behind; with a look the host waits."""
     text(tmp_path)
@@ -212,6 +227,7 @@ def test_a_run_of_launches_ends_too(tmp_path: Path) -> None:
         ("skips", launches.replace("[run]", SKIPS.format(2)), late),
         ("loss", launches, late),
         ("huge", launches.replace("[run]", "clip_norm = 1.0\n[run]"), {"gradient": {"4": 1e30}}),
+        ("default", launches, {"gradient": {"4": 1e30}}),
     ):
         path = tmp_path / f"{name}.toml"
         path.write_text(body)
@@ -228,9 +244,9 @@ def test_a_run_of_launches_ends_too(tmp_path: Path) -> None:
     assert look.startswith("rank 1, step 5, look: model.layers.1.fc1.weight of stage 1 is not")
     assert "not finite in stage 0, and the updates of steps 4 to 5 were skipped" in skips
     assert loss == "rank 1, step 5, loss: the loss is not finite"
-    err = said.words[0][3][2]
-    assert "step 4  SATURATED: a gradient was " in err
-    assert "step 5  ALL ZERO: every gradient of stages 0, 1\n" in err
+    for *_, err in said.words[0][3:5]:
+        assert "step 4  SATURATED: a gradient was " in err
+        assert "step 5  ALL ZERO: every gradient of stages 0, 1\n" in err
 
 
 def test_the_price_of_a_look_is_printed(tmp_path: Path) -> None:
@@ -240,7 +256,8 @@ def test_the_price_of_a_look_is_printed(tmp_path: Path) -> None:
     path.write_text(run(tmp_path, "priced", look=50))
     (tmp_path / "said").mkdir()
     found = launch(1, tmp_path / "said", bodies.priced, str(path)).words[0]
-    names = ["look / step", "look / sums of a save", "look / 50 steps", "scales / step"]
+    names = ["look / step", "look / sums of a save", "look / 50 steps"]
+    names += ["scales / step", "zeros / step"]
     assert list(found) == names
     assert all(ratio > 0 for ratio in found.values())
     assert found["look / 50 steps"] == pytest.approx(found["look / step"] / 50)

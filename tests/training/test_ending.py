@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
+from qeffect.gpu_runtime.training import ending
 from qeffect.gpu_runtime.training.checkpoint.status import STATUS, write_status
+from tests.ranks.rank_logs import replayed_run
 from tests.ranks.ranks import launch
 
 from . import ending_bodies as bodies
 from .helpers import CONFIG, text
 
 SAVED = '[checkpoint]\nfolder = "kept"\n'
+LOGGED = 'steps = 100000\nevent_logs = "logs"'
 TWO = CONFIG.replace("[parallel]", "[parallel]\npp = 2").replace("steps = 3", "steps = 40")
 
 
@@ -120,6 +123,51 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "kept").glob("step-*"))
 
 
+class Fake:
+    """A worker whose step does not end."""
+
+    def __init__(self) -> None:
+        self.consent = self.runtime = self.member = self.waits = self
+        self.epoch, self.in_step, self.claimed = 3, True, False
+        self.rank, self.world = 0, 2
+        self.place: tuple[str, int] | None = ("0RECV_B1", 1)
+        self.told: list[tuple[str, int, str]] = []
+
+    def publish(self, error: Exception, epoch: int, at: str, *, seconds: float) -> None:
+        """Note what another rank would read."""
+        assert seconds == ending._PUBLISH_S
+        self.told.append((str(error), epoch, at))
+
+
+@pytest.mark.parametrize(
+    ("change", "published", "woken"),
+    [
+        ({}, True, True),
+        ({"epoch": 4}, False, False),
+        ({"claimed": True}, False, False),
+        ({"doing": "checkpoint"}, False, False),
+        ({"in_step": False}, True, False),
+    ],
+    ids=["in the step", "the next step", "stopping already", "a save", "between two steps"],
+)
+def test_a_step_that_sigterm_finds_and_that_does_not_end_is_stopped(
+    change: dict[str, Any], published: bool, woken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has gone on, that stops already, or that saves, is left alone."""
+    fake, acts = Fake(), []
+    request = ending.EndRequest(fake, 0.0, 0.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(request, "_wake_main", lambda: acts.append("wake"))
+    monkeypatch.setattr(request, "_end_aside", lambda: acts.append("end"))
+    place = request._place()
+    for name, value in change.items():
+        setattr(request if name == "doing" else fake, name, value)
+    request._end_stuck(place)
+    said = "0RECV_B1 with rank 1 did not end within 0 s of SIGTERM"
+    assert fake.told == ([(said, 3, "step")] if published else [])
+    assert acts == (["wake"] if woken else ["end"] if published else [])
+    assert len(request._plans) == int(woken)  # if the main thread does not come back
+
+
 def test_an_interrupt_is_told_in_the_status_file(tmp_path: Path) -> None:
     """Nothing is saved; the run may be resumed from what was saved before."""
     text(tmp_path)
@@ -127,7 +175,10 @@ def test_an_interrupt_is_told_in_the_status_file(tmp_path: Path) -> None:
     (tmp_path / "said").mkdir()
     run = [str(tmp_path / "run.toml"), "--quiet"]
     found = launch(1, tmp_path / "said", bodies.signalled, [run], {0: [(2, "SIGINT")]})
-    assert [code for code, *_ in found.words[0]] == [130]
+    ((code, _, err),) = found.words[0]
+    assert code == 130
+    newest = "Resume it with --resume; the newest checkpoint is step-00000002"
+    assert err.splitlines()[-1] == f"qeffect: interrupted. {newest}"
     told = status(tmp_path)
     assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "SIGINT", True)
     assert (told["step"], told["checkpoint"]) == (2, "step-00000002")
@@ -156,7 +207,7 @@ def test_a_failed_asynchronous_save_is_told_at_the_next_step(tmp_path: Path) -> 
 def test_torchruns_sigterm_saves_and_ends_its_ranks(tmp_path: Path) -> None:
     """It forwards the signal; its own code is its own, the status file has the ranks' end."""
     text(tmp_path)
-    (tmp_path / "run.toml").write_text(TWO.replace("steps = 40", "steps = 100000") + SAVED)
+    (tmp_path / "run.toml").write_text(TWO.replace("steps = 40", LOGGED) + SAVED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     with (tmp_path / "out.txt").open("wb") as out:
         agent = subprocess.Popen(
@@ -179,6 +230,8 @@ def test_torchruns_sigterm_saves_and_ends_its_ranks(tmp_path: Path) -> None:
     assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "SIGTERM", True), said
     assert (tmp_path / "kept" / told["checkpoint"]).is_dir()
     assert f"Ended by SIGTERM after {told['step']} steps of 100000; saved" in said
+    report = replayed_run(tmp_path / "logs")
+    assert (report.commits, report.checkpoints) == (2 * told["step"], 1)
 
 
 def test_a_status_file_is_replaced_whole_or_not(tmp_path: Path) -> None:

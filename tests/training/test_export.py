@@ -91,6 +91,8 @@ def test_what_cannot_be_exported_is_one_line(
     """A folder that is no checkpoint, a damaged file, a file that exists: nothing is written."""
     out = tmp_path / "weights"
     assert "no-such is not a folder" in refused(["no-such", "--out", str(out)], capsys)
+    told = refused([str(checkpoint.parent), "--out", str(out)], capsys)
+    assert f"is a folder of checkpoints; name one of them, such as {checkpoint}" in told
 
     damaged = tmp_path / checkpoint.name
     damaged.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 import torch
 
 from qeffect.cli import main
+from qeffect.cli.interrupts import INTERRUPTED
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.training.prompt import WholeModel, choose
+from tests.cli.test_interrupts import interrupted, require_promise, started, wait_for
+from tests.cli.test_interrupts import processes as processes
 
 from .helpers import SMALL
 
@@ -163,7 +167,7 @@ def test_a_moved_checkpoint_needs_its_corpus(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tokens", "0"], "--tokens must be at least 1, not 0"),
+        (["--tokens", "0"], "--tokens must be at least 1, found 0"),
         (["--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
         (["--temperature", "nan"], "--temperature: expected a finite number of at least 0"),
         (["--seed", "3"], "the most probable token needs no draw; add --temperature"),
@@ -195,3 +199,25 @@ def test_a_draw_has_the_weights_of_its_logits() -> None:
     shares = torch.softmax(logits, 0)
     for token in range(3):
         assert drawn.count(token) / 600 == pytest.approx(float(shares[token]), abs=0.06)
+
+
+@pytest.mark.nightly
+def test_an_interrupt_ends_it(checkpoint: Path, processes: list[subprocess.Popen[str]]) -> None:
+    """While it draws token after token."""
+
+    def once() -> float:
+        process = started(f"runtime generate {checkpoint} --prompt the --tokens 1000000")
+        processes.append(process)
+        wait_for(process, "After 100 steps")
+        time.sleep(2.0)
+        assert process.poll() is None
+
+        seconds, out, err = interrupted(process, False)
+
+        *progress, last = err.splitlines()
+        assert (INTERRUPTED, "", "qeffect: interrupted") == (process.returncode, out, last)
+        assert progress
+        assert all(line.endswith(" of 1,000,000 tokens") for line in progress)
+        return seconds
+
+    require_promise(once)

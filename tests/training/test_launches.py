@@ -13,12 +13,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
 from qeffect.gpu_runtime.lab.commands.restarts import resumed_row
-from qeffect.gpu_runtime.ranks import obstacles
 from qeffect.gpu_runtime.ranks.job import Job
 from tests.ranks.ranks import launch
 
@@ -76,13 +74,48 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in timed} for line in every if "loss" in line]
 
 
+class Replays:
+    """
+    A run by replays over two ranks: what each rank says, and the log's lines about losses.
+
+    Attributes:
+        words: By rank.
+        lines: Of its log.
+    """
+
+    def __init__(
+        self, folder: Path, made: dict[str, str], body: Callable[..., Any] = bodies.in_turn
+    ) -> None:
+        """
+        Train.
+
+        Args:
+            folder: Of the run's files.
+            made: What `files` made.
+            body: What a rank does.
+        """
+        (folder / "by replays").mkdir()
+        said = launch(2, folder / "by replays", body, [(made["replays"], {})])
+        assert said.codes == [0, 0]
+        self.words: list[dict[str, Any]] = [said.words[rank][0] for rank in range(2)]
+        self.lines = lines(folder, "replays")
+
+
+@pytest.fixture(scope="module")
+def replays(tmp_path_factory: pytest.TempPathFactory) -> Replays:
+    """Train once by replays, for all tests that compare launches with them."""
+    folder = tmp_path_factory.mktemp("replays")
+    return Replays(folder, files(folder, PIPE))
+
+
 def begun_again(
     folder: Path,
     made: dict[str, str],
     faults: list[list[Any]],
+    replays: Replays,
     name: str = "launches",
     body: Callable[..., Any] = bodies.in_turn,
-) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """
     A run of launches over two ranks with stops that each are begun again, in the bits of replays.
 
@@ -90,23 +123,23 @@ def begun_again(
         folder: Of the run's files.
         made: What `files` made.
         faults: Step, rank, kind and action of each stop.
+        replays: What the same run by replays says.
         name: Which of the runs of launches.
         body: What a rank does.
 
     Returns:
-        What each rank says of replays and of launches, and the log's lines about stops.
+        What each rank says of its launches, and the log's lines about stops.
     """
     path = Path(made[name])
     path.write_text(path.read_text().replace("[run]", "[run]\nretries = 1"))
     (folder / "said").mkdir()
-    cases = [(made["replays"], {}), (made[name], {"faults": faults})]
-    said = launch(2, folder / "said", body, cases)
+    said = launch(2, folder / "said", body, [(made[name], {"faults": faults})])
     assert said.codes == [0, 0]
-    words = [said.words[rank] for rank in range(2)]
-    for replays, launched in words:
-        assert launched["losses"] == replays["losses"]
-        assert launched["left"] == replays["left"]
-    assert lines(folder, name) == lines(folder, "replays")
+    words = [said.words[rank][0] for rank in range(2)]
+    for launched, replayed in zip(words, replays.words, strict=True):
+        assert launched["losses"] == replayed["losses"]
+        assert launched["left"] == replayed["left"]
+    assert lines(folder, name) == replays.lines
     every = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
     return words, [line for line in every if "stopped" in line]
 
@@ -160,7 +193,7 @@ def require_alike(
     assert lines(folder, "launches") == lines(folder, "kept") == told
 
 
-def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
+def test_stops_are_begun_again_and_told_once(tmp_path: Path, replays: Replays) -> None:
     """
     A refusal before a launch that others have sent off, a device that counted otherwise in a step
     that is waited for, as held-out text is next, and one that did so in a step that is not.
@@ -168,9 +201,9 @@ def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
     Each step has one line, whatever was launched twice, and the run ends in the bits of replays.
     """
     faults = [[3, 1, "twice", "1W1"], [5, 0, "miscounted", ""], [7, 1, "miscounted", ""]]
-    words, told = begun_again(tmp_path, files(tmp_path, PIPE), faults)
-    for replays, launched in words:
-        assert launched["held_out"] == replays["held_out"]
+    words, told = begun_again(tmp_path, files(tmp_path, PIPE), faults, replays)
+    for launched, replayed in zip(words, replays.words, strict=True):
+        assert launched["held_out"] == replayed["held_out"]
         assert launched["launches"] == 9 - 4  # a guarded step at first, and one behind each stop
     stops = [(line["step"], line["stopped"]) for line in told]
     assert [step for step, _ in stops] == [3, 5, 7]
@@ -179,7 +212,10 @@ def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
     assert "rank 1, step 7" in stops[2][1]
 
 
-def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(
+    tmp_path: Path, replays: Replays
+) -> None:
     """
     All devices updated, and a rank stopped while losses were brought together: behind steps after
     which held-out text and a checkpoint are due, and behind the last.
@@ -188,9 +224,9 @@ def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(tmp_path: Path) -> 
     path = Path(made["kept"])
     path.write_text(path.read_text().replace("every = 4", "every = 6"))
     faults = [[5, 1, "unheard", ""], [8, 0, "unheard", ""]]
-    words, told = begun_again(tmp_path, made, faults, "kept")
-    for replays, launched in words:
-        assert launched["held_out"] == replays["held_out"]
+    words, told = begun_again(tmp_path, made, faults, replays, "kept")
+    for launched, replayed in zip(words, replays.words, strict=True):
+        assert launched["held_out"] == replayed["held_out"]
     assert [line["step"] for line in told] == [6, 9]
     assert sorted(path.name for path in (tmp_path / "kept").glob("step*")) == [
         "step-00000006",
@@ -198,13 +234,14 @@ def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("victim", [0, 1])
 def test_losses_that_one_rank_alone_has_brought_together_are_of_their_own_step(
-    victim: int, tmp_path: Path
+    victim: int, tmp_path: Path, replays: Replays
 ) -> None:
     """The other has gone on to the next step: each line is still there once, with its own loss."""
     faults = [[3, victim, "heard in vain", ""]]
-    _, told = begun_again(tmp_path, files(tmp_path, PIPE), faults)
+    _, told = begun_again(tmp_path, files(tmp_path, PIPE), faults, replays)
     assert len(told) == 1
 
 
@@ -239,8 +276,12 @@ def test_event_logs_have_a_launch_in_one_line(tmp_path: Path) -> None:
     assert main(["replay", str(tmp_path / "events" / "rank0.jsonl"), "--quiet"]) == 0
 
 
+@pytest.mark.ci
 def test_a_launch_costs_less_than_a_kilobyte_of_a_rotating_log(tmp_path: Path) -> None:
-    """Per step and rank, with what each file begins and ends with; the files replay together."""
+    """
+    Per step and rank, with what each file begins and ends with; together with the rank log beside
+    it, if files have 80 steps. The files replay together.
+    """
     made = files(tmp_path, PIPE)
     path = Path(made["launches"])
     path.write_text(
@@ -254,23 +295,27 @@ def test_a_launch_costs_less_than_a_kilobyte_of_a_rotating_log(tmp_path: Path) -
     logs = sorted((tmp_path / "events").glob("rank*.jsonl"))
     assert len(logs) == 3 * 2  # two of 40 steps, and one without any
     for rank in range(2):
-        each = (tmp_path / "events" / f"rank{rank}.00001.jsonl").stat().st_size / 40
+        log = (tmp_path / "events" / f"rank{rank}.00001.jsonl").read_bytes()
+        each, head = len(log) / 40, log.index(b"\n") + 1
+        (beside,) = [path for path in said.logs if f".{rank}." in path.name]
+        told = beside.stat().st_size / 80  # the rank log, from its start on
         assert 70 < each < 1024, each
+        assert 200 < told < told + (len(log) - head) / 40 + head / 80 < 1024, (told, each, head)
     assert main(["replay", *map(str, logs), "--quiet"]) == 0
 
 
-def test_a_step_that_cannot_be_captured_is_replayed_from_there(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_captured_is_replayed_from_there(
+    tmp_path: Path, replays: Replays
+) -> None:
     """One rank's library refuses it: all go on by guarded replays, and the log says so once."""
     made = files(tmp_path, PIPE)
-    for name in ("said", "beside"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "said").mkdir()
     said = launch(2, tmp_path / "said", bodies.unable, made["launches"])
-    beside = launch(2, tmp_path / "beside", bodies.in_turn, [(made["replays"], {})])
-    assert said.codes == beside.codes == [0, 0]
+    assert said.codes == [0, 0]
     for rank in range(2):
-        word, (replays,) = said.words[rank], beside.words[rank]
-        assert word["left"] == replays["left"]
-        assert word["losses"] == replays["losses"]
+        word, replayed = said.words[rank], replays.words[rank]
+        assert word["left"] == replayed["left"]
+        assert word["losses"] == replayed["losses"]
         assert word["launches"] == 0
         assert word["replays"].startswith("the step could not be captured: rank 1, step 1")
     every = list(map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines()))
@@ -301,31 +346,6 @@ def test_where_no_step_can_be_one_launch_it_says_why(tmp_path: Path) -> None:
     assert [line["step"] for line in others if "loss" in line] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("rule", "problem", "told"),
-    [
-        ("copied", None, ["rule is 'copied'"]),
-        ("accumulate", "no cuda.bindings", ["no cuda.bindings"]),
-        ("copied", "no cuda.bindings", ["rule is 'copied'", "no cuda.bindings"]),
-        ("accumulate", None, []),
-    ],
-)
-def test_what_hinders_is_known_before_graphs_are_captured(
-    rule: str, problem: str | None, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs that can be nested are not even made then: without the driver's functions none can."""
-    monkeypatch.setattr(obstacles, "nesting_obstacle", lambda _: problem)
-    found = obstacles.obstacles_on(torch.device("cuda"), rule)
-    assert [text[: len(start)] for text, start in zip(found, told, strict=True)] == told
-
-
-def test_a_cpu_has_no_graphs() -> None:
-    """The obstacle says what to change, whatever else is there."""
-    assert obstacles.obstacles_on(torch.device("cpu"), "accumulate") == [
-        "a CPU has no CUDA graphs: run on cuda"
-    ]
-
-
 @pytest.mark.ci
 def test_restarts_compare_launches_with_replays(tmp_path: Path) -> None:
     """The rows of the command: gone on from one checkpoint by launches, and by replays."""
@@ -351,6 +371,7 @@ def test_a_worker_for_launches_wants_nothing_but_graphs(tmp_path: Path) -> None:
     assert (plain["tensors"], model["tensors"]) == (False, True)
 
 
+@pytest.mark.ci
 def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
     """The same losses, held-out losses and tensors; without graphs that side is refused."""
     made = files(tmp_path, PIPE.replace("pp = 2", "pp = 1"))

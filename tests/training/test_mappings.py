@@ -95,7 +95,7 @@ def test_pp_2_to_4_to_1_and_back(tmp_path: Path) -> None:
     chained(tmp_path, FIRST, CHAIN[:3], 2)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_other_chunks_replicas_and_splits(tmp_path: Path) -> None:
     """Four chunks a rank; two replicas of half the microbatches; another pipeline of two; one."""
     chained(tmp_path, FIRST, CHAIN[3:], 2)
@@ -118,7 +118,7 @@ def test_steps_after_a_remap_are_those_of_torchs_own_pipeline(tmp_path: Path, ma
 
 
 def test_another_number_of_replicas_is_refused_unless_asked_for(tmp_path: Path) -> None:
-    """Scaling state is each replica's own: whose a new one takes is not for us to guess."""
+    """Each replica has its own scaling state: it is ambiguous which a new replica should load."""
     launched(tmp_path, 0, job("1f1b", 1, 1), bodies.started, {"until": 1, "save_at": (1,)})
     two = job("1f1b", 1, 1, dp=2)
     words = launched(tmp_path, 1, two, bodies.refused_load, {})

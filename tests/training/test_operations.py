@@ -20,9 +20,9 @@ from qeffect.cli import main
 from qeffect.cli.interrupts import descendants
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.causes import TerminatedError
-from qeffect.gpu_runtime.ranks.launcher import Launcher
+from qeffect.gpu_runtime.ranks.launcher import Launcher, shared_store_warning
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
-from qeffect.gpu_runtime.training.checkpoint.files import MANIFEST, canonical, run_of
+from qeffect.gpu_runtime.training.checkpoint.files import FACTS, MANIFEST, canonical, run_of
 from qeffect.gpu_runtime.training.checkpoint.lock import LOCK, FolderLock
 from qeffect.gpu_runtime.training.checkpoint.status import STATUS
 from tests.cli.test_interrupts import alive
@@ -248,20 +248,84 @@ def test_a_rank_whose_launcher_has_ended_stops(monkeypatch: pytest.MonkeyPatch) 
     agent = os.fork()
     if agent == 0:  # starts a rank, and is gone
         own = os.getpid()
+        forked, seen = os.pipe()
         if os.fork() == 0:
-            launcher = Launcher()
-            launcher.pid = own  # the agent may have ended before the rank looked
+            os.write(seen, b"1")
             while os.getppid() == own:
                 time.sleep(0.001)
             try:
-                launcher.require()
+                Launcher().require()
             except TerminatedError as error:
                 os.write(write, str(error).encode())
+            os._exit(0)
+        os.read(forked, 1)
         os._exit(0)
     os.waitpid(agent, 0)
     os.close(write)
     assert os.read(read, 200).decode() == f"its launcher, process {agent}, has ended"
     os.close(read)
+
+
+def test_a_launcher_that_ends_during_the_imports_is_noticed(tmp_path: Path) -> None:
+    """The rank reads its parent when its first import begins, not when its training begins."""
+    program = (
+        "import os, sys, time\n"
+        "import qeffect.launched\n"
+        "agent = os.getppid()\n"
+        "print(agent, flush=True)\n"
+        "while os.getppid() == agent:\n"
+        "    time.sleep(0.001)\n"
+        "from qeffect.gpu_runtime.ranks.launcher import Launcher, TerminatedError\n"
+        "try:\n"
+        "    Launcher().require()\n"
+        "except TerminatedError as error:\n"
+        "    open('said.txt', 'w').write(str(error))\n"
+        "os.rename('said.txt', 'said')\n"
+    )
+    agent_program = (
+        "import subprocess, sys\n"
+        f"rank = subprocess.Popen([sys.executable, '-c', {program!r}],\n"
+        "                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
+        "print(rank.stdout.readline().decode(), end='')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", agent_program],
+        cwd=tmp_path,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "run"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    until = time.monotonic() + 120.0  # it imports torch
+    while not (tmp_path / "said").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    told = (tmp_path / "said").read_text()
+    assert told == f"its launcher, process {int(ran.stdout)}, has ended"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warned"),
+    [
+        ("TORCHELASTIC_USE_AGENT_STORE", "True", True),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False", False),
+        ("GROUP_WORLD_SIZE", "1", False),
+        ("TORCHELASTIC_MAX_RESTARTS", "0", False),
+    ],
+)
+def test_agents_that_share_a_store_are_warned_of(
+    name: str, value: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it matters: several agents, which restart their ranks."""
+    for one, given in (
+        ("GROUP_WORLD_SIZE", "2"),
+        ("TORCHELASTIC_MAX_RESTARTS", "3"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        (name, value),
+    ):
+        monkeypatch.setenv(one, given)
+    assert bool(shared_store_warning()) is warned
 
 
 @pytest.mark.ci
@@ -364,6 +428,75 @@ def test_a_file_that_names_another_run_is_refused(tmp_path: Path) -> None:
     assert "--adopt given, but" in alone[1] + alone[2]
     assert adopted[0] == 0, adopted
     assert run_of(tmp_path / "kept" / "step-00000004") == ["two", "one"]
+
+
+OTHER = RUN.replace("rate = 0.02", "rate = 0.01").replace("steps = 3", "steps = 5")
+
+
+def test_another_file_in_a_finished_runs_folder_is_refused(tmp_path: Path) -> None:
+    """Another name and another training; an adopted run goes on under an identity of its own."""
+    one = run_file(tmp_path, "one.toml", RUN + "keep = 9\n")
+    two = run_file(tmp_path, "two.toml", OTHER + "keep = 9\n")
+    again = [two, "--resume"]
+    begun, refused, adopted, then, back = said(
+        tmp_path, [one], again, [*again, "--adopt"], [*again, "--steps", "6"], [one, "--resume"]
+    )
+    assert begun[0] == 0
+    first = run_of(tmp_path / "kept" / "step-00000003")
+    assert refused[0] == 2
+    line = json.loads(refused[1])["error"]
+    assert "step-00000003 is of the run of one.toml, and two.toml differs from it " in line
+    assert "([optimizer] rate was 0.02, is 0.01); name another folder" in line
+    assert "--adopt" in line
+    assert (adopted[0], then[0]) == (0, 0), adopted
+    own, *earlier = run_of(tmp_path / "kept" / "step-00000005")
+    assert earlier == first
+    assert own not in first
+    assert run_of(tmp_path / "kept" / "step-00000006") == [own, *first]
+    assert back[0] == 2
+    assert "is of the run of two.toml, and one.toml differs from it" in back[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("run.toml", OTHER),
+        ("renamed.toml", RUN.replace("steps = 3", "steps = 5")),
+        ("renamed.toml", OTHER + 'run = "one"\n'),
+    ],
+    ids=["edited", "renamed, with more steps", "both, and named as one run"],
+)
+def test_a_file_that_was_edited_or_renamed_resumes_its_run(
+    tmp_path: Path, name: str, body: str
+) -> None:
+    """The name or the training is the same, or `[checkpoint] run` says that it is one run."""
+    named = 'run = "one"\n' if "run = " in body else ""
+    first = run_file(tmp_path, body=RUN + named)
+    begun = said(tmp_path, [first])
+    then = said(tmp_path, [run_file(tmp_path, name, body), "--resume"])
+    assert [code for code, *_ in (*begun, *then)] == [0, 0], then
+    kept = tmp_path / "kept"
+    assert run_of(kept / "step-00000005") == run_of(kept / "step-00000003")
+
+
+def test_a_checkpoint_that_names_no_file_is_resumed_with_a_line(tmp_path: Path) -> None:
+    """An earlier release did not write the name."""
+    import hashlib
+
+    log = RUN.replace("steps = 3", 'steps = 3\nlog = "log.jsonl"')
+    one, two = run_file(tmp_path, body=log), run_file(tmp_path, "two.toml", OTHER + "\n")
+    assert said(tmp_path, [one])[0][0] == 0
+    newest = tmp_path / "kept" / "step-00000003"
+    facts = json.loads((newest / FACTS).read_bytes())
+    assert facts["free"].pop("source") == "run.toml"
+    (newest / FACTS).write_bytes(content := canonical(facts))
+    mark = [len(content), hashlib.sha256(content).hexdigest()]
+    edited(newest, lambda held: held["files"].update({FACTS: mark}))
+    ((code, _, err),) = said(tmp_path, [two, "--resume"])
+    assert code == 0, err
+    assert (
+        "source" in json.loads((tmp_path / "kept" / "step-00000005" / FACTS).read_bytes())["free"]
+    )
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:

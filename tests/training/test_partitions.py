@@ -21,6 +21,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.cli.test_interrupts import processes as processes
+from tests.profiles import few
+from tests.ranks.rank_logs import replayed_run
 
 from .test_interrupts import begun, configured, reached, wait
 
@@ -78,11 +80,7 @@ def proxy() -> Iterator[tuple[int, Proxy]]:
     del store
 
 
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(place, marks=pytest.mark.ci) for place in ("start", "step")]
-    + [pytest.param(place, marks=pytest.mark.nightly) for place in ("evaluation", "save")],
-)
+@pytest.mark.parametrize("place", few(["start", "step", "evaluation", "save"], (), [1]))
 def test_a_rank_that_is_cut_off_ends_with_a_cause(
     place: str,
     proxy: tuple[int, Proxy],
@@ -120,4 +118,5 @@ def test_a_rank_that_is_cut_off_ends_with_a_cause(
     else:
         assert "Every rank stopped: rank 1, step " in out, said
         assert "; the ranks' common store is gone (no answer within " in out, said
+        replayed_run(tmp_path / "logs", 0 if place == "step" else 2)
     assert "internal error" not in said

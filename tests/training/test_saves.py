@@ -102,7 +102,7 @@ def test_a_save_while_gradients_are_summed_is_refused(tmp_path: Path) -> None:
         assert words["files"] == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_half_updated_weights_are_not_saved(tmp_path: Path, ranks: int) -> None:
     """The update failed half way on one rank; it is whole on the other."""
     job = Job(schedule="1f1b" if ranks > 1 else "gpipe", pp=ranks, microbatches=2)
@@ -114,7 +114,7 @@ def test_half_updated_weights_are_not_saved(tmp_path: Path, ranks: int) -> None:
         assert words["files"] == []
 
 
-@pytest.mark.parametrize("place", ["confirm", "collect"])
+@pytest.mark.parametrize("place", ["confirm", pytest.param("collect", marks=pytest.mark.ci)])
 def test_an_error_of_one_rank_alone_is_told_to_the_other(tmp_path: Path, place: str) -> None:
     """In the contract's question, and while tensors are collected for the first save."""
     job = Job(schedule="1f1b", pp=2, microbatches=2)
@@ -158,7 +158,7 @@ def test_a_load_that_fails_half_way_stops_all_ranks_for_good(tmp_path: Path) -> 
     assert "step-00000001 is half loaded (MemoryError" in cause["text"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_a_disk_that_is_full_is_named_on_all_ranks(tmp_path: Path, asynchronous: bool) -> None:
     """The system refuses a write of one rank; the run goes on, and so does the save after it."""
     said = run(tmp_path, JOB, bodies.full, asynchronous, beside=False)
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_is_named_on_all_ranks(tmp_path: Path, asynchronous:
 
 
 def test_a_save_that_failed_does_not_cost_the_next_one(tmp_path: Path) -> None:
-    """The failure is told on all ranks when the next begins, which is written all the same."""
+    """All ranks report the failure when the next save begins; that save is written."""
     said = run(tmp_path, JOB, bodies.lost_before)
     for words in said.values():
         assert words["told"] == said[0]["told"]

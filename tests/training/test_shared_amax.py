@@ -29,7 +29,7 @@ def part(
     return said.words
 
 
-@pytest.mark.parametrize("amax", ["replica", "replicas"])
+@pytest.mark.parametrize("amax", [pytest.param("replica", marks=pytest.mark.ci), "replicas"])
 def test_both_choices_go_on_bit_for_bit_and_neither_as_the_other(amax: str, tmp_path: Path) -> None:
     """
     What replicas share is there once, and any number of replicas goes on from it unasked.

@@ -136,8 +136,16 @@ def test_weights_of_another_model_are_one_line(weights: Path, tmp_path: Path) ->
         path.rename(kept)
         cases[run_file(weights, f"of-{label}", model=f'start = "{label}"')] = said
 
-    case("lacking", changed(weights, **{name: None}), f"has no {name}, and 1 weights are missing")
-    case("more", changed(weights, other=own), "has other, which the model lacks")
+    case(
+        "lacking",
+        changed(weights, **{name: None}),
+        f"has no {name}; in all it lacks 1 weight of the model",
+    )
+    case(
+        "more",
+        changed(weights, other=own),
+        "has other, which the model lacks; in all it has 1 such weight",
+    )
     case("shape", changed(weights, **{name: own[:5].clone()}), "expected the shape [96, 32], found")
     case("type", changed(weights, **{name: own.float()}), "expected the type torch.bfloat16, found")
     (tmp_path / "text").write_text("no weights at all")

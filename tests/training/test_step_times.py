@@ -68,6 +68,6 @@ def test_no_rank_is_named_below_one_and_a_half_times_the_median() -> None:
 
 
 def test_one_rank_alone_is_not_slow() -> None:
-    """There is no other rank to compare it with."""
+    """One rank has no other rank to compare it with."""
     slowest = SlowestRank()
     assert [None] * 5 == [slowest.take([float(n)]) for n in range(5)]

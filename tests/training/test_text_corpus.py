@@ -75,7 +75,7 @@ def test_text_is_in_the_token_files_byte_by_byte(
     assert record["held_out_tokens"] == len(tokens(out, "held_out"))
     assert "vocabulary 272, padded from 257 tokens to a multiple of 16" in said
     assert "[model] vocabulary = 272" in said
-    assert "1 empty ones left out" in said
+    assert "1 empty text left out" in said
     assert sorted(path.name for path in out.iterdir()) == [
         "corpus.json",
         "held_out.npy",
@@ -199,7 +199,7 @@ def test_another_corpus_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("no.txt", None, "no.txt: cannot be read: No such file or directory; check its name"),
-        ("a.txt", b"good\xff", "a.txt: expected UTF-8, found another byte, at byte 4"),
+        ("a.txt", b"good\xff", "a.txt: expected UTF-8, found a byte that is not UTF-8, at byte 4"),
         ("a.txt", b"", "a.txt: expected a text to train on, found none"),
         ("a.jsonl", b"\n \n", "a.jsonl: expected a text to train on, found none"),
         ("a.jsonl", b'{"text": ""}\n', "a.jsonl: expected a text to train on, found none"),
@@ -208,7 +208,11 @@ def test_another_corpus_leaves_nothing_of_the_first(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": 3}', "line 1: expected a text in the field 'text', found 3"),
         ("a.jsonl", b"[1]\n", "line 1: expected a JSON object, found [1]"),
         ("a.jsonl", b'{"text": "a"\n', "line 1: expected a JSON object, found a mistake ("),
-        ("a.jsonl", b'{"text": "a"}\n\n{"\xff', "line 3: expected UTF-8, found another byte"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n\n{"\xff',
+            "line 3: expected UTF-8, found a byte that is not UTF-8",
+        ),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: expected UTF-8 in the field 'text', found a"),
     ],
 )

@@ -20,6 +20,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.ties import Reducers, Tie, require_declared
 from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.refusals import Refused
+from tests.profiles import by_profile
 from tests.ranks.ranks import Said, launch
 
 from . import language_bodies
@@ -68,7 +69,7 @@ def test_ranks_have_the_bits_of_one_shared_parameter(tmp_path: Path, folder: Pat
         tied(path, schedule="il", pp=2, clip_norm=0.05),
         tied(path, schedule="zbv", pp=2, weight_decay=0.3),
         tied(path, schedule="zbv", pp=1, dp=2, clip_norm=0.05),
-    ]
+    ][: by_profile(2, 3)]
     said = launch(2, folder, bodies.against_plain, jobs, STEPS)
     assert said.codes == [0, 0]
     for n in range(len(jobs)):
@@ -94,7 +95,7 @@ def test_torchs_pipeline_has_the_same_bits(tmp_path: Path, folder: Path) -> None
         tied(path, schedule="izb", pp=2, clip_norm=0.05),
         tied(path, schedule="zbv", pp=2, rule="per_microbatch"),
         tied(path, schedule="il", pp=2, rule="copied", master=True),
-    ]
+    ][: by_profile(1, 3)]
     said = launch(2, folder, bodies.against_torch, jobs, STEPS)
     assert said.codes == [0, 0]
     for words in said.words.values():
@@ -108,7 +109,7 @@ def test_the_librarys_stages_too(tmp_path: Path, folder: Path) -> None:
     jobs = [
         tied(noise(tmp_path), schedule="il", pp=2),
         tied(noise(tmp_path), schedule="zbv", pp=2, clip_norm=0.05),
-    ]
+    ][: by_profile(1, 2)]
     said = launch(2, folder, language_bodies.library, jobs, 2)
     assert said.codes == [0, 0]
     for words in said.words.values():
@@ -188,7 +189,7 @@ def test_ranks_that_do_not_declare_the_same_are_refused(tmp_path: Path, folder: 
     clauses, words = zip(*said.words[0], strict=True)
     assert clauses == ("arena.overlapping-destinations",) * 4 + ("",) * 2
     assert "'head.weight' of stage 3, not declared tied, in 'embedding.weight'" in words[0]
-    assert "do not begin with the same bits" in words[4]
+    assert "differ at the start; initialize both from one seed" in words[4]
     assert "are torch.float32 on rank 0 and torch.bfloat16 on rank 1" in words[5]
 
 

@@ -22,6 +22,7 @@ from qeffect.gpu_runtime.ranks.processes import stopped_outcome
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.figures import derive_train
 from qeffect.gpu_runtime.training.metrics import Log
+from qeffect.report import UnusableError
 from qeffect.text import counted
 from tests.ranks.ranks import launch
 
@@ -70,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         "kept": case("kept", "--json", "--quiet"),
         "past": case("kept", "--resume", "--out", str(folder / "no.json"), "--commit", "0" * 40),
         "edited": case("edited", "--resume", "--json", "--quiet"),
-        "longer": case("longer", "--resume"),
+        "longer": case("longer", "--resume", "--adopt"),
         "again": case("again", "--resume", "--quiet"),
     }
     (folder / "said").mkdir()
@@ -189,7 +190,7 @@ def test_a_log_keeps_every_note(tmp_path: Path) -> None:
         ('{"step": 1, "digests": [["' + "0" * 200_000, ""),
         ('{"step": 1}', '{"step": 1}\n'),
         ('{"step": 1}\n', '{"step": 1}\n'),
-        ("a note of mine", "a note of mine\n"),
+        ('{"a note": "of mine"}\nand more', '{"a note": "of mine"}\nand more\n'),
         ("", ""),
     ],
 )
@@ -203,6 +204,18 @@ def test_a_line_that_a_killed_run_left_unfinished_is_removed(
     log({"step": 3})
     log.close()
     assert path.read_text() == stays + '{"step": 3}\n'
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x93NUMPY\x01\x00v", b"[model]\nlayers = 2\n", b"PK\x03\x04"]
+)
+def test_only_a_log_is_appended_to(tmp_path: Path, content: bytes) -> None:
+    """A token file, a training file or weights under the name of the log stay as they are."""
+    path = tmp_path / "train.npy"
+    path.write_bytes(content)
+    with pytest.raises(UnusableError, match=r"train\.npy: expected a log of JSON lines, or a new"):
+        Log(path, None, lambda _: None)
+    assert path.read_bytes() == content
 
 
 STEP: dict[str, Any] = {
@@ -256,6 +269,31 @@ def test_tensorboard_has_what_the_terminal_shows(
     assert written == {
         **{name: (line[name], 7) for name in line if name not in ("step", "skipped")},
         "closed": (1, 7),
+    }
+
+
+@pytest.mark.ci
+def test_tensorboards_own_reader_reads_what_was_logged(tmp_path: Path) -> None:
+    """A real event file, written by the real package: every number of both steps."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = Log(None, tmp_path / "board", lambda _: None)
+    lines = [
+        {**STEP, "norm": 1.5, "skipped_updates": 0},
+        {**STEP, "step": 8, "loss": 0.25, "norm": 0.0, "skipped_updates": 2},
+    ]
+    for line in lines:
+        log(line)
+    log.close()
+    read = accumulator.EventAccumulator(str(tmp_path / "board"))
+    read.Reload()
+    found = {
+        name: [(one.step, one.value) for one in read.Scalars(name)]
+        for name in read.Tags()["scalars"]
+    }
+    assert found == {
+        name: [(line["step"], pytest.approx(line[name])) for line in lines]
+        for name in lines[0]
+        if name != "step"
     }
 
 

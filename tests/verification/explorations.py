@@ -53,6 +53,8 @@ SIZED = [
         marks=()
         if name in SMALL
         else pytest.mark.ci
+        if name == MEDIUM[0]
+        else pytest.mark.nightly
         if name in MEDIUM
         # One worker walks a scope once.
         else (pytest.mark.slow, pytest.mark.xdist_group(f"plain-{name}")),

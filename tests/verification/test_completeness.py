@@ -34,9 +34,8 @@ def test_a_legal_check_is_accepted(full: Composition) -> None:
     goals = list(completeness(full))
     refusing = [p for name in CHECKS for p in full.paths[name] if p.clause is not None]
 
-    assert set(CHECKS) == {
-        f"check_{action}" for action in ("refresh", "forward", "evaluation", "dgrad", "wgrad")
-    }
+    actions = ("refresh", "forward", "evaluation", "dgrad", "wgrad")
+    assert set(CHECKS) == {"move_scales", *(f"check_{action}" for action in actions)}
     assert [(g.transition, g.path) for g in goals] == [(p.transition, p.label) for p in refusing]
     assert [] == _open(full, 5_000)
 
@@ -53,7 +52,7 @@ STRONGER = [
 ]
 
 
-@pytest.mark.parametrize(("half", "test"), few(STRONGER, (0, 3)))
+@pytest.mark.parametrize(("half", "test"), few(STRONGER, (3,), (4, 6)))
 def test_a_guard_that_is_too_strong_is_found(half: str, test: str) -> None:
     """An over-strong guard leaves its own check open, whether or not a test would notice it."""
     opened = {obligation.transition for obligation in _open(with_guard(half, test), 500)}

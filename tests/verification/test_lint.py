@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from qeffect.engine.stage import RELATIONS
-from qeffect.verification.lint import BOUNDARY, RULES, Finding, lint, lint_source, main
+from qeffect.verification.lint import BOUNDARY, RULES, LintFinding, lint, lint_source, main
 
 _DRAIN = "def drain_writes(st, domain):"
 _RESTORE = "def restore_writes(st, epoch, incarnation):"
@@ -217,7 +217,7 @@ def restore_writes(st, epoch, incarnation):
         """A finding says module, function, line, rule, source and reason in one line."""
         (finding,) = lint_source(_HEADER + _BAD["clause"], "order")
 
-        assert finding == Finding(
+        assert finding == LintFinding(
             "clause", "order.drain_guards:5", "raise Refused('order.no-such-clause')"
         )
         assert str(finding).startswith("order.drain_guards:5: clause: ")

@@ -69,7 +69,7 @@ def test_both_explorers_find_the_same_things_equally_soon(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pool-2-2-2", "stage-epochs", pytest.param("stage-readers", marks=pytest.mark.ci)]
+    "name", ["pool-2-2-2", "stage-epochs", pytest.param("stage-readers", marks=pytest.mark.nightly)]
 )
 def test_both_explorers_have_the_same_edges(name: str) -> None:
     """Every move from every state leads both to the same state."""

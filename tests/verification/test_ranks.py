@@ -159,7 +159,7 @@ class TestMutants:
                 "ranks.tells-the-cause",
                 ("give_up(rank 0)", "say(rank 0)", "close(rank 0)", "end(rank 0)"),
             ),
-            (
+            pytest.param(
                 "decide without precedence",
                 "ranks.cause-before-loss",
                 (
@@ -170,6 +170,7 @@ class TestMutants:
                     "say(rank 1)",
                     "decide(rank 0, rank 1)",
                 ),
+                marks=pytest.mark.nightly,
             ),
             pytest.param(
                 "commit without same-messages",
@@ -178,7 +179,7 @@ class TestMutants:
                 marks=pytest.mark.slow,
             ),
             ("begin_attempt without fence", "ranks.one-attempt", ("start(rank 1)",)),
-            (
+            pytest.param(
                 "connect by count",
                 "ranks.one-name",
                 (
@@ -189,16 +190,19 @@ class TestMutants:
                     "connect(rank 0, name 1)",
                     "connect(rank 1, name 0)",
                 ),
+                marks=pytest.mark.nightly,
             ),
-            (
+            pytest.param(
                 "offer without drawn-name",
                 "ranks.all-came",
                 ("start(rank 0)", "offer(rank 0, name 0)", "connect(rank 0, name 0)"),
+                marks=pytest.mark.nightly,
             ),
-            (
+            pytest.param(
                 "connect without own-seat",
                 "ranks.all-came",
                 ("begin_attempt()", "start(rank 0)", "connect(rank 0, name 0)"),
+                marks=pytest.mark.nightly,
             ),
             (
                 "release without release-after-send",

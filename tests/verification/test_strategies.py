@@ -86,7 +86,7 @@ class TestReach:
             pytest.param(
                 lambda s: _names(s).count("commit_update") > 1,
                 60,
-                marks=pytest.mark.ci,  # as long as all others together
+                marks=pytest.mark.nightly,  # as long as all others together
             ),
             (lambda s: "abort_dgrad" in _names(s), 40),
             (lambda s: "checkpoint" in _names(s)[2:], 10),
@@ -101,15 +101,16 @@ class TestReach:
                 ),
                 60,
             ),
-            (
+            pytest.param(
                 lambda s: (
                     _before(s, ("commit_dgrad", 1), ("commit_dgrad", 0))
                     and _before(s, ("commit_dgrad", 0), ("commit_wgrad", 0))
                     and _before(s, ("commit_wgrad", 0), ("commit_wgrad", 1))
                 ),
                 60,
+                marks=pytest.mark.nightly,
             ),
-            (
+            pytest.param(
                 # one checkpoint restored twice
                 lambda s: any(
                     sum(c.arguments.get("checkpoint") is one for c in s.calls) > 2
@@ -120,6 +121,7 @@ class TestReach:
                     }.values()
                 ),
                 60,
+                marks=pytest.mark.nightly,
             ),
         ],
         ids=[

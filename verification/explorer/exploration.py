@@ -165,7 +165,7 @@ def _explore(
 ) -> Exploration:
     count = Countdown("states", total)
 
-    def told(states: int) -> str:
+    def shown(states: int) -> str:
         """The states so far; how long the rest takes is not known from the first few."""
         if not total:
             return f"states={states:,}"
@@ -186,7 +186,7 @@ def _explore(
             fresh.append(seen.missing(arrived))
             if progress is not None:
                 moves = found.tally.accepted.total()
-                progress(f"Exploring. {told(len(seen))} transitions={moves:,} depth={found.depth}")
+                progress(f"Exploring. {shown(len(seen))} transitions={moves:,} depth={found.depth}")
         frontier = fresh[0] if len(fresh) == 1 else distinct(np.concatenate(fresh, axis=1), salt)
         if found.tally.broken is not None:
             break

@@ -33,6 +33,7 @@ from .scopes import Scope, configuration, sizes
 __all__ = ["Frame", "Maker"]
 
 _WHOLE, _NOTHING = 1, 0  # the matrices of every stage, and no matrix
+_MOVEMENT = {"stage", "updates"}  # the parameters of a movement of scales in an update
 _NOWHERE = -1  # a destination that was never configured
 
 #: A wrong value for some arguments, and when it is one.
@@ -152,7 +153,7 @@ class Maker:
             for stage in range(self.n["stage"]):
                 yield from self.ticket(parameters, "stage", column, stage, transition)
         elif {"epoch", "ticket"} <= parameters:
-            yield from self.update(parameters)
+            yield from self.update(transition)
         elif {"stage", "epoch"} <= parameters:
             for stage in range(self.n["stage"]):
                 yield from self.fault(stage)
@@ -244,7 +245,8 @@ class Maker:
             evaluates: Whether the action is an evaluation, which fills and updates nothing.
         """
         fresh = Rel("weight_epoch", stage)
-        domain = self.config["domain_of"][stage]
+        domain, cells = self.config["domain_of"][stage], self.config["cells"][stage]
+        gathers = self.scope.epoch_scales and parameters != _MOVEMENT
         known: dict[str, tuple[Value, tuple[Value, ...]]] = {
             "queued": (_WHOLE, (_NOTHING,)),
             "covered": (_WHOLE, (_NOTHING,)),
@@ -252,9 +254,11 @@ class Maker:
             "fill_epoch": (
                 (fresh, (Rel("weight_epoch", stage, 1), NEVER)) if fills else (NEVER, (fresh,))
             ),
-            "updates": (1, (0, 2)),
+            "updates": (0, (1, 2)) if gathers else (1, (0, 2)),
             "scales": (NEVER, ()),
             "draws": (Rel("drawn", domain, 1), (Rel("drawn", domain), NEVER)),
+            "weight": (1, (0, 2)) if self.scope.weights else (NEVER, ()),
+            "parts": (cells, (Rel("parts", stage, -1), 0)) if self.scope.weights else (NEVER, ()),
         }
         if evaluates:
             known |= {"fill_epoch": (NEVER, (fresh,)), "updates": (0, (1,))}
@@ -386,8 +390,12 @@ class Maker:
         yield Frame({**right, "ticket": Rel("serial", 0, 1)}, {}, (), idle, fits=False)
         yield Frame({**right, "ticket": 0}, {}, (), idle, fits=False)
 
-    def update(self, parameters: set[str]) -> Iterator[Frame]:
-        """The ticket of an update in flight; a wrong ticket is 0, unissued, or of another epoch."""
+    def update(self, transition: str) -> Iterator[Frame]:
+        """
+        The ticket of an update in flight; a wrong ticket is 0, unissued, or of another epoch.
+
+        If scales move once an epoch, a commit is right only after they moved.
+        """
         right: dict[str, Value] = {
             "epoch": Rel("weight_epoch", 0),
             "ticket": Rel("optimizing", 0),
@@ -398,7 +406,14 @@ class Maker:
             ({"epoch": Rel("weight_epoch", 0, 1)}, ()),
             ({"epoch": Rel("weight_epoch", 0, -1)}, ()),
         ]
-        yield Frame(right, {}, tuple(wrong), (Where("optimizing", 0, 0, equal=False),))
+        flying = (Where("optimizing", 0, 0, equal=False),)
+        moves = self.scope.epoch_scales and transition == "commit_update"
+        domains = range(self.n["domain"]) if moves else range(0)
+        moved = tuple(Where("gathered", domain, 0) for domain in domains)
+        yield Frame(right, {}, tuple(wrong), (*flying, *moved))
+        for domain in domains:
+            late = Where("gathered", domain, 0, equal=False)
+            yield Frame(right, {}, (), (*flying, late), fits=False)
         idle = (Where("optimizing", 0, 0),)
         yield Frame({**right, "ticket": Rel("serial", 0, 1)}, {}, (), idle, fits=False)
         yield Frame({**right, "ticket": 0}, {}, (), idle, fits=False)

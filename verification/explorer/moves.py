@@ -31,6 +31,8 @@ EVIDENCE: Final = (
     "updates",
     "scales",
     "draws",
+    "weight",
+    "parts",
 )
 
 

@@ -16,7 +16,7 @@ from qeffect.relations.constants import RESERVED
 
 from .scopes import Scope, configuration, sizes
 
-__all__ = ["TICKETS", "Field", "OutOfRangeError", "Packing", "Words", "ranges"]
+__all__ = ["TICKETS", "OutOfRangeError", "PackedField", "Packing", "Words", "ranges"]
 
 #: Columns that hold tickets in flight, or 0.
 TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing", "optimizing", "evaluating")
@@ -45,6 +45,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     updates = 2 * sum(scope.cells)
     tapes = sum(scope.slots) * scope.generation_max
     draws = sum(scope.cells) * scope.epochs * scope.walks if scope.draws else -1
+    parts = max(scope.cells) if scope.weights else 0
     most = max(scope.cells) if "order" not in scope.omit else tapes
     ticket = (0, n["slot"] + n["stage"] + 1 if scope.tickets else 0)
     bounds = {
@@ -69,6 +70,8 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "rolled_at": (0, updates * scope.epochs * scope.walks),
         "drawn_at": (-1, draws),
         "drawn": (-1, draws),
+        "parts": (0, parts),
+        "unweighed": (-2 * parts, parts),
         "forwards": (0, most * scope.walks),
         "dgrads": (0, most),
         "bound": epoch,
@@ -103,7 +106,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
 
 
 @frozen
-class Field:
+class PackedField:
     """
     Where one entry of a column is packed.
 
@@ -133,7 +136,7 @@ class Packing:
     Attributes:
         layout: Number of entries of each kept column.
         fields: Where each entry is packed.
-        num_words: Words of a state.
+        num_words: Number of words that hold one state.
         entries: Type of unpacked entries.
 
     Raises:
@@ -145,7 +148,7 @@ class Packing:
         n = sizes(scope)
         chosen = set(kept)
         self.layout = {name: n[STATE[name].index] for name in STATE if name in chosen}
-        self.fields: dict[tuple[str, int], Field] = {}
+        self.fields: dict[tuple[str, int], PackedField] = {}
         self._config = configuration(scope)
         for name, column in STATE.items():
             if name not in self.layout:  # read by predicates where no transition writes it
@@ -161,7 +164,7 @@ class Packing:
             for index in range(self.layout[name]):
                 if weight * size > _LIMIT:
                     word, weight = word + 1, 1
-                self.fields[name, index] = Field(word, weight, low, size, gap)
+                self.fields[name, index] = PackedField(word, weight, low, size, gap)
                 weight *= size
         self.num_words = word + 1
         self.entries: type[np.signedinteger[Any]] = np.int8 if most <= _BYTE else np.int16
@@ -191,7 +194,7 @@ class Packing:
             words[where.word] += code * where.weight
         return tuple(words)
 
-    def _code(self, name: str, where: Field, value: int) -> int:
+    def _code(self, name: str, where: PackedField, value: int) -> int:
         code: int = self._codes(where, value) - where.low
         if not 0 <= code < where.size:
             raise OutOfRangeError(f"scope {self.scope.name}: {name} reached {value}")
@@ -215,7 +218,7 @@ class Packing:
 
     def repack(self, columns: Mapping[tuple[str, int], Any], count: int) -> Words:
         """
-        Return the words of many states, given every entry.
+        Pack many states into words, given every entry.
 
         Raises:
             OutOfRangeError: A value is outside its column's range.
@@ -252,7 +255,7 @@ class Packing:
             words[where.word] += step.astype(np.int64) * where.weight
 
     @staticmethod
-    def _codes(where: Field, values: Any) -> Any:
+    def _codes(where: PackedField, values: Any) -> Any:
         """What is packed; a mask that does not occur has a code beyond all others."""
         if not where.gap:
             return values

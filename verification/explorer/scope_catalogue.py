@@ -130,6 +130,29 @@ _UPDATE: Final = (
     "checkpoint",
 )
 
+#: The transitions from an F to an update that moves the scales of the epoch, and those after it.
+_SCALES: Final = (
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "drop",
+    "finalize",
+    "next_walk",
+    "check_update",
+    "move_scales",
+    "commit_update",
+    "abort_update",
+    "fail",
+    "checkpoint",
+    "restore",
+)
+
 #: The transitions of an evaluation.
 _EVALUATE: Final = ("check_evaluation", "commit_evaluation", "abort_evaluation")
 
@@ -388,6 +411,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             cells=(2,),
             generation_max=3,
             epochs=2,
+            tickets=True,
             skips=True,
             only=(*_UPDATE, "bind", "skip", "restore"),
             omit=("capture", "completion", "order", "reduction"),
@@ -541,6 +565,15 @@ def standard_scopes() -> Mapping[str, Scope]:
             only=_NO_FAULT,
         ),
         Scope(
+            "stage-weights",
+            slots=(1,),
+            cells=(2,),
+            generation_max=2,
+            weights=True,
+            omit=("arena", "capture", "completion", "reduction"),
+            only=_NO_FAULT,
+        ),
+        Scope(
             "stages-live",
             slots=(1, 1),
             cells=(1, 1),
@@ -549,6 +582,31 @@ def standard_scopes() -> Mapping[str, Scope]:
             tape_scales="live",
             omit=("arena", "capture", "completion", "reduction"),
             only=_NO_FAULT,
+        ),
+        Scope(
+            "stage-epoch-scales",
+            slots=(1,),
+            cells=(2,),
+            generation_max=2,
+            epochs=2,
+            tickets=True,
+            reports=True,
+            tape_scales="live",
+            epoch_scales=True,
+            only=_SCALES,
+            omit=("arena", "capture", "completion", "reduction", "version"),
+        ),
+        Scope(
+            "domains-epoch-scales",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=2,
+            epochs=2,
+            tickets=True,
+            epoch_scales=True,
+            only=_SCALES,
+            omit=("arena", "capture", "completion", "reduction", "version"),
         ),
         Scope(
             "domains-two",

@@ -59,9 +59,14 @@ class Scope:
         buckets: The two stages that write each bucket, the same twice where there is one; by
             default as ``reduces`` says.
         ordered: The order of reductions is declared: that of the buckets.
-        reports: Backends report fills and scaling updates; checks run with their commits.
+        reports: Backends report fills and scaling updates; checks run with their commits, except
+            without version.
         tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
         draws: F of every stage reports where it began to draw, and dI where its recomputation did.
+        weights: dI of every stage reports the weight of its gradient: one over the stage's number
+            of cells.
+        epoch_scales: Scales of every domain move once an epoch; by default they move with F and
+            dI, and `move_scales` does not take part.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
         feeds: Each stage feeds the next, which has as many cells.
         tied: The first two stages, which accumulate, share one more buffer.
@@ -96,6 +101,8 @@ class Scope:
     reports: bool = False
     tape_scales: str = ""
     draws: bool = False
+    weights: bool = False
+    epoch_scales: bool = False
     accumulate: bool = True
     feeds: bool = False
     tied: bool = False
@@ -131,7 +138,9 @@ class Scope:
             raise ValueError(
                 f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
             )
-        if (self.reports or self.tape_scales or self.draws) and self.tickets:
+        told = self.tape_scales == "carried" or self.draws or self.weights
+        fills = self.reports and "version" not in self.omit
+        if (told or fills) and self.tickets:
             raise ValueError(f"scope {self.name}: evidence needs its check in the same step")
         if self.tape_scales not in ("", "carried", "live"):
             raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
@@ -144,8 +153,8 @@ class Scope:
         Names of the transitions that take part.
 
         A composition without version has no cache and refuses the cache's transitions in every
-        state, so that these are not explored. Nor is `next_walk` in a scope of one walk, or `skip`
-        in a scope whose walks are whole.
+        state, so that these are not explored. Nor is `next_walk` in a scope of one walk, `skip` in
+        a scope whose walks are whole, or `move_scales` where scales move with F and dI.
         """
         chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
         absent = _CACHE if "version" in self.omit else frozenset()
@@ -153,6 +162,8 @@ class Scope:
             absent |= {"next_walk"}
         if not self.skips:
             absent |= {"skip"}
+        if not self.epoch_scales:
+            absent |= {"move_scales"}
         return tuple(name for name in chosen if name not in absent)
 
     @property
@@ -167,6 +178,8 @@ class Scope:
             "carried_scales": self.tape_scales == "carried",
             "reports_draws": self.draws,
             "recomputes_draws": self.draws,
+            "reports_weights": self.weights,
+            "epoch_scales": self.epoch_scales,
         }
         return frozenset(name for name, given in flags.items() if not given)
 
@@ -182,7 +195,7 @@ class Scope:
 
 
 def sizes(scope: Scope) -> dict[str, int]:
-    """Return how many members each index sort has."""
+    """Return how many slots, cells, stages and so on a scope has."""
     slots, cells, domains = sum(scope.slots), sum(scope.cells), len(set(scope.domain_of))
     return {
         "one": 1,
@@ -208,9 +221,9 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
     Return every configured column, as ``qeffect.process_layout.lay_out`` fills them, but over
     dense cells.
 
-    Two more say where things are: ``stage_of`` each cell, which keys carry themselves.
-    Destinations and matrices are opaque numbers. Capture ranks count within a slot's own pool,
-    so that slots differ in nothing.
+    Two more columns place a cell: ``stage_of`` has its stage, which a key of the contract names
+    itself. Destinations and matrices are opaque numbers. Capture ranks count within a slot's own
+    pool, so that slots differ in nothing.
     """
     n, stages = sizes(scope), len(scope.slots)
     each = scope.cells[0] if scope.feeds else n["cell"]  # cells from one stage to the next
@@ -248,6 +261,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "input_of": [c - each if c >= each else c for c in range(n["cell"])],
         "gradient_of": [c + each if c + each < n["cell"] else c for c in range(n["cell"])],
         "declared": [int(scope.declared)] * n["domain"],
+        "epoch_scales": [int(scope.epoch_scales)] * n["domain"],
         "forward_at": position if scope.declared else [-1] * n["cell"],
         "dgrad_at": [u + p for u, p in zip(updates, position, strict=True)]
         if scope.declared
@@ -265,7 +279,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
             name: [int(name not in scope.off)] * n["stage"]
             for name in (
                 *("reports_fills", "reports_updates", "live_scales", "carried_scales"),
-                *("reports_draws", "recomputes_draws"),
+                *("reports_draws", "recomputes_draws", "reports_weights"),
             )
         },
         "stage_at": [first for first, _ in scope.stages_of],

@@ -139,6 +139,7 @@ class Actions(Transcript):
         updates: int = 1,
         scales_of: int | None = None,
         draws_of: int | None = None,
+        weight: tuple[int, int] | None = None,
         tape_of: int | None = None,
         caller: Hashable = "main",
         joined: bool | None = True,
@@ -156,6 +157,8 @@ class Actions(Transcript):
             updates: The scaling updates that the device made in it.
             scales_of: The microbatch with whose scales it ran; by default its own.
             draws_of: The microbatch with whose random numbers it recomputed; by default its own.
+            weight: The factor by which its gradient is weighted, as (numerator, denominator); by
+                default the same for every microbatch, so that all add up to the declared sum.
             tape_of: The microbatch whose tape it takes up; by default its own.
             caller: The stream that filled what it reads.
             joined: Whether the graph stream waits for that stream; None if the re-enactment states
@@ -185,13 +188,16 @@ class Actions(Transcript):
             "" if updates == 1 else f"made {updates} scaling updates",
             "" if scales_of is None else f"with the scales of microbatch {scales_of}",
             "" if draws_of is None else f"drew from after microbatch {draws_of}",
+            "" if weight is None else f"with weight {weight[0]}/{weight[1]}",
         )
         detail = " ".join(filter(None, details))
         if draws_of is None:
             draws = self.caller.draws.get(key.cell)
         else:
             draws = self.caller.draws[self.key(draws_of, stage, invocation).cell] + 1
-        self._redeem(name, ticket, given, detail, updates=updates, scales=scales, draws=draws)
+        weight = self.caller.weight(stage) if weight is None else weight
+        told = {"updates": updates, "scales": scales, "draws": draws, "weight": weight}
+        self._redeem(name, ticket, given, detail, **told)
         self.contract.wait(link)
         self.contract.wait(self.caller.link(stage, "main"))
 
@@ -213,10 +219,10 @@ class Actions(Transcript):
         Args:
             microbatch: Its microbatch.
             stage: Its stage.
-            overwrites: The write replaces what the buffer holds; by default what is right.
-            covered: Matrices whose gradient it wrote; by default all.
-            into: The destinations that it writes; by default the configured ones.
-            invocation: Which call of the stage's block it is.
+            overwrites: Whether the write replaces the buffer's contents; by default as the contract
+            wants. covered: Matrices whose gradient it wrote; by default all. into: The destinations
+            that it writes; by default the configured ones. invocation: Which call of the stage's
+            block it is.
             stream: The domain on whose graph stream it is launched; by default its own.
             tape_of: The microbatch whose retained work it takes up; by default its own.
         """

@@ -18,7 +18,7 @@ from qeffect.countdown import Countdown
 from qeffect.text import counted as number_of
 
 if TYPE_CHECKING:
-    from .failure import Failure, Outcome
+    from .failure import Failure, FailureOutcome
 
 __all__ = ["Failures", "counts", "record"]
 
@@ -45,7 +45,7 @@ class Failures:
         from .failure import run
 
         chosen = _chosen(FAILURES, args.names)
-        pairs: list[tuple[Failure, Outcome]] = []
+        pairs: list[tuple[Failure, FailureOutcome]] = []
         count = Countdown("failures", len(chosen))
         for number, failure in enumerate(chosen):
             progress(f"Re-enacting. {count(number)}: {failure.name}")
@@ -67,7 +67,7 @@ class Failures:
         return CommandOutcome("refused" if problems else "accepted", data, lines)
 
 
-def record(failure: Failure, outcome: Outcome) -> dict[str, Any]:
+def record(failure: Failure, outcome: FailureOutcome) -> dict[str, Any]:
     """
     Return a row and what running it gave as plain data.
 
@@ -85,7 +85,7 @@ def record(failure: Failure, outcome: Outcome) -> dict[str, Any]:
 _NOT_STORY = ("enact", "clause", "at")
 
 
-def counts(pairs: Iterable[tuple[Failure, Outcome]]) -> dict[str, Any]:
+def counts(pairs: Iterable[tuple[Failure, FailureOutcome]]) -> dict[str, Any]:
     """
     Count outcomes.
 
@@ -141,7 +141,7 @@ def _chosen(failures: Sequence[Failure], names: Sequence[str]) -> list[Failure]:
     return [failure for failure in failures if failure in found] if names else list(failures)
 
 
-def _said(failure: Failure, outcome: Outcome) -> str:
+def _said(failure: Failure, outcome: FailureOutcome) -> str:
     if outcome.verdict == "refused":
         given = f", given {failure.reports}" if failure.reports else ""
         return f"refused by {outcome.clause} at {outcome.at}{given}"
@@ -151,7 +151,7 @@ def _said(failure: Failure, outcome: Outcome) -> str:
     return f"not caught ({failure.kind}){accepted}: {failure.why}"
 
 
-def _listed(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
+def _listed(pairs: Sequence[tuple[Failure, FailureOutcome]]) -> list[str]:
     names = max(len(failure.name) for failure, _ in pairs)
     references = max(len(failure.references[0]) for failure, _ in pairs)
     lines: list[str] = []
@@ -165,7 +165,7 @@ def _listed(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
     return lines
 
 
-def _in_full(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
+def _in_full(pairs: Sequence[tuple[Failure, FailureOutcome]]) -> list[str]:
     lines: list[str] = []
     for failure, outcome in pairs:
         told = {

@@ -6,8 +6,12 @@ from __future__ import annotations
 
 from .failure import Rows
 from .history import History
+from .transcript import stage
 
 ROWS = Rows("epoch")
+
+#: What tells the scale of a gradient.
+WEIGHTS = "the factor by which each microbatch's gradient is weighted"
 
 
 @ROWS.enacted(
@@ -35,20 +39,38 @@ def gradients_scaled_by_every_run(h: History) -> None:
     h.update()
 
 
-ROWS.untold(
+@ROWS.enacted(
     "deepspeed-8154",
     "deepspeedai/DeepSpeed#8154",
+    "deepspeedai/DeepSpeed#8152",
     state="fixed 2026-07",
     what="the scaling of gradients is repeated at every stage",
     cause="A hook divides by the number of accumulation steps on each stage that a gradient "
     "passes.",
     consequence="silent wrong numbers",
     fix="divide on the last stage alone",
-    kind="values",
+    clause="epoch.wrong-weights",
+    at="check_update e0",
+    reports=WEIGHTS,
     shown="tests/failures/test_values.py",
-    why="Only a factor in the sent gradient is wrong; every message and action is in its place.",
 )
-ROWS.untold(
+def divided_again_on_every_stage(h: History) -> None:
+    h.process(*(stage(s, weights_sum=(1, 1)) for s in (0, 1)))
+    h.refresh(0)
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+    h.refresh(1)
+    for microbatch in (0, 1):
+        h.forward(microbatch, stage=1)
+    for index in (1, 0):
+        for microbatch in (0, 1):
+            again = h.faulty and index == 0
+            h.dgrad(microbatch, stage=index, weight=(1, 4) if again else (1, 2))
+            h.wgrad(microbatch, stage=index)
+    h.end()
+
+
+@ROWS.enacted(
     "torchtitan-4194",
     "pytorch/torchtitan#4194",
     state="fixed 2026-08",
@@ -56,10 +78,37 @@ ROWS.untold(
     cause="The schedule had already run backward when the loss was divided.",
     consequence="silent wrong numbers: gradients too large",
     fix="give the count to the loss function",
-    kind="values",
+    clause="epoch.wrong-weights",
+    at="check_update e0",
+    reports=WEIGHTS,
+    guessed="how many valid tokens each of two microbatches has",
     shown="tests/failures/test_values.py",
-    why="Only a factor in the loss is wrong; every action is in its place.",
 )
+@ROWS.enacted(
+    "torchtitan-2972",
+    "pytorch/torchtitan#2972",
+    "pytorch/torchtitan#2984",
+    state="open 2026-05",
+    what="gradients with and without a pipeline differ in scale",
+    cause="Without a pipeline, the summed loss is divided by all valid tokens before backward. The "
+    "schedule of the pipeline runs backward on the sum itself.",
+    consequence="silent wrong numbers: gradients too large by the number of tokens",
+    fix="scale the loss inside the loss function",
+    clause="epoch.wrong-weights",
+    at="check_update e0",
+    reports=WEIGHTS,
+    guessed="how many valid tokens each of two microbatches has",
+)
+def backward_of_a_sum_over_tokens(h: History) -> None:
+    tokens = (3, 5)
+    h.process(weights_sum=(1, 1))
+    h.refresh()
+    for microbatch, own in enumerate(tokens):
+        h.forward(microbatch)
+        h.dgrad(microbatch, weight=(own, 1 if h.faulty else sum(tokens)))
+        h.wgrad(microbatch)
+    h.end()
+
 
 ROWS.untold(
     "accelerate-4242",

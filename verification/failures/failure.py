@@ -14,7 +14,7 @@ from qeffect.refusals import Refused
 
 from .history import History
 
-__all__ = ["KINDS", "WHOLE_CAUSE", "Enactment", "Failure", "Outcome", "Rows", "run"]
+__all__ = ["KINDS", "WHOLE_CAUSE", "Enactment", "Failure", "FailureOutcome", "Rows", "run"]
 
 #: What re-enacts a failure: calls of the contract, made to a history.
 Enactment = Callable[[History], None]
@@ -122,7 +122,7 @@ class Rows:
 
 
 @frozen
-class Outcome:
+class FailureOutcome:
     """
     What running a row gave.
 
@@ -162,7 +162,7 @@ class Outcome:
         matcher = difflib.SequenceMatcher(None, self.legal_steps, self.steps, autojunk=False)
         found = [op for op in matcher.get_opcodes() if op[0] != "equal"]
         if self.clause and found and found[-1][2] == len(self.legal_steps):
-            # The run ended with the refused call; the rest of the legal run is no difference.
+            # The run ended with the refused call; the rest of the legal run does not count.
             tag, low, _, begin, end = found[-1]
             names = [step.split(" ")[0] for step in self.steps[begin:end]]
             same = [step.split(" ")[0] for step in self.legal_steps[low : low + end - begin]]
@@ -177,7 +177,7 @@ class Outcome:
         )
 
 
-def run(failure: Failure) -> Outcome:
+def run(failure: Failure) -> FailureOutcome:
     """
     Re-enact a failure: the legal run, then the faulty one.
 
@@ -185,7 +185,7 @@ def run(failure: Failure) -> Outcome:
         failure: The row.
     """
     if failure.enact is None:
-        return Outcome(failure.verdict)
+        return FailureOutcome(failure.verdict)
     legal, faulty = History(faulty=False), History(faulty=True)
     trouble = _enact(failure.enact, legal)
     refused = _enact(failure.enact, faulty)
@@ -195,9 +195,9 @@ def run(failure: Failure) -> Outcome:
         "legal_steps": tuple(legal.steps),
     }
     if refused is None:
-        outcome = Outcome("not caught", **found)
+        outcome = FailureOutcome("not caught", **found)
     else:
-        outcome = Outcome(
+        outcome = FailureOutcome(
             "refused",
             clause=refused.clause,
             at=faulty.at(refused),
@@ -217,7 +217,7 @@ def _enact(enact: Enactment, history: History) -> Refused | None:
     return None
 
 
-def _judged(failure: Failure, outcome: Outcome, trouble: Refused | None) -> Outcome:
+def _judged(failure: Failure, outcome: FailureOutcome, trouble: Refused | None) -> FailureOutcome:
     """Say how an outcome differs from what the row states."""
     stated = (failure.verdict, failure.clause, failure.at)
     got = (outcome.verdict, outcome.clause, outcome.at)
@@ -231,7 +231,7 @@ def _judged(failure: Failure, outcome: Outcome, trouble: Refused | None) -> Outc
     elif not outcome.difference():
         problems = ("the faulty run is the legal one",)
     values = asdict(outcome, recurse=False)
-    return Outcome(**{**values, "problem": "; ".join(problems)})
+    return FailureOutcome(**{**values, "problem": "; ".join(problems)})
 
 
 def _said(verdict: str, clause: str, at: str) -> str:

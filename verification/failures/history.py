@@ -5,6 +5,7 @@ The vocabulary of re-enactments: what a runtime does to its contract, one call a
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 
 from qeffect.checkpoint import Checkpoint
 from qeffect.refusals import refused
@@ -99,7 +100,7 @@ class History(Actions):
 
         Args:
             bucket: The bucket; a stage's index where it has only one.
-            caller: The stream that it is enqueued on; by default the one that reads the gradients.
+            caller: The stream that it is enqueued on; by default the gradients' reader.
         """
         link = None if caller is None else self.caller.link(0, caller)
         detail = "" if caller is None else f"on {caller}"
@@ -110,7 +111,7 @@ class History(Actions):
         )
 
     def reduced(self, bucket: int | str = 0, *, caller: Hashable | None = None) -> None:
-        """A stream waits for that reduction; by default the one that reads the gradients."""
+        """A stream waits for that reduction; by default the gradients' reader."""
         link = None if caller is None else self.caller.link(0, caller)
         detail = "" if caller is None else f"by {caller}"
         self.step(
@@ -135,20 +136,40 @@ class History(Actions):
             "await the read of weights",
         )
 
-    def update(self) -> None:
-        """Run the optimizer: commit the epoch; the graph streams wait for it."""
-        self.step(f"e{self.contract.epoch}", lambda: self.contract.commit_epoch(), "optimizer")
+    def update(self, *, moves: bool = True) -> None:
+        """
+        Run the optimizer: commit the epoch; the graph streams wait for it.
+
+        Args:
+            moves: Whether scales that move once an epoch move.
+        """
+        moving = {c.domain: c.stage for c in self.contract.stages if c.scales == "epoch"}
+        name = f"e{self.contract.epoch}"
+        if moving:
+            ticket = self.step(name, lambda: self.contract.check_update(), "begin the update")
+            for stage in moving.values() if moves else ():
+                self.step(
+                    name, partial(self.contract.move_scales, stage), f"move scales of s{stage}"
+                )
+            self._redeem(name, ticket, detail="optimizer")
+        else:
+            self.step(name, lambda: self.contract.commit_epoch(), "optimizer")
         for config in self.contract.stages:
             self.contract.join(self.caller.link(config.stage, "main"))
 
-    def end(self) -> None:
-        """End the step: every stage final and, where it is reduced, reduced; then the optimizer."""
+    def end(self, *, moves: bool = True) -> None:
+        """
+        End the step: every stage final and, where it is reduced, reduced; then the optimizer.
+
+        Args:
+            moves: Whether scales that move once an epoch move.
+        """
         for config in self.contract.stages:
             self.finalize(config.stage)
             if config.reduces:
                 self.reduce(config.stage)
                 self.reduced(config.stage)
-        self.update()
+        self.update(moves=moves)
 
     def whole_step(self) -> None:
         """Run a whole optimizer step of every stage, one microbatch after the other."""

@@ -14,6 +14,8 @@ ROWS = Rows("order")
 UPDATES = "the count of scaling updates that the device keeps"
 #: What tells a tape's own scales from those of another one.
 SCALES = "the forward whose scales dI ran with"
+#: What tells an update in which scales moved from one in which they did not.
+MOVED = "each movement of scales in an update, where scales move once an epoch"
 #: What tells random numbers that were drawn already from new ones.
 DRAWS = "the position of the random generator at which F began to draw"
 #: What tells the numbers of a tape's own forward from others.
@@ -221,6 +223,29 @@ def an_update_that_another_model_triggers(h: History) -> None:
     h.dgrad(0, updates=2 if h.faulty else 1)
     h.wgrad(0)
     h.end()
+
+
+@ROWS.enacted(
+    "torchtitan-698",
+    "pytorch/torchtitan#698",
+    state="fixed 2024-11",
+    what="scales that move once an iteration never move",
+    cause="A setting was compared with a string, though its value was of an enumeration, so that "
+    "the call between backward and optimizer that makes scales from amax histories never ran.",
+    consequence="delayed scaling with the scales of its start",
+    fix="compare with the enumeration's value",
+    clause="order.scales-not-moved",
+    at="commit_update e0",
+    reports=MOVED,
+)
+def an_update_that_moves_no_scales(h: History) -> None:
+    h.process(scales="epoch")
+    h.refresh()
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+    for microbatch in (0, 1):
+        h.backward(microbatch)
+    h.end(moves=h.legal)
 
 
 ROWS.untold(

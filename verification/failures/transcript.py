@@ -195,6 +195,8 @@ def _configured(config: StageConfig) -> str:
     given += f", matrices {' '.join(config.matrices)}, domain {config.domain}"
     if config.tape_scales is not None:
         given += f", scales of tapes {config.tape_scales}"
+    if config.scales != "action":
+        given += f", scales of the {config.scales}"
     if config.pool is not None:
         given += f", pool {config.pool}"
     return given

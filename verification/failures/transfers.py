@@ -184,8 +184,8 @@ def updated_while_a_save_reads(h: History) -> None:
     what="optimizer state is moved to the host while a persistent writer still saves it",
     cause="The writer of asynchronous saves keeps handles of the optimizer's state on the device. "
     "The state was moved to the host and back, to other memory; the writer kept the old handles.",
-    guessed="that the move is told as an update, and the handles as a read that has not ended: the "
-    "contract has weights, no optimizer state",
+    guessed="that the runtime reports the move as an update, and the handles as an unfinished "
+    "read: the contract knows weights, not optimizer state",
     consequence="every later checkpoint holds the same bytes of optimizer state",
     fix="finish the save and give the handles up before the move",
     clause="completion.weights-in-use",

@@ -113,7 +113,7 @@ def seen(st: State, h: History) -> Truth:
 
 @HISTORY("completion.saw-all")
 def saw_all(st: State, h: History) -> Truth:
-    """A caller that waited past all replays, or past a tape's dW, saw all that was on the slot."""
+    """A caller that waited for all replays, or a tape's dW, saw all earlier work of the slot."""
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     d = domain_of_slot(st, s)
     there = st.domain_at[l] == d
@@ -240,7 +240,7 @@ def readers(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.reader-awaited-by-consumer", g="stage")
 def reader_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
-    """The stream that waited for a reader of the weights is the one that is named."""
+    """The stream that waited for a reader of the weights is the named consumer."""
     ours = st.consumer[0] == st.caller_at[h.reader_awaited_by[g]]
     return implies(h.weights_reader[g] == DONE, (st.named[0] == now(st, g)) & ours)
 
@@ -254,7 +254,7 @@ def gradients_readers(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.gradients-awaited-by-consumer", g="stage")
 def gradients_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
-    """The stream of a reader of gradients, and the one that waited for it, is the consumer."""
+    """The consumer is the stream that reads gradients, and the stream that waited for it."""
     named = st.named[0] == now(st, g)
     ours = st.consumer[0] == st.caller_at[h.gradients_awaited_by[g]]
     return implies(h.gradients_reader[g] == RUNNING, named) & implies(

@@ -22,6 +22,7 @@ __all__ = [
     "content",
     "copied",
     "end",
+    "end_scaling",
     "end_update",
     "enqueue",
     "enter_pool",
@@ -30,6 +31,7 @@ __all__ = [
     "issue",
     "key_in",
     "leave_pool",
+    "move",
     "redeem",
     "replay",
     "replayed_on",
@@ -196,6 +198,27 @@ def end_update(h: History, d: Any, updates: Any) -> None:
     h.updates_of_walk[d] = h.updates_of_walk[d] + updates
 
 
+def end_scaling(st: State, h: History, stage: Any, updates: Any) -> None:
+    """
+    An F or dI of a stage succeeded.
+
+    It moved scales as often as the backend reports. A backend that does not report moved them once,
+    or, where they move once an epoch, not at all: the F or dI gathered.
+    """
+    d = st.domain_of[stage]
+    gathers = st.epoch_scales[d] != 0
+    moved = choose(st.reports_updates[stage] != 0, updates, choose(gathers, 0, 1))
+    end_update(h, d, choose(gathers, 1, moved))
+    h.gathers[d] = h.gathers[d] + choose(gathers, 1, 0)
+    move(h, d, moved)
+
+
+def move(h: History, d: Any, times: Any) -> None:
+    """The scales of a domain move some number of times, with all that was gathered."""
+    h.moves[d] = h.moves[d] + times
+    h.gathers[d] = choose(times == 0, h.gathers[d], 0)
+
+
 def break_update(h: History, d: Any) -> None:
     h.running[d] = h.running[d] - 1
     h.broken[d] = 1
@@ -228,6 +251,8 @@ def forget_epoch(st: State, h: History) -> None:
     """The weights change: all counts of the epoch start again."""
     forget_walk(st, h)
     h.walks[0] = 0
+    st.fill(h.weighed, 0)
+    st.fill(h.counted_in, 0)
     st.fill(h.forwards_of_epoch, 0)
     st.fill(h.reduction, 0)
     st.fill(h.weights_reader, 0)

@@ -58,6 +58,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # did, then those whose F did, then the others.
     **_each("stage", "num_forwards", "num_dgrads", "num_wgrads", "num_skipped"),
     **_each("one", "left_out"),
+    # The weights of the epoch's gradients, and the parts in which they were counted.
+    **_each("stage", "weighed", "counted_in"),
     # The F of the epoch, over all its walks; and the walks of the epoch that are over.
     **_each("stage", "forwards_of_epoch"),
     **_each("one", "walks"),
@@ -67,6 +69,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
     # was lost, and the scaling updates that the fill had seen.
     **_each("one", "weights"),
+    # The updates that ended whole since the last restore.
+    **_each("one", "commits"),
     # Evaluations in flight of each stage.
     **_each("stage", "evaluating"),
     # Updates in flight, and whether one failed half way since the last restore.
@@ -91,8 +95,9 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # whose F or refresh, and whose evaluation began last; whether device work may be unfinished and
     # on which slot or stage it began last.
     **_each("domain", "updates", "updates_of_walk", "running"),
-    # Forwards that ever rolled the domain's scales.
-    **_each("domain", "rolls"),
+    # How often the domain's scales were ever rolled, and the scaling updates before the last time;
+    # how often they moved since the last restore, and what gathered since they moved.
+    **_each("domain", "rolls", "rolled_after", "moves", "gathers"),
     # Where the latest reporting F began to draw, and how many began at the arbitrary position.
     **_each("domain", "drew_last", initial=NEVER),
     **_each("domain", "repeats"),
@@ -139,8 +144,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("one", "slot", values="slot", initial=None),
     **_each("one", "link", values="link", initial=None),
     **_each("one", "stage", values="stage", initial=None),
-    # The slot's retained memory was overwritten by an earlier graph; the link waited for the
-    # replay that wrote the slot's output; and for the one that wrote the stage's gradients.
+    # An earlier graph overwrote the slot's retained memory; the link waited for the replay that
+    # wrote the slot's output, and for the replay that wrote the stage's gradients.
     **_each("one", "clobbered", "seen", values="flag"),
     # The link waited for every replay on the slot; for every one of the slot's former work; and a
     # transfer of the slot ended on the link and the graph stream has not waited for it.

@@ -59,7 +59,7 @@ def every_cell_placed(st: State, h: History, c: Index) -> Truth:
 
 @HISTORY("epoch.every-place-taken", g="stage", i="place")
 def every_place_taken(st: State, h: History, g: Index, i: Index) -> Truth:
-    """Every place has a cell of the stage."""
+    """Each position in a stage's order holds one of its cells."""
     cell = h.placed[g, i]
     return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
 
@@ -109,6 +109,20 @@ def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
     return (h.finals[g] == 0) | (st.final[g] == now(st, g)) | (st.spoiled[g] == now(st, g))
 
 
+@HISTORY("epoch.parts-counted", g="stage")
+def parts_counted(st: State, h: History, g: Index) -> Truth:
+    """The contract counts the weights of an epoch's gradients, and the parts that are left."""
+    left = st.unweighed[g] == h.counted_in[g] - h.weighed[g]
+    silent = (st.reports_weights[g] != 0) | (h.counted_in[g] == 0)
+    return left & silent & (st.parts[g] == h.counted_in[g]) & (0 <= st.parts[g])
+
+
+@HISTORY("epoch.update-of-all-parts", g="stage")
+def update_of_all_parts(st: State, h: History, g: Index) -> Truth:
+    """No part is left over while an update is in flight."""
+    return implies(updating(st), st.unweighed[g] == 0)
+
+
 # The update: every action of the epoch ran before its check, so none is left to run
 
 
@@ -154,7 +168,7 @@ def update_without_refresh(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.update-without-readers", g="stage")
 def update_without_readers(st: State, h: History, g: Index) -> Truth:
-    """No stream of its own reads weights while an update is in flight."""
+    """No separate stream reads weights while an update is in flight."""
     return implies(updating(st), st.weights_read[g] == 0)
 
 
@@ -167,7 +181,7 @@ def final_shared_whole(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.update-without-gradients-readers", g="stage")
 def update_without_gradients_readers(st: State, h: History, g: Index) -> Truth:
-    """No stream of its own reads gradients while an update is in flight."""
+    """No separate stream reads gradients while an update is in flight."""
     return implies(updating(st), st.gradients_read[g] == 0)
 
 

@@ -44,6 +44,7 @@ from .effects import (
     content,
     copied,
     end,
+    end_scaling,
     end_update,
     enqueue,
     enter_pool,
@@ -51,6 +52,7 @@ from .effects import (
     forget_walk,
     issue,
     key_in,
+    move,
     redeem,
     replay,
     replayed_on,
@@ -175,10 +177,11 @@ def commit_forward(
     end(st, h, slot)
     enqueue(h, st.domain_of[s])
     replayed_on(h, slot)
-    h.scaled_by[slot] = h.updates[st.domain_of[s]]
-    h.rolls[st.domain_of[s]] = h.rolls[st.domain_of[s]] + 1
-    h.rolls_seen[slot] = h.rolls[st.domain_of[s]]
-    end_update(h, st.domain_of[s], choose(st.reports_updates[s] != 0, updates, 1))
+    h.rolled_after[d] = choose(st.epoch_scales[d] != 0, h.rolled_after[d], h.updates[d])
+    h.scaled_by[slot] = h.rolled_after[d]
+    h.rolls[d] = h.rolls[d] + choose(st.epoch_scales[d] != 0, 0, 1)
+    h.rolls_seen[slot] = h.rolls[d]
+    end_scaling(st, h, s, updates)
     trade(h.place, h.placed, s, cell, h.num_skipped[s] + h.num_forwards[s])
     h.ran_forward[cell] = h.ran_forward[cell] + 1
     h.num_forwards[s] = h.num_forwards[s] + 1
@@ -222,7 +225,9 @@ def commit_evaluation(
 ) -> None:
     d = st.domain_of[stage]
     h.evaluating[stage] = h.evaluating[stage] - 1
-    end_update(h, d, choose(st.reports_updates[stage] != 0, updates, 0))
+    moved = choose(st.reports_updates[stage] != 0, updates, 0)
+    end_update(h, d, moved)
+    move(h, d, moved)
     h.device[d] = 1
     enqueue(h, d)
     unasked = (st.reports_fills[stage] != 0) & (fill_epoch != NEVER)
@@ -260,13 +265,18 @@ def commit_dgrad(
     updates: Any,
     scales: Any,
     draws: Any,
+    weight: Any,
+    parts: Any,
 ) -> None:
     s = st.slot_stage[slot]
+    told = st.reports_weights[s] != 0
+    h.weighed[s] = choose(told, h.weighed[s] + weight, h.weighed[s])
+    h.counted_in[s] = choose(told, parts, h.counted_in[s])
     cell = h.tenant[slot]
     end(st, h, slot)
     enqueue(h, st.domain_of[s])
     replayed_on(h, slot)
-    end_update(h, st.domain_of[s], choose(st.reports_updates[s] != 0, updates, 1))
+    end_scaling(st, h, s, updates)
     trade(h.place, h.placed, s, cell, h.num_skipped[s] + h.num_dgrads[s])
     h.ran_dgrad[cell] = h.ran_dgrad[cell] + 1
     h.num_dgrads[s] = h.num_dgrads[s] + 1
@@ -463,10 +473,19 @@ def check_update(st: State, h: History, epoch: Any, caller: Any, ticket: Any) ->
     reserve_ticket(h, ticket, UPDATE, h.ticket_slot[0], h.ticket_stage[0])
 
 
+def move_scales(st: State, h: History, stage: Any, updates: Any) -> None:
+    """The scales of a domain move, as often as the backend reports; once if it does not report."""
+    d = st.domain_of[stage]
+    h.rolls[d] = h.rolls[d] + 1
+    h.rolled_after[d] = h.updates[d]
+    move(h, d, choose(st.reports_updates[stage] != 0, updates, 1))
+
+
 def commit_update(st: State, h: History, epoch: Any, ticket: Any) -> None:
     """Every weight of the process was updated once; part of the work was enqueued just now."""
     h.optimizing[0] = h.optimizing[0] - 1
     h.weights[0] = h.weights[0] + 1
+    h.commits[0] = h.commits[0] + 1
     st.fill(h.updating, 1)
     st.fill(h.behind_update, 1)
     st.fill(h.device, 1)
@@ -503,6 +522,10 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.half_written, NEVER)
     st.fill(h.content, NEVER)
     st.fill(h.updates, 0)
+    st.fill(h.moves, 0)
+    st.fill(h.gathers, 0)
+    st.fill(h.rolled_after, 0)
+    h.commits[0] = 0
     st.fill(h.drew_last, NEVER)
     st.fill(h.repeats, 0)
     st.fill(h.enqueued, 0)
@@ -567,6 +590,7 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         finish_gradients_read,
         next_walk,
         check_update,
+        move_scales,
         commit_update,
         abort_update,
         fail,

@@ -269,6 +269,12 @@ def tokens_from_zero(st: State, d: Index) -> Truth:
     return 0 <= st.token[d]
 
 
+@MEMORY("order.rolls-from-zero", d="domain")
+def rolls_from_zero(st: State, d: Index) -> Truth:
+    """The token at which a domain's scales moved last counts from zero."""
+    return 0 <= st.rolled_at[d]
+
+
 @MEMORY("order.scales-from-zero", s="slot")
 def scales_from_zero(st: State, s: Index) -> Truth:
     """The token at which a tape's F ran counts from zero."""

@@ -22,6 +22,7 @@ from .words import (
     now,
     retained,
     update_in_flight,
+    updating,
 )
 
 __all__ = ["HISTORY"]
@@ -185,18 +186,78 @@ def tape_touches(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.scaled-by", s="slot")
 def scaled_by(st: State, h: History, s: Index) -> Truth:
-    """A tape's position is the position of its forward, and some update came after it."""
+    """A tape's scales have the position at which they were rolled, and some update came after."""
     d = domain_of_slot(st, s)
     before = (st.scaled_at[s] < st.token[d]) & (st.scaled_at[s] == h.scaled_by[s])
     return implies(retained(st, s), before)
 
 
+@HISTORY("order.rolled-after", d="domain")
+def rolled_after(st: State, h: History, d: Index) -> Truth:
+    """A domain knows after how many updates its scales were rolled last."""
+    return (st.rolled_at[d] == h.rolled_after[d]) & (st.rolled_at[d] <= st.token[d])
+
+
 @HISTORY("order.rolled", s="slot")
 def rolled(st: State, h: History, s: Index) -> Truth:
-    """A tape's scales are the live ones while its forward is the latest of its domain."""
+    """A tape's scales are the live ones while its forward is the latest of its domain; always, if
+    scales move once an epoch."""
     d = domain_of_slot(st, s)
-    latest = (st.scaled_at[s] == st.rolled_at[d]) == (h.rolls_seen[s] == h.rolls[d])
-    return implies(retained(st, s), latest & (h.rolls_seen[s] <= h.rolls[d]))
+    live_now = h.rolls_seen[s] == h.rolls[d]
+    latest = (st.scaled_at[s] == st.rolled_at[d]) == live_now
+    still = implies(st.epoch_scales[d] != 0, live_now)
+    return implies(retained(st, s), latest & still & (h.rolls_seen[s] <= h.rolls[d]))
+
+
+# Order: scales that move once an epoch
+
+
+@HISTORY("order.gathered", d="domain")
+def gathered(st: State, h: History, d: Index) -> Truth:
+    """A domain is marked if and only if something gathered since its scales moved."""
+    once = st.epoch_scales[d] != 0
+    marked = (st.gathered[d] != 0) == (h.gathers[d] != 0)
+    return (0 <= h.gathers[d]) & marked & implies(st.gathered[d] != 0, once)
+
+
+@HISTORY("order.final-has-gathered", g="stage")
+def final_has_gathered(st: State, h: History, g: Index) -> Truth:
+    """A final stage whose scales move once an epoch has gathered, until the update moves them."""
+    d = st.domain_of[g]
+    waits = (st.epoch_scales[d] != 0) & (st.optimizing[0] == 0) & (st.half_updated[0] == 0)
+    return implies(waits & (st.final[g] == now(st, g)), st.gathered[d] != 0)
+
+
+@HISTORY("order.forward-has-gathered", g="stage")
+def forward_has_gathered(st: State, h: History, g: Index) -> Truth:
+    """A stage that ran an F in the epoch has gathered, until the update moves its scales."""
+    d = st.domain_of[g]
+    waits = (st.epoch_scales[d] != 0) & (st.optimizing[0] == 0) & (st.half_updated[0] == 0)
+    return implies(waits & (h.forwards_of_epoch[g] != 0), st.gathered[d] != 0)
+
+
+@HISTORY("order.tape-has-gathered", s="slot")
+def tape_has_gathered(st: State, h: History, s: Index) -> Truth:
+    """Where a tape is live behind its F, its domain has gathered."""
+    d = domain_of_slot(st, s)
+    return implies(retained(st, s) & (st.epoch_scales[d] != 0), st.gathered[d] != 0)
+
+
+@HISTORY("order.moved-in-update", g="stage")
+def moved_in_update(st: State, h: History, g: Index) -> Truth:
+    """While an update is in flight, a domain that has gathered has yet to move, and any other has
+    moved once more than updates ended."""
+    d = st.domain_of[g]
+    moved = h.moves[d] == h.commits[0] + 1
+    waits = h.moves[d] == h.commits[0]
+    once = (st.epoch_scales[d] != 0) & updating(st)
+    return implies(once, ((st.gathered[d] != 0) & waits) | ((st.gathered[d] == 0) & moved))
+
+
+@HISTORY("order.gathered-is-touched", d="domain")
+def gathered_is_touched(st: State, h: History, d: Index) -> Truth:
+    """What gathered since scales moved touched scaling state since the last commit."""
+    return implies(h.gathers[d] != 0, h.touched[d] != 0)
 
 
 # Order: random numbers

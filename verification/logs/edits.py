@@ -1,5 +1,6 @@
 """
-One-field edits of a log: every semantic field that the schema marks, changed one at a time.
+Edits of a log in one place: a semantic field of one line that changes, or a line too few or too
+many.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from attrs import frozen
 from qeffect.log.format import DIGEST_BYTES, FIELDS, MARKS, compact
 from qeffect.log.recorder import seal
 
-__all__ = ["Edit", "edits", "line_schema", "reseal", "schema", "semantic_fields"]
+__all__ = ["Edit", "LineEdit", "edits", "line_schema", "reseal", "schema", "semantic_fields"]
 
 Path = tuple[str | int, ...]
 _MOST: Final = 4  # values tried for one place
@@ -62,6 +63,45 @@ class Edit:
         changed = list(lines)
         changed[self.line - 1] = bodies[self.line - 1] + lines[self.line - 1][-_END:]
         return changed
+
+    def entry(self) -> dict[str, Any]:
+        """Return what the index of rejected logs says of the change."""
+        return {"line": self.line, "field": self.field, "was": self.was, "now": self.now}
+
+
+@frozen
+class LineEdit:
+    """
+    One line that is missing, or that stands at a second place too.
+
+    Later events have the numbers that fit, and the closing line their count.
+
+    Args:
+        line: Line of the log, counted from 1; an event.
+        at: Line of the edited log at which the copy stands; None if the line is missing.
+    """
+
+    line: int
+    at: int | None = None
+
+    def apply(self, lines: Sequence[str]) -> list[str]:
+        """Return the log with this change, every digest computed anew."""
+        changed = [_fields(line) for line in lines]
+        moved = changed[self.line - 1]
+        if self.at is None:
+            del changed[self.line - 1]
+        else:
+            changed.insert(self.at - 1, dict(moved))
+        for number, fields in enumerate(changed[1:-1], 1):
+            fields["seq"] = number
+        changed[-1]["events"] = len(changed) - 2
+        return reseal(compact(fields)[:-1] for fields in changed)
+
+    def entry(self) -> dict[str, Any]:
+        """Return what the index of rejected logs says of the change."""
+        if self.at is None:
+            return {"line": self.line, "removed": True}
+        return {"line": self.line, "repeated_at": self.at}
 
 
 _END: Final = len(',"digest":""}\n') + 2 * DIGEST_BYTES

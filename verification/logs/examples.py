@@ -5,7 +5,7 @@ The example logs: the log of each scenario, and for every reachable clause an ed
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from qeffect import StageConfig
 from qeffect.log.replayer import LogError, ReplayReport, replay_lines
 from qeffect.spec.clauses import CLAUSES
 
-from .edits import Edit, edits
+from .edits import Edit, LineEdit, edits
 from .recorded import MATRICES, RecordedCaller, placed
 from .scenarios import SCENARIOS
 
@@ -24,17 +24,8 @@ __all__ = ["UNREACHED", "Rejected", "files", "outcomes", "rejected", "single_edi
 #: Clauses that no change of one place in a valid log breaks; the contract says why at its end.
 UNREACHED: Final = frozenset(
     {
-        "ownership.duplicate-dgrad",
-        "ownership.wgrad-before-dgrad",
-        "ownership.duplicate-wgrad",
-        "ownership.walk-begun",
-        "persistence.action-in-flight",
         "persistence.reduction-in-flight",
         "persistence.configuration",
-        "persistence.live-tape",
-        "persistence.mid-epoch",
-        "reduction.begun",
-        "completion.gradients-in-use",
         "version.left-out",
         "epoch.uncounted",
         "epoch.device-count",
@@ -47,7 +38,7 @@ UNREACHED: Final = frozenset(
 @frozen
 class Rejected:
     """
-    A rejected example: a valid log with one field changed.
+    A rejected example: a valid log with one field changed, or with one line too few or too many.
 
     Args:
         clause: The clause that refuses it.
@@ -59,7 +50,7 @@ class Rejected:
 
     clause: str
     log: str
-    edit: Edit
+    edit: Edit | LineEdit
     refused: int
     lines: list[str]
 
@@ -68,10 +59,7 @@ class Rejected:
         return {
             "clause": self.clause,
             "log": f"valid/{self.log}.jsonl",
-            "line": self.edit.line,
-            "field": self.edit.field,
-            "was": self.edit.was,
-            "now": self.edit.now,
+            **self.edit.entry(),
             "refused_at_line": self.refused,
         }
 
@@ -147,33 +135,66 @@ _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
 }
 
 
+#: An event of a log: its transition, and its number among those of this transition.
+_Event = tuple[str, int]
+
+#: Clauses that no change of a field breaks, but a line too few or too many: the log, the event, and
+#: the event before which a copy stands; None if the event is missing.
+_LINES: Final[Mapping[str, tuple[str, _Event, _Event | None]]] = {
+    "ownership.duplicate-dgrad": ("two-writes-at-once", ("check_dgrad", 0), ("check_forward", 1)),
+    "ownership.wgrad-before-dgrad": ("two-writes-at-once", ("check_wgrad", 0), ("check_dgrad", 0)),
+    "ownership.duplicate-wgrad": ("copied-inputs", ("check_wgrad", 0), ("finish_read", 0)),
+    "ownership.walk-begun": ("short-walk", ("skip", 0), ("commit_forward", 0)),
+    "order.moves-outside-update": ("scales-of-an-epoch", ("move_scales", 0), ("check_update", 0)),
+    "persistence.action-in-flight": ("updates", ("checkpoint", 0), ("commit_refresh", 0)),
+    "persistence.live-tape": ("updates", ("checkpoint", 0), ("bind", 0)),
+    "persistence.mid-epoch": ("updates", ("checkpoint", 0), ("check_forward", 0)),
+    "reduction.begun": ("accumulated-walks", ("next_walk", 0), ("check_update", 0)),
+    "completion.gradients-in-use": ("gradients-readers", ("finish_gradients_read", 0), None),
+}
+
+
 @cache
 def single_edit_logs() -> Mapping[str, list[str]]:
-    """Return the valid logs that exist for the sake of one edit, by name."""
+    """Return the valid logs that are used for one rejected log each, by name."""
     return {name: scenario() for name, scenario in _SINGLE_EDIT_LOGS.items()}
 
 
 def _made(clause: str) -> Rejected:
-    log, text, path, now = _MADE[clause]
-    lines = single_edit_logs()[log]
-    line = next(number for number, found in enumerate(lines, 1) if f'"{text}"' in found)
-    was = json.loads(lines[line - 1])
-    for part in path:
-        was = was[part]
-    edit = Edit(line, path, was, now)
+    """The example of a clause that no field of the scenarios' logs breaks."""
+    edit: Edit | LineEdit
+    if clause in _LINES:
+        log, event, before = _LINES[clause]
+        lines = {**valid(), **single_edit_logs()}[log]
+        edit = LineEdit(_line(lines, event), None if before is None else _line(lines, before))
+    else:
+        log, text, path, now = _MADE[clause]
+        lines = single_edit_logs()[log]
+        line = next(number for number, found in enumerate(lines, 1) if f'"{text}"' in found)
+        was = json.loads(lines[line - 1])
+        for part in path:
+            was = was[part]
+        edit = Edit(line, path, was, now)
     outcome = replay_lines(edit.apply(lines))
     if outcome.clause != clause or outcome.line is None:
         raise ValueError(f"{clause} should refuse {log} after {edit}: {outcome.summary()}")
     return Rejected(clause, log, edit, outcome.line, edit.apply(lines))
 
 
+def _line(lines: Sequence[str], event: _Event) -> int:
+    """The line of an event, counted from 1."""
+    text, place = f'"transition":"{event[0]}"', event[1]
+    return [number for number, line in enumerate(lines, 1) if text in line][place]
+
+
 def rejected() -> dict[str, Rejected]:
     """
-    Return one rejected log per clause that a single field can break.
+    Return one rejected log per clause that a single field or line can break.
 
     Every edit of the scenarios' logs is tried. Edits that are refused at their own line are
     preferred, then edits of the part that the clause names (such as ``ref.generation``), then
-    shorter logs, then earlier edits. Clauses that no edit breaks have a log of their own.
+    shorter logs, then earlier edits. Clauses that no such edit breaks have a log of their own, or a
+    line too few or too many.
     """
     best: dict[str, tuple[tuple[bool, bool, int], Rejected]] = {}
     for log, lines in valid().items():
@@ -190,8 +211,9 @@ def rejected() -> dict[str, Rejected]:
         clause: Rejected(e.clause, e.log, e.edit, e.refused, e.edit.apply(valid()[e.log]))
         for clause, (_, e) in best.items()
     }
-    chosen |= {clause: _made(clause) for clause in _MADE}
+    chosen |= {clause: _made(clause) for clause in (*_MADE, *_LINES)}
     damaged = chosen["order.token"]
+    assert isinstance(damaged.edit, Edit)
     lines = damaged.edit.apply(valid()[damaged.log], sealed=False)
     chosen["log.chain"] = Rejected("log.chain", damaged.log, damaged.edit, damaged.edit.line, lines)
     return {clause: chosen[clause] for clause in CLAUSES if clause in chosen}

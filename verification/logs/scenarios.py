@@ -536,6 +536,30 @@ def reported_draws() -> list[str]:
     return d.log.close()
 
 
+def reported_weights() -> list[str]:
+    """Weights that add up over two walks of an epoch, then over one; another stage reports none."""
+    d = RecordedCaller(
+        [
+            StageConfig(0, 2, 1, matrices=MATRICES, weights_sum=(1, 2)),
+            StageConfig(1, 1, 1, matrices=MATRICES),
+        ],
+        incarnation=0x5EED_1500,
+    )
+    for walks in (2, 1):
+        d.walks = walks
+        for walk in range(walks):
+            if walk:
+                d.contract.next_walk()
+            for stage, microbatches in ((0, 2), (1, 1)):
+                for microbatch in range(microbatches):
+                    d.forward(stage, microbatch, refresh=walk == microbatch == 0)
+                    d.dgrad(stage, microbatch)
+                    d.wgrad(stage, microbatch)
+                d.finalize(stage)
+        d.commit()
+    return d.log.close()
+
+
 def updates() -> list[str]:
     """An update checked and committed in two calls, and one that fails half way."""
     d = RecordedCaller([StageConfig(0, 1, 1, matrices=MATRICES)], incarnation=0x5EED_0C00)
@@ -708,6 +732,41 @@ def short_walk() -> list[str]:
     return d.log.close()
 
 
+def scales_of_an_epoch() -> list[str]:
+    """
+    Two chunks of one domain and one of another, all of whose scales move once an epoch.
+
+    The first epoch has two walks. The update of the second fails after one domain has moved.
+    """
+    reports: dict[str, Any] = {"reports_updates": True, "tape_scales": "live"}
+    own: tuple[dict[str, Any], ...] = (reports, reports, {"domain": 1})
+    stages = [
+        StageConfig(s, 1, 1, matrices=MATRICES, scales="epoch", **options)
+        for s, options in enumerate(own)
+    ]
+    d = RecordedCaller(stages, incarnation=0x5EED_1500)
+    start = d.contract.checkpoint()
+
+    def walk(refresh: bool = True) -> None:
+        for stage in range(3):
+            d.forward(stage, 0, refresh=refresh)
+            d.dgrad(stage, 0)
+            d.wgrad(stage, 0)
+            d.finalize(stage)
+
+    walk()
+    d.contract.next_walk()
+    walk(refresh=False)
+    d.commit()
+    walk()
+    ticket = d.contract.check_update()
+    d.contract.move_scales(2)
+    d.contract.abort(ticket)
+    d.restart(start, 0x5EED_1501)
+    d.forward(0, 0, refresh=True)
+    return d.log.close()
+
+
 def recurring_steps() -> list[str]:
     """A step that is recorded and then committed as one, twice, with a drain between."""
     d = RecordedCaller(
@@ -757,6 +816,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         without_version_order_arena,
         reported_evidence,
         reported_draws,
+        reported_weights,
         updates,
         late_faults,
         weights_readers,
@@ -765,6 +825,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         evaluations_side_by_side,
         accumulated_walks,
         short_walk,
+        scales_of_an_epoch,
         recurring_steps,
     )
 }

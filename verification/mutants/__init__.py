@@ -15,14 +15,14 @@ from qeffect.engine.stage import TRANSITIONS
 
 from .program import program
 from .sites import Mutant, Site, mutant, sites
-from .verdicts import CLASSES, Verdict, judge, prepare
+from .verdicts import CLASSES, MutantVerdict, judge, prepare
 
 __all__ = [
     "CLASSES",
     "Mutant",
     "MutantReport",
+    "MutantVerdict",
     "Site",
-    "Verdict",
     "judge",
     "program",
     "run",
@@ -42,7 +42,7 @@ class MutantReport:
         setup_seconds: The part of it that tries all mutants in reachable states.
     """
 
-    verdicts: list[Verdict] = field(factory=list)
+    verdicts: list[MutantVerdict] = field(factory=list)
     seconds: float = 0.0
     setup_seconds: float = 0.0
 
@@ -57,12 +57,12 @@ class MutantReport:
         return sum(verdict.killed for verdict in self.verdicts)
 
     @property
-    def equivalent(self) -> list[Verdict]:
+    def equivalent(self) -> list[MutantVerdict]:
         """The mutants that are proved equal to the contract, because another guard covers them."""
         return [v for v in self.verdicts if v.kind == "equivalent" and v.justified]
 
     @property
-    def survivors(self) -> list[Verdict]:
+    def survivors(self) -> list[MutantVerdict]:
         """The mutants that are neither killed nor proved equivalent and justified."""
         return [verdict for verdict in self.verdicts if not verdict.justified]
 

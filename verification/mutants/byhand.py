@@ -17,20 +17,30 @@ from qeffect.stage_config import StageConfig
 from ..calls import Action, Call
 from ..process import Process
 from ..walks.oracle import violations
-from ..walks.proposals import Plan, committed, prepared
+from ..walks.proposals import Plan, committed, landed, prepared
 from ..walks.schedules import Schedule, ScheduleWalk
 from ..walks.shadow import Shadow
 
 __all__ = ["by_hand", "telling"]
 
 #: What a commit tells of effects that a backend may report or not, told at random.
-_NOISE: Final = {"filled": ("another",), "fill_epoch": 7, "updates": 9, "scales": 7, "draws": 7}
+_NOISE: Final = {
+    "filled": ("another",),
+    "fill_epoch": 7,
+    "updates": 9,
+    "scales": 7,
+    "draws": 7,
+    "weight": 7,
+    "parts": 9,
+}
 #: The flag of a stage by which it reports each of those.
 _REPORTED: Final = {
     "filled": "reports_fills",
     "fill_epoch": "reports_fills",
     "updates": "reports_updates",
     "scales": "carried_scales",
+    "weight": "reports_weights",
+    "parts": "reports_weights",
 }
 
 
@@ -72,6 +82,7 @@ def by_hand(process: Process) -> Iterator[Schedule]:
     if len(process.callers) > 1 and process.reductions and "completion" not in process.omit:
         yield _made(process, _weights_read_by_another)
         yield _made(process, _weights_read_after_restore)
+        yield _made(process, _evaluation_awaited_by_another)
 
 
 def _made(process: Process, plan: Callable[[Shadow], Plan]) -> Schedule:
@@ -318,6 +329,17 @@ def _reduced_together(shadow: Shadow) -> Plan:
         yield Call("finalize", {"stage": stage, "link": _links(shadow, stage)[0]})
 
 
+def _evaluation_awaited_by_another(shadow: Shadow) -> Plan:
+    """Behind an evaluation another stream waits for the graph stream, then the update's own."""
+    yield from _finalized(shadow)
+    ours, theirs = _links(shadow, 0)[:2]
+    given = {"stage": 0, "cached": False, "link": ours}
+    ticket = yield Call("check_evaluation", given)
+    yield committed(shadow, ticket)
+    yield Call("wait", {"link": theirs})
+    yield from _update(shadow)
+
+
 def _weights_read_by_another(shadow: Shadow) -> Plan:
     """
     In the next epoch another stream than the last optimizer's waits for a reader of weights, and
@@ -343,6 +365,14 @@ def _weights_read_after_restore(shadow: Shadow) -> Plan:
 
 def _updated(shadow: Shadow) -> Generator[Call, Any, tuple[int, int]]:
     """One step on the first stream; return its link and another's of the first stage's domain."""
+    yield from _finalized(shadow)
+    yield from _update(shadow)
+    ours, theirs = _links(shadow, 0)[:2]
+    return ours, theirs
+
+
+def _finalized(shadow: Shadow) -> Plan:
+    """One step on the first stream, up to its update."""
     order = [*shadow.reductions]
     for stage in shadow.configs:
         for key in _keys(shadow, stage):
@@ -357,11 +387,13 @@ def _updated(shadow: Shadow) -> Generator[Call, Any, tuple[int, int]]:
         yield Call("finish_reduction", {**call.arguments})
     for stage in shadow.configs:
         yield Call("finalize", {"stage": stage, "link": _links(shadow, stage)[0]})
+
+
+def _update(shadow: Shadow) -> Plan:
+    """The update of a step, on the first stream."""
     caller = shadow.links[_links(shadow, 0)[0]].caller
     ticket = yield Call("check_update", {"epoch": shadow.epoch, "caller": caller})
-    yield committed(shadow, ticket)
-    ours, theirs = _links(shadow, 0)[:2]
-    return ours, theirs
+    yield from landed(shadow, ticket)
 
 
 def _forward(shadow: Shadow, key: TapeKey, link: int) -> Generator[Call, Any, TapeRef]:
@@ -396,7 +428,8 @@ def telling(process: Process, actions: tuple[Action, ...]) -> tuple[Action, ...]
     changed = []
     for name, given in actions:
         named = dict(zip(TRANSITIONS[name], given, strict=True))
-        if "ticket" in named and _NOISE.keys() & named.keys():
+        reports = "ticket" in named or name == "move_scales"
+        if reports and _NOISE.keys() & named.keys():
             stage = named["stage"] if "stage" in named else memory.slot_stage[named["slot"]]
             for told in _NOISE.keys() & named.keys():
                 asked = "reports_draws" if name == "commit_forward" else "recomputes_draws"

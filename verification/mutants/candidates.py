@@ -29,7 +29,7 @@ from qeffect.relations.constants import (
 from ..calls import Action
 from ..concrete_run import ConcreteRun
 
-__all__ = ["candidates"]
+__all__ = ["candidates", "moved", "share"]
 
 
 def candidates(run: ConcreteRun) -> Iterator[Action]:
@@ -80,6 +80,7 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
         reading = {"stage": stage, "link": pairs.index((reader, domain))}
         yield "start_gradients_read", reading
         yield "finish_gradients_read", reading
+        yield "move_scales", {"stage": stage, "updates": 1}
         for named in {max(epoch - 1, 0), epoch}:
             yield "fail", {"stage": stage, "epoch": named}
         for slot in own:
@@ -104,6 +105,18 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "drain", {"domain": domain}
 
 
+def moved(st: Any, stage: int) -> int:
+    """Return how often an F or dI of a stage moves scales."""
+    return 1 - int(st.epoch_scales[st.domain_of[stage]])
+
+
+def share(st: Any, stage: int) -> tuple[int, int]:
+    """Return one part, as many as the stage has cells, for the next dI; none once all are given."""
+    parts = st.parts[stage] or st.cells[stage]
+    left = st.unweighed[stage] if st.parts[stage] else parts
+    return max(min(left, 1), 0), parts
+
+
 def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict[str, Any]]]:
     st = run.laid.memory
     stage = st.slot_stage[slot]
@@ -118,12 +131,15 @@ def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict
         {
             **ticket,
             **fill,
-            "updates": 1,
+            "updates": moved(st, stage),
             "draws": st.drawn[st.domain_of[stage]] + 1,
         },
     )
-    scales = {"updates": 1, "scales": st.scaled_at[slot], "draws": st.drawn_at[slot]}
-    yield "commit_dgrad", {**ticket, "queued": matrices, **scales}
+    scales = {"scales": st.scaled_at[slot], "draws": st.drawn_at[slot]}
+    scales["updates"] = moved(st, stage)
+    weight, parts = share(st, stage)
+    weighed = {"weight": weight, "parts": parts}
+    yield "commit_dgrad", {**ticket, "queued": matrices, **scales, **weighed}
     yield "commit_wgrad", {**ticket, "covered": matrices}
     cell = st.cell_at[slot]
     if cell is None:
@@ -209,6 +225,10 @@ def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[An
         if name == "draws" and value > 0:
             yield value - 1
         yield NEVER
+    elif name == "weight":
+        yield value + 1
+    elif name == "parts":
+        yield from (value + 1, 0, NEVER)
     elif name == "fill_epoch":
         yield value + 1
         if value != NEVER:

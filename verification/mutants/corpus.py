@@ -27,7 +27,7 @@ from ..concrete_run import ConcreteRun
 from ..process import Process
 from ..walks.schedules import Schedule, ScheduleWalk
 from .byhand import by_hand, telling
-from .candidates import candidates
+from .candidates import candidates, moved, share
 from .probes import Probe, about, harm
 from .processes import MUTANT_PROCESSES
 from .sites import BREAKDOWN, Site, mutant, sites
@@ -76,7 +76,7 @@ class Corpus:
     _counts: Counter[tuple[Any, ...]] = field(factory=Counter)
     _untold: dict[str, dict[Site, Any]] = field(factory=dict)
 
-    def told(self, site: Site) -> Iterator[Probe]:
+    def kept_calls(self, site: Site) -> Iterator[Probe]:
         """Yield every call kept for a site."""
         yield from (probe for probe, _ in self.harmful.get(site, ()))
         for probes in self.renamed.get(site, {}).values():
@@ -89,7 +89,7 @@ class Corpus:
             self._untold.setdefault(site.transition, {})[site] = function
 
     @property
-    def looks(self) -> bool:
+    def searching(self) -> bool:
         """Whether any mutant is left to try."""
         return any(self._untold.values())
 
@@ -213,7 +213,7 @@ def corpus(omit: tuple[str, ...], searched: tuple[str, ...]) -> Corpus:
     found = Corpus(omit, searched)
     wanted = [site for site in sites(omit) if site.transition in searched]
     found.look_for([site for site in wanted if not omit or _is_harmless(site, searched)])
-    if not found.looks:
+    if not found.searching:
         return found
     dice = random.Random(0)
     for process, actions in legal_schedules(omit):
@@ -247,11 +247,21 @@ def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tu
         return whole, epoch
     if transition == "check_forward":
         begun = st.drawn[st.domain_of[stage]] + 1
-        return whole, epoch if named["refresh"] else NEVER, 1, begun
+        return whole, epoch if named["refresh"] else NEVER, moved(st, stage), begun
     if transition == "check_dgrad":
         slot = named["ref"].slot
-        return whole, 1, st.scaled_at[slot], st.drawn_at[slot]
+        scales = moved(st, stage), st.scaled_at[slot]
+        return whole, *scales, st.drawn_at[slot], *share(st, stage)
     return (whole,)
+
+
+def _movements(run: ConcreteRun) -> Iterator[Action]:
+    """Yield a movement of the scales of each domain that has to move before its update ends."""
+    st = run.laid.memory
+    stages = {st.domain_of[config.stage]: config.stage for config in run.process.stages}
+    for domain, stage in stages.items():
+        if st.gathered[domain]:
+            yield "move_scales", (stage, 1)
 
 
 def _is_harmless(site: Site, searched: tuple[str, ...]) -> bool:
@@ -351,6 +361,10 @@ class _Scout:
             place = {"refresh": "stage", "evaluation": "stage", "update": "epoch"}.get(action)
             place = slot if place is None else named[place]
             evidence = _evidence(run, transition, named)
+            if action == "update":
+                for movement in _movements(run):
+                    run.take(movement[0], self.functions[movement[0]], movement[1])
+                    done.append(movement)
             then: Action = (f"commit_{action}", (place, ticket, *evidence))
             done.append(then)
             run.take(then[0], self.functions[then[0]], then[1])

@@ -68,10 +68,21 @@ def about(run: ConcreteRun, transition: str, arguments: tuple[Any, ...]) -> Focu
     slot = focus.slot
     if transition in _AFTER_ENDS and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         focus = evolve(focus, link=st.ended_on[slot])
+    if transition == "wait" and (link := _consumer_of_evaluation(st, named["link"])) is not None:
+        focus = evolve(focus, link=link)
     for stage in _gradients_of(st, transition, named):
         if st.waited[focus.link] < st.landed[stage]:
             focus = evolve(focus, stage=stage)
     return focus
+
+
+def _consumer_of_evaluation(st: Any, link: int) -> int | None:
+    """Return the consumer's link where another stream waits for an evaluation before it does."""
+    domain = st.domain_at[link]
+    if st.unwaited[domain] == 0:
+        return None
+    own = zip(st.domain_at, st.caller_at, strict=True)
+    return next((n for n, pair in enumerate(own) if pair == (domain, st.consumer[0])), None)
 
 
 def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[int, ...]:

@@ -183,5 +183,49 @@ MUTANT_PROCESSES: Final = (
             StageConfig(2, 1, 1, matrices=("w",)),
         ),
     ),
+    Process(
+        "weights",
+        (
+            StageConfig(0, 2, 2, matrices=("w",), weights_sum=(1, 1)),
+            StageConfig(1, 1, 1, matrices=("w",), weights_sum=(1, 2)),
+            StageConfig(2, 1, 1, matrices=("w",)),
+        ),
+    ),
     Process("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),
+    Process(
+        "scales of an epoch",
+        (
+            StageConfig(
+                0, 2, 2, matrices=("w",), scales="epoch", tape_scales="live", reports_updates=True
+            ),
+            StageConfig(1, 1, 1, domain=1, matrices=("w",), scales="epoch"),
+            StageConfig(2, 1, 1, domain=2, matrices=("w",)),
+        ),
+    ),
+    # The consumer's second slot is often free: where an input has no tape, nothing else refuses it.
+    Process(
+        "chunks by messages, a spare slot",
+        (
+            StageConfig(
+                0,
+                2,
+                2,
+                matrices=("w",),
+                sends_output=True,
+                receives_input=True,
+                receives_gradient=True,
+                feeds=1,
+            ),
+            StageConfig(
+                1,
+                2,
+                2,
+                domain=1,
+                matrices=("w",),
+                sends_gradient=True,
+                receives_input=True,
+                receives_gradient=True,
+            ),
+        ),
+    ),
 )

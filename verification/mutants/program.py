@@ -14,7 +14,7 @@ from qeffect.refusals import Refused
 from ..calls import Action
 from .probes import Probe, about, harm
 from .sites import BREAKDOWN
-from .verdicts import Verdict
+from .verdicts import MutantVerdict
 
 __all__ = ["program", "shortest"]
 
@@ -76,7 +76,7 @@ assert {claim}
 '''
 
 
-def program(verdict: Verdict) -> str:
+def program(verdict: MutantVerdict) -> str:
     """
     Return a program that shows why what a mutant lacks is needed.
 
@@ -109,7 +109,7 @@ def program(verdict: Verdict) -> str:
     )
 
 
-def shortest(verdict: Verdict) -> Probe:
+def shortest(verdict: MutantVerdict) -> Probe:
     """Return a verdict's probe with as few leading calls as show the same."""
     assert verdict.probe is not None
     probe = verdict.probe
@@ -126,12 +126,12 @@ def shortest(verdict: Verdict) -> Probe:
     return probe
 
 
-def _harm(verdict: Verdict, probe: Probe) -> list[tuple[str, str]]:
+def _harm(verdict: MutantVerdict, probe: Probe) -> list[tuple[str, str]]:
     """Return what fails; nothing for a refused legal schedule, where the refusal is the harm."""
     return [] if verdict.kind == "legal" else harm(verdict.shown, probe)
 
 
-def _shown(verdict: Verdict, probe: Probe) -> Any:
+def _shown(verdict: MutantVerdict, probe: Probe) -> Any:
     """Return what a probe shows of a mutant: what fails, or the two answers."""
     broken = sorted(_harm(verdict, probe))
     if broken:
@@ -152,7 +152,7 @@ def _shown(verdict: Verdict, probe: Probe) -> Any:
     return answers
 
 
-def _without(verdict: Verdict, probe: Probe, position: int) -> Probe | None:
+def _without(verdict: MutantVerdict, probe: Probe, position: int) -> Probe | None:
     """Return a probe without one of its leading calls, or a check and its end; None if it needs
     them."""
     trace = list(probe.trace)

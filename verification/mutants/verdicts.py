@@ -33,7 +33,7 @@ from .corpus import corpus, legal_schedules
 from .probes import Probe, harm, outcome
 from .sites import BREAKDOWN, Mutant, Site, sites
 
-__all__ = ["CLASSES", "Verdict", "judge", "prepare"]
+__all__ = ["CLASSES", "MutantVerdict", "judge", "prepare"]
 
 #: Kinds of kills, best first, each in words.
 CLASSES: Final = {
@@ -50,7 +50,7 @@ ELSEWHERE: Final = ("order", "arena", "version")
 
 
 @frozen
-class Verdict:
+class MutantVerdict:
     """
     The verdict on a mutant.
 
@@ -103,7 +103,7 @@ class Verdict:
         }
 
 
-def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Verdict:
+def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> MutantVerdict:
     """
     Return the verdict on a mutant.
 
@@ -120,7 +120,7 @@ def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Ver
         or _matters_elsewhere(mutant, searched)
         or _harms_by_induction(mutant)
         or _equivalent(mutant, searched)
-        or Verdict(mutant, "survived", "nothing tells it apart")
+        or MutantVerdict(mutant, "survived", "nothing tells it apart")
     )
     return evolve(found, seconds=time.perf_counter() - began)
 
@@ -128,15 +128,15 @@ def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Ver
 # In reachable states
 
 
-def _harms(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
+def _harms(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
     """Look for a call that the mutant accepts and that breaks a property."""
     for probe, failing in corpus(mutant.omit, searched).harmful.get(mutant.site, ()):
         kind, name = failing[0]
-        return Verdict(mutant, kind, name, probe)
+        return MutantVerdict(mutant, kind, name, probe)
     return None
 
 
-def _refuses_legal(mutant: Mutant) -> Verdict | None:
+def _refuses_legal(mutant: Mutant) -> MutantVerdict | None:
     """Look for a legal schedule with an action that the mutant refuses."""
     functions = mutant.functions.functions
     for process, actions in legal_schedules(mutant.omit):
@@ -146,20 +146,22 @@ def _refuses_legal(mutant: Mutant) -> Verdict | None:
                 functions[transition](memory, *arguments)
             except Refused as refused:
                 probe = Probe(process, actions[:position], transition, arguments, None, Focus())
-                return Verdict(mutant, "legal", f"{transition} is refused: {refused.clause}", probe)
+                return MutantVerdict(
+                    mutant, "legal", f"{transition} is refused: {refused.clause}", probe
+                )
     return None
 
 
-def _names_another(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
+def _names_another(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
     """Look for a refusal that the mutant names by another clause."""
     for answer, probes in corpus(mutant.omit, searched).renamed.get(mutant.site, {}).items():
         for probe in probes:
             if probe.clause is not None:
-                return Verdict(mutant, "clause", f"{probe.clause} becomes {answer}", probe)
+                return MutantVerdict(mutant, "clause", f"{probe.clause} becomes {answer}", probe)
     return None
 
 
-def _matters_elsewhere(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
+def _matters_elsewhere(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
     """Look for any of these in a composition that leaves a relation out."""
     elsewhere = [Mutant(mutant.deleted, (relation,)) for relation in ELSEWHERE]
     elsewhere = [other for other in elsewhere if mutant.site.relation not in other.omit]
@@ -180,12 +182,12 @@ def _finite(omit: tuple[str, ...]) -> tuple[Composition, Any]:
     return composition, solver_of(composition)
 
 
-def _harms_by_induction(mutant: Mutant) -> Verdict | None:
+def _harms_by_induction(mutant: Mutant) -> MutantVerdict | None:
     """Look for any state in a finite scope from which the mutant breaks a property."""
     composition, solver = _finite(mutant.omit)
     broken = Composition(mutant.omit, composition.encoding, mutant.functions)
     failing = next(refuted(broken, mutant.site.transition, solver), None)
-    return None if failing is None else Verdict(mutant, "induction", failing)
+    return None if failing is None else MutantVerdict(mutant, "induction", failing)
 
 
 @cache
@@ -194,7 +196,7 @@ def _unbounded(omit: tuple[str, ...]) -> tuple[Composition, Z3]:
     return composition, Z3(composition)
 
 
-def _equivalent(mutant: Mutant, searched: tuple[str, ...]) -> Verdict | None:
+def _equivalent(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
     """Prove that the mutant equals the contract wherever the invariants hold; find its cover."""
     composition, solver = _unbounded(mutant.omit)
     words = composition.vocabulary
@@ -225,7 +227,7 @@ def _difference(ours: Path, theirs: Path) -> Term | None:
     return z3.Or(changed) if changed else None
 
 
-def _covering(mutant: Mutant, searched: tuple[str, ...]) -> Verdict:
+def _covering(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict:
     """
     Find what does an equivalent mutant's work.
 
@@ -233,11 +235,11 @@ def _covering(mutant: Mutant, searched: tuple[str, ...]) -> Verdict:
     does harm, or at least names the refusal otherwise.
     """
     site = mutant.site
-    named: Verdict | None = None
+    named: MutantVerdict | None = None
     found = corpus(mutant.omit, searched)
     for other, together in _companions(site, mutant.omit):
         both, alone = Mutant(together, mutant.omit), Mutant((other,), mutant.omit)
-        for probe in found.told(together[0]):
+        for probe in found.kept_calls(together[0]):
             try:
                 if outcome(probe.run(mutant.omit), probe, alone) != site.clause:
                     continue
@@ -247,13 +249,13 @@ def _covering(mutant: Mutant, searched: tuple[str, ...]) -> Verdict:
             done = harm(both, probe)
             if done:
                 why = f"covered by {other.clause}; without both, {done[0][1]} fails"
-                return Verdict(mutant, "equivalent", why, probe, both)
+                return MutantVerdict(mutant, "equivalent", why, probe, both)
             if clause != site.clause and named is None:
                 why = f"covered by {other.clause}; without it, this refuses, else {clause} would"
-                named = Verdict(mutant, "equivalent", why, probe, both)
+                named = MutantVerdict(mutant, "equivalent", why, probe, both)
     if named is not None:
         return named
-    return Verdict(mutant, "equivalent", "nothing was found that covers it")
+    return MutantVerdict(mutant, "equivalent", "nothing was found that covers it")
 
 
 def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple[Site, ...]]]:

@@ -30,8 +30,8 @@ from .obligations import Composition, Goal, Obligation
 
 __all__ = ["MEMBERS", "MOVED", "NAME", "recurring"]
 
-#: What is proved of each path and family.
-NAME: Final = "a moved step is the same step"
+#: What is proved of each path and family: the promise of a step in one call.
+NAME: Final = "steps.moved-alike"
 
 #: The columns that a move changes within a step: those of a recorded step, and the tickets that are
 #: out between a check and its commit. No evaluation is part of a recorded step, and its transitions

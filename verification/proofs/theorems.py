@@ -43,6 +43,9 @@ _KINDS = {
 _SPEAKING = frozenset({"ownership.generation-bounded", "ownership.reference"})
 _REFERENCE = "ownership.right-reference"
 
+#: The one clause of a commit that is neither about its ticket nor about its arguments.
+_LATE = "order.scales-not-moved"
+
 #: The greatest generation of a 64-bit counter.
 _LAST = (1 << 64) - 1
 
@@ -135,13 +138,18 @@ def tickets(composition: Composition) -> Iterator[Goal]:
         ]
         if action == "update":
             facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)
+            if transition == "commit_update":
+                # All scales that move once an epoch have moved.
+                domain = enc.const("own.d", "domain")
+                facts += enc.close({"own.d": "domain"}, h.gathers[enc.sym(domain)].term == 0)
         else:
             place = "stage" if action in ("refresh", "evaluation") else "slot"
             facts.append(enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term)
             facts += _whole(composition, transition)
         for path in paths:
             if path.clause is not None:
-                yield _never("a ticket is honoured", "commit", path, facts, {"version"})
+                about = {"version", "order"} if path.clause == _LATE else {"version"}
+                yield _never("a ticket is honoured", "commit", path, facts, about)
 
 
 def _whole(composition: Composition, transition: str) -> list[Term]:
@@ -159,9 +167,10 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
         "covered": st.matrices[stage].term,
         "filled": st.matrices[stage].term,
         "fill_epoch": fresh if filling is None else z3.If(filling, fresh, NEVER),
-        "updates": z3.IntVal(0 if evaluates else 1),
+        "updates": z3.IntVal(0) if evaluates else 1 - st.epoch_scales[st.domain_of[stage]].term,
         "scales": None if by_stage else h.scaled_by[at].term,
         "draws": None if by_stage else _drawn(transition, st, h, at, stage),
+        "parts": z3.If(h.counted_in[stage].term == 0, 1, h.counted_in[stage].term),
     }
     if evaluates:
         right["fill_epoch"] = z3.IntVal(NEVER)

@@ -51,7 +51,6 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
     ),
     "evaluation under way": lambda st, argument: st.evaluating[argument("stage", "stage")] != 0,
     "contradiction": lambda st, argument: False,
-    "dW without F": lambda st, argument: st.every(st.forwards, 0) & ~st.every(st.wgrads, 0),
 }
 
 

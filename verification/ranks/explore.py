@@ -27,7 +27,7 @@ from qeffect.spec.ranks import BETWEEN, NOBODY, RANK_PROMISES, RANK_STEPS, STEP
 from .concrete_state import ConcreteState, Impossible, Size, broken
 from .launches import LAUNCH_LEMMAS, LAUNCHES
 from .lemmas import LEMMAS
-from .protocol import TRANSITIONS, Transition
+from .protocol import TRANSITIONS, RankTransition
 
 __all__ = ["SCOPES", "Found", "RankScope", "explore"]
 
@@ -54,7 +54,7 @@ class RankScope:
     says: str = ""
 
     @property
-    def transitions(self) -> list[Transition]:
+    def transitions(self) -> list[RankTransition]:
         """The transitions that take part."""
         found = LAUNCHES if self.size.launches else TRANSITIONS
         return [t for t in found.values() if t.name not in self.leave_out]
@@ -201,7 +201,7 @@ class _Search:
         transition: str,
         without: frozenset[str],
         lemmas: bool,
-        instead: Mapping[str, Transition],
+        instead: Mapping[str, RankTransition],
     ) -> None:
         self.scope = scope
         self.mutated = transition
@@ -432,7 +432,7 @@ def _apart(state: ConcreteState) -> bool:
     )
 
 
-def _told(transition: Transition, given: tuple[int, ...]) -> str:
+def _told(transition: RankTransition, given: tuple[int, ...]) -> str:
     return ", ".join(f"{sort} {one}" for sort, one in zip(transition.arguments, given, strict=True))
 
 
@@ -442,7 +442,7 @@ def explore(
     transition: str = "",
     without: frozenset[str] = frozenset(),
     lemmas: bool = True,
-    instead: Mapping[str, Transition] = MappingProxyType({}),
+    instead: Mapping[str, RankTransition] = MappingProxyType({}),
 ) -> Found:
     """
     Walk every state of a scope, and stop at the first violation.

@@ -16,11 +16,11 @@ from typing import Any, Final
 from qeffect.spec.predicates import Register, choose, implies
 from qeffect.spec.ranks import NOBODY
 
-from .protocol import Transition
+from .protocol import RankTransition
 
 __all__ = ["LAUNCHES", "LAUNCH_LEMMAS"]
 
-_FOUND: dict[str, Transition] = {}
+_FOUND: dict[str, RankTransition] = {}
 #: Proved beside the promises.
 LAUNCH_LEMMAS: Final = Register()
 
@@ -28,7 +28,7 @@ LAUNCH_LEMMAS: Final = Register()
 def _transition(*arguments: str, fault: bool = False) -> Callable[..., Any]:
     def enter(function: Callable[..., None]) -> Callable[..., None]:
         name = function.__name__
-        _FOUND[name] = Transition(name, function, arguments, fault)
+        _FOUND[name] = RankTransition(name, function, arguments, fault)
         return function
 
     return enter
@@ -98,7 +98,7 @@ def vote_after_skip(st: Any, r: Any) -> None:
 
 @_transition("rank", fault=True)
 def vote_no(st: Any, r: Any) -> None:
-    """The device's counters differ from those that the host committed: it votes no."""
+    """The device's counters are unexpected, or two runs of the step differ: it votes no."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
     st.voted[r] = st.voted[r] + 1
 
@@ -197,7 +197,7 @@ def die(st: Any, r: Any) -> None:
     st.cut[r] = 1
 
 
-LAUNCHES: Final[Mapping[str, Transition]] = dict(_FOUND)
+LAUNCHES: Final[Mapping[str, RankTransition]] = dict(_FOUND)
 
 
 @LAUNCH_LEMMAS("launches.host-order", r="rank")

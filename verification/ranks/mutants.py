@@ -17,7 +17,7 @@ from qeffect.spec.ranks import NOBODY
 
 from .explore import SCOPES, explore
 from .launches import LAUNCHES
-from .protocol import TRANSITIONS, Transition
+from .protocol import TRANSITIONS, RankTransition
 from .prove import prove
 from .symbolic_state import asked
 
@@ -52,7 +52,7 @@ class ProtocolMutant:
     transition: str
     without: str
     says: str = ""
-    instead: Mapping[str, Transition] = {}
+    instead: Mapping[str, RankTransition] = {}
     scopes: tuple[str, ...] = tuple(SCOPES)
 
     @property

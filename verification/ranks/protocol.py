@@ -25,11 +25,11 @@ from attrs import frozen
 from qeffect.spec.predicates import choose, implies
 from qeffect.spec.ranks import AGREED, BETWEEN, NOBODY, STEP, receiving, sending
 
-__all__ = ["FAULTS", "TRANSITIONS", "Transition"]
+__all__ = ["FAULTS", "TRANSITIONS", "RankTransition"]
 
 
 @frozen
-class Transition:
+class RankTransition:
     """
     One transition of the protocol.
 
@@ -51,13 +51,13 @@ class Transition:
         return " ".join((self.run.__doc__ or "").split())
 
 
-_FOUND: dict[str, Transition] = {}
+_FOUND: dict[str, RankTransition] = {}
 
 
 def _transition(*arguments: str, fault: bool = False) -> Callable[..., Any]:
     def enter(function: Callable[..., None]) -> Callable[..., None]:
         name = function.__name__
-        _FOUND[name] = Transition(name, function, arguments, fault)
+        _FOUND[name] = RankTransition(name, function, arguments, fault)
         return function
 
     return enter
@@ -495,6 +495,6 @@ def crash(st: Any, r: Any) -> None:
     st.up[r] = 0
 
 
-TRANSITIONS: Final[Mapping[str, Transition]] = dict(_FOUND)
+TRANSITIONS: Final[Mapping[str, RankTransition]] = dict(_FOUND)
 #: What went wrong, as against what the protocol does.
 FAULTS: Final = frozenset(t.name for t in TRANSITIONS.values() if t.fault)

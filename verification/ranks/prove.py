@@ -30,7 +30,7 @@ from ..symbolic import Sym
 from ..symbolic.solver import TIMEOUT, answer, new_solver
 from .launches import LAUNCH_LEMMAS, LAUNCHES
 from .lemmas import CONFIGURATION, LEMMAS
-from .protocol import TRANSITIONS, Transition
+from .protocol import TRANSITIONS, RankTransition
 from .symbolic_state import (
     COLUMNS,
     SymbolicState,
@@ -58,7 +58,7 @@ class Protocol:
         steps: What holds whenever a transition is taken.
     """
 
-    transitions: Mapping[str, Transition]
+    transitions: Mapping[str, RankTransition]
     given: tuple[Predicate, ...]
     invariants: tuple[Predicate, ...]
     steps: tuple[Predicate, ...]
@@ -109,7 +109,7 @@ def prove(
     seed: int = 0,
     timeout: int = TIMEOUT,
     progress: Callable[[str], None] | None = None,
-    instead: Mapping[str, Transition] = MappingProxyType({}),
+    instead: Mapping[str, RankTransition] = MappingProxyType({}),
 ) -> Iterator[Answer]:
     """
     Prove every obligation, or those of one transition.
@@ -144,7 +144,7 @@ def _initially(protocol: Protocol, how: tuple[int, int]) -> Iterator[Answer]:
 
 
 def _kept(
-    protocol: Protocol, transition: Transition, without: frozenset[str], how: tuple[int, int]
+    protocol: Protocol, transition: RankTransition, without: frozenset[str], how: tuple[int, int]
 ) -> Iterator[Answer]:
     before = fresh()
     conditions, after, arguments = run(transition, before, without)
@@ -165,7 +165,7 @@ def _kept(
 
 def _answer(
     protocol: Protocol,
-    transition: Transition,
+    transition: RankTransition,
     claim: Predicate,
     before: Symbols,
     arguments: dict[str, Any],

@@ -10,7 +10,8 @@ what the hosts of all ranks read.
   that step, or if the rank voted yes to a later step.
 - A device skipped an update if its host read a no, or reported weights before that step.
 
-Of what nothing follows, the replay takes nothing: a killed rank's device may have done either.
+If neither follows, the replay decides neither: a killed rank's device may have taken the update or
+not.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from qeffect.spec.ranks import NOBODY
 
 from .concrete_state import Impossible
 from .launches import LAUNCHES
+from .messages_of_logs import MESSAGE_EVENTS
 from .protocol import TRANSITIONS
 from .replayed_state import ReplayedState, UnlikeError, same
 
-__all__ = ["LAUNCH_EVENTS", "LaunchesOfRank", "Told", "told_by"]
+__all__ = ["LAUNCH_EVENTS", "LaunchFacts", "LaunchesOfRank", "launch_facts"]
 
 #: Events of steps that are one launch, beside those of guarded steps.
 LAUNCH_EVENTS: Final = frozenset({"captured", "launch", "votes", "leave", "resume", "report"})
-_OF_A_STEP: Final = frozenset({"post_send", "post_receive", "sent", "received", "finish"})
+_OF_A_STEP: Final = frozenset({*MESSAGE_EVENTS, "finish"})
 
 _Event = Mapping[str, Any]
 #: Makes a step of the replay: an event, the transition's name, and what it does.
@@ -40,7 +42,7 @@ _Make = Callable[..., Any]
 
 
 @attrs.frozen
-class Told:
+class LaunchFacts:
     """
     What the logs of all ranks tell about launches.
 
@@ -78,7 +80,7 @@ def _moved(votes: Any, reports: Mapping[int, int], r: int, epoch: int) -> bool |
     return epoch < reports[r] if r in reports else None
 
 
-def told_by(events: Mapping[int, tuple[_Event, ...]]) -> Told:
+def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
     """
     Collect what logs tell.
 
@@ -111,7 +113,9 @@ def told_by(events: Mapping[int, tuple[_Event, ...]]) -> Told:
     for r, epoch in launched:
         if _moved(votes, reports, r, epoch):
             yes |= {(q, epoch) for q in events}
-    return Told(frozenset(agreed), frozenset(captures), votes, reports, launched, frozenset(yes))
+    return LaunchFacts(
+        frozenset(agreed), frozenset(captures), votes, reports, launched, frozenset(yes)
+    )
 
 
 @attrs.define(eq=False)
@@ -122,7 +126,7 @@ class LaunchesOfRank:
     Args:
         st: The state.
         r: The rank.
-        told: What all logs tell.
+        facts: What all logs tell.
         tally: Counts of what happened.
         phase: ``none``, ``capture``, ``left out`` (a capture that the ranks did not agree to),
             ``launches`` or ``paused`` (between `leave` and `resume`).
@@ -131,7 +135,7 @@ class LaunchesOfRank:
 
     st: ReplayedState
     r: int
-    told: Told
+    facts: LaunchFacts
     tally: Counter[str]
     phase: str = "none"
     capture: int = -1
@@ -139,7 +143,7 @@ class LaunchesOfRank:
     @property
     def takes_part(self) -> bool:
         """Whether launches have begun on some rank, and no guarded step followed."""
-        captures = self.phase == "capture" and self.capture in self.told.agreed
+        captures = self.phase == "capture" and self.capture in self.facts.agreed
         return captures or self.phase in ("launches", "paused")
 
     def leaves_out(self, event: _Event) -> bool:
@@ -147,7 +151,7 @@ class LaunchesOfRank:
         what = event["event"]
         if what == "capture":
             self.capture = event["epoch"]
-            self.phase = "capture" if self.capture in self.told.captures else "left out"
+            self.phase = "capture" if self.capture in self.facts.captures else "left out"
         elif what == "stop" and not self.takes_part:
             self.phase = "none"
         return self.phase == "left out" and what in {*_OF_A_STEP, "capture", "consent"}
@@ -262,10 +266,10 @@ class LaunchesOfRank:
 
     def device(self, make: _Make) -> Iterator[Any]:
         """What the rank's device did, as far as the logs tell."""
-        r, told = self.r, self.told
-        for epoch in sorted(e for q, e in told.launched if q == r):
-            moved, yes = told.moved(r, epoch), told.voted_yes(r, epoch)
-            event = told.votes.get((r, epoch), told.launched[r, epoch])
+        r, facts = self.r, self.facts
+        for epoch in sorted(e for q, e in facts.launched if q == r):
+            moved, yes = facts.moved(r, epoch), facts.voted_yes(r, epoch)
+            event = facts.votes.get((r, epoch), facts.launched[r, epoch])
             if moved is None and not yes:
                 return
             name = "vote_yes" if yes else "vote_no"

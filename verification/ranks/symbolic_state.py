@@ -14,7 +14,7 @@ from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
 from ..symbolic import Array, Encoding, Scalar, Sym, raw
-from .protocol import Transition
+from .protocol import RankTransition
 
 __all__ = [
     "COLUMNS",
@@ -101,7 +101,8 @@ class SymbolicState:
 
     Args:
         symbols: A term for each column.
-        without: Names of needs that the protocol does not ask, and ``COLUMN =`` for writes that it
+        without: Names of conditions that the protocol leaves out, and ``COLUMN =`` for writes that
+        it
             leaves out.
     """
 
@@ -166,7 +167,7 @@ class _One(Scalar):
             super().__setitem__(index, value)
 
 
-def asked(transition: Transition) -> list[str]:
+def asked(transition: RankTransition) -> list[str]:
     """Return the names of the conditions that a transition asks for."""
     state = SymbolicState(fresh())
     transition.run(state, *(Sym(ENCODING.const(s, s), {}) for s in transition.arguments))
@@ -192,7 +193,7 @@ def closed(predicate: Predicate, symbols: Symbols) -> Any:
 
 
 def run(
-    transition: Transition, symbols: Symbols, without: frozenset[str] = frozenset()
+    transition: RankTransition, symbols: Symbols, without: frozenset[str] = frozenset()
 ) -> tuple[list[Any], Symbols, dict[str, Any]]:
     """
     Run a transition from an arbitrary state.

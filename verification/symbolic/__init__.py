@@ -8,7 +8,7 @@ compiles it to NumPy.
 
 from .encoding import ARGUMENTS, Encoding, Memory, flat_arguments
 from .paths import Path, PathTable, merge, merged, path_table
-from .terms import Array, Run, Scalar, Sym, UndecidedError, lift, raw
+from .terms import Array, PathRun, Scalar, Sym, UndecidedError, lift, raw
 
 __all__ = [
     "ARGUMENTS",
@@ -16,8 +16,8 @@ __all__ = [
     "Encoding",
     "Memory",
     "Path",
+    "PathRun",
     "PathTable",
-    "Run",
     "Scalar",
     "Sym",
     "UndecidedError",

@@ -16,7 +16,7 @@ from attrs import define, field
 from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG, Column
 
-from .terms import Array, Constants, Run, Scalar, Sym, Term, lift, raw
+from .terms import Array, Constants, PathRun, Scalar, Sym, Term, lift, raw
 
 __all__ = ["ARGUMENTS", "Encoding", "Memory", "flat_arguments"]
 
@@ -48,6 +48,8 @@ ARGUMENTS: Mapping[str, str] = {
     "updates": "int",
     "scales": "int",
     "draws": "int",
+    "weight": "int",
+    "parts": "int",
     "ref.slot": "slot",
     "ref.generation": "generation",
     "ref.incarnation": "int",
@@ -174,11 +176,11 @@ class Encoding:
         entry."""
         return self.array(name, () if column.index == "one" else (column.index,), column.values)
 
-    def view(self, term: Term, run: Run | None = None) -> Array | Scalar:
+    def view(self, term: Term, run: PathRun | None = None) -> Array | Scalar:
         """Return a column that Python code can index."""
         return (Array if z3.is_array(term) else Scalar)(term, self.constants, run)
 
-    def sym(self, term: Term, run: Run | None = None) -> Sym:
+    def sym(self, term: Term, run: PathRun | None = None) -> Sym:
         """Return a term that Python code can compute with."""
         return Sym(term, self.constants, run)
 
@@ -217,13 +219,13 @@ class Encoding:
 
     # Memory and arguments
 
-    def memory(self, run: Run | None = None) -> Memory:
+    def memory(self, run: PathRun | None = None) -> Memory:
         """Return the memory before a transition."""
         return Memory(
             self, {n: self.column(n, c) for n, c in (*CONFIG.items(), *STATE.items())}, run
         )
 
-    def arguments(self, transition: str, run: Run | None = None) -> tuple[Any, ...]:
+    def arguments(self, transition: str, run: PathRun | None = None) -> tuple[Any, ...]:
         """Return the arguments of a transition, as its composed function takes them."""
         made: dict[str, Any] = {}
         for flat, sort in flat_arguments(transition).items():
@@ -272,7 +274,7 @@ class Memory:
     """
 
     def __init__(
-        self, encoding: Encoding, terms: Mapping[str, Term], run: Run | None = None
+        self, encoding: Encoding, terms: Mapping[str, Term], run: PathRun | None = None
     ) -> None:
         self._encoding = encoding
         self._before = dict(terms)

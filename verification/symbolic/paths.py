@@ -16,7 +16,7 @@ from qeffect.engine.stage import Transitions
 from qeffect.refusals import Refused
 
 from .encoding import Encoding
-from .terms import Run, Shared, Term, raw
+from .terms import PathRun, Shared, Term, raw
 
 __all__ = ["Path", "PathTable", "merge", "merged", "path_table", "paths"]
 
@@ -79,7 +79,7 @@ def paths(transition: str, function: Callable[..., Any], encoding: Encoding) -> 
     shared = Shared()
     index = 0
     while todo:
-        run = Run(todo.pop(), shared=shared)
+        run = PathRun(todo.pop(), shared=shared)
         memory = encoding.memory(run)
         clause = returned = None
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import z3
 from attrs import define, field
 
-__all__ = ["Array", "Run", "Scalar", "Shared", "Sym", "UndecidedError", "lift", "raw"]
+__all__ = ["Array", "PathRun", "Scalar", "Shared", "Sym", "UndecidedError", "lift", "raw"]
 
 Term = Any  # a z3.ExprRef; z3 ships no type information
 
@@ -21,7 +21,7 @@ class UndecidedError(TypeError):
 
 
 @define
-class Run:
+class PathRun:
     """
     One execution of a transition: the decision of each test that it met.
 
@@ -218,7 +218,7 @@ class Sym:
     __hash__ = None  # type: ignore[assignment]  # equality builds a term
     __slots__ = ("constants", "run", "term")
 
-    def __init__(self, term: Term, constants: Constants, run: Run | None = None) -> None:
+    def __init__(self, term: Term, constants: Constants, run: PathRun | None = None) -> None:
         self.term = term
         self.constants = constants
         self.run = run
@@ -333,7 +333,7 @@ class Array:
 
     __slots__ = ("constants", "run", "term")
 
-    def __init__(self, term: Term, constants: Constants, run: Run | None = None) -> None:
+    def __init__(self, term: Term, constants: Constants, run: PathRun | None = None) -> None:
         self.term = term
         self.constants = constants
         self.run = run
@@ -364,7 +364,7 @@ class Scalar:
 
     __slots__ = ("constants", "run", "term")
 
-    def __init__(self, term: Term, constants: Constants, run: Run | None = None) -> None:
+    def __init__(self, term: Term, constants: Constants, run: PathRun | None = None) -> None:
         self.term = term
         self.constants = constants
         self.run = run

@@ -275,6 +275,8 @@ def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
                 ]
                 call = Call(transition, {**right.arguments, "evidence": ("x",)})
                 return _twisted(call, partial, pick)
+        if transition == "commit_update" and mine and shadow.gathered() and pick(2):
+            return Call(transition, {"ticket": mine[0], "evidence": ()})
         if not tickets:
             return None
         ticket = tickets[pick(len(tickets))]
@@ -306,6 +308,10 @@ def _wrong_reports(shadow: Shadow, ticket: Ticket, told: dict[str, Any]) -> list
         wrong += [("draws", value) for value in (None, *([max(earlier)] if earlier else []))]
     elif "draws" in told:
         wrong += [("draws", value) for value in (None, told["draws"] + 1)]
+    if "weight" in told:
+        above, below = told["weight"]
+        other = [(above, below + 1)] if shadow.stages[flight.stage].weights else []
+        wrong += [("weight", value) for value in (None, *other)]
     return wrong
 
 
@@ -336,6 +342,13 @@ def _finalize(shadow: Shadow, pick: Pick) -> Call:
     stage = _any_stage(shadow, pick)
     call = Call("finalize", {"stage": stage, "link": a_link(shadow, stage, pick)})
     return _twisted(call, _links(shadow), pick)
+
+
+def _movement(shadow: Shadow, pick: Pick) -> Call:
+    stage = _any_stage(shadow, pick)
+    told = 1 if shadow.configs[stage].reports_updates else None
+    call = Call("move_scales", {"stage": stage, "updates": told})
+    return _twisted(call, [("updates", value) for value in (None, 0, 2)], pick)
 
 
 def _reader(transition: str) -> Callable[[Shadow, Pick], Call | None]:
@@ -393,6 +406,7 @@ _ATTEMPTS: dict[str, Callable[[Shadow, Pick], Call | None]] = {
             "caller": shadow.process.callers[pick(len(shadow.process.callers))],
         },
     ),
+    "move_scales": _movement,
     "fail": lambda shadow, pick: Call(
         "fail", {"stage": _any_stage(shadow, pick), "epoch": shadow.epoch + 1 + pick(2)}
     ),

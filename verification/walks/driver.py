@@ -35,10 +35,12 @@ _NUMBERS = ("updates", "scales", "draws")
 _EVERY = 8
 #: Supporting calls before the attempt of a rare refusal.
 _SUPPORT = 3
-#: The targets that an update's own ticket with a wrong epoch meets, and nothing else does.
+#: The targets that only an update in flight meets.
 _DURING_UPDATE = (
     ("commit_update", "epoch.unknown-ticket"),
     ("abort_update", "epoch.unknown-ticket"),
+    ("move_scales", "order.nothing-gathered"),
+    ("move_scales", "order.scaling-updates"),
 )
 #: What Python raises where a broken contract reads an unknown name instead of refusing.
 _BREAKDOWN = (LookupError, TypeError, ValueError, AttributeError)
@@ -65,6 +67,8 @@ _FLEETING = tuple(
         "mid-epoch",
         "duplicate",
         "missing",
+        "nothing-gathered",
+        "scales-not-moved",
     }
 )
 
@@ -243,7 +247,8 @@ class Driver(RandomWalk):
     def _expect_wrong_evidence(self, call: Call, clause: str, before: Any) -> None:
         """The transition itself changes nothing; the public call then aborts the action."""
         ticket: Ticket = call.arguments["ticket"]
-        given = self._told(call)
+        ends_update = call.transition == "commit_update"
+        given = () if ends_update else self._told(call)
         transition = self.contract.transitions.functions[call.transition]
         attempts: tuple[Callable[[], Any], ...] = (
             lambda: transition(self.contract.memory, ticket.slot, ticket.serial, *given),
@@ -266,7 +271,8 @@ class Driver(RandomWalk):
             before = None
         del self.steps[-1]
         self._count(call, clause)
-        self.shadow.happened(Call("abort_wgrad", {"ticket": ticket}), None)
+        abort = "abort_update" if ends_update else "abort_wgrad"
+        self.shadow.happened(Call(abort, {"ticket": ticket}), None)
 
     def _told(self, call: Call) -> tuple[Any, ...]:
         """Return what a commit reports, as the transition's arguments."""
@@ -279,11 +285,12 @@ class Driver(RandomWalk):
         numbers = {n: NEVER if told.get(n) is None else told[n] for n in _NUMBERS}
         fill = tuple(sorted(name for name, _ in pairs)), pairs[0][1] if pairs else NEVER
         whole = tuple(sorted(told["evidence"]))
+        weighed = self.shadow.configs[flight.stage].counted(told.get("weight"))
         return {
             "commit_refresh": fill,
             "commit_evaluation": (fill[1], numbers["updates"]),
             "commit_forward": (*fill, numbers["updates"], numbers["draws"]),
-            "commit_dgrad": (whole, *numbers.values()),
+            "commit_dgrad": (whole, *numbers.values(), *weighed),
             "commit_wgrad": (whole,),
         }[call.transition]
 

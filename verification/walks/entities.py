@@ -68,6 +68,7 @@ class Stage:
     final: bool = False
     wrote: int = 0
     evaluating: int | None = None
+    weights: list[tuple[int, int]] = field(factory=list)
 
 
 @define
@@ -84,13 +85,15 @@ class Domain:
     """
     The scaling state of a domain, and its graph stream.
 
-    ``drained`` is when the host last saw the domain's device work finish, ``evaluated`` when its
-    latest evaluation was committed.
+    ``gathered`` counts the F and dI since the scales of an epoch moved. ``drained`` is when the
+    host last saw the domain's device work finish, ``evaluated`` when its latest evaluation was
+    committed.
     """
 
     updates: int = 0
     of_walk: int = 0
     rolled_at: int = 0
+    gathered: int = 0
     drawn: set[int] = field(factory=set)
     running: set[int] = field(factory=set)
     poisoned: bool = False

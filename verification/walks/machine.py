@@ -60,7 +60,7 @@ class RandomReport:
         uncovered: Transitions that were never accepted, and clauses that never refused in a
             transition that the specification names for them.
         seconds: Wall-clock time.
-        failure: The mismatch, with the shrunk schedule and its timeline; empty if there was none.
+        failure: The mismatch, with the shrunk schedule and its timeline; empty without a mismatch.
     """
 
     schedules: int = 0

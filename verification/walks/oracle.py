@@ -10,13 +10,14 @@ must name the first clause of the list.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from qeffect import TapeKey, TapeRef, Ticket
 from qeffect.keys import Cell
 
 from ..calls import Call
-from .entities import Slot
+from .entities import Slot, Stage
 from .shadow import Shadow
 
 __all__ = ["broken", "seat", "violations"]
@@ -507,6 +508,7 @@ def _commit(
     updates: Any = None,
     scales: Any = None,
     draws: Any = None,
+    weight: Any = None,
 ) -> Findings:
     yield from _ticket(shadow, ticket)
     if ticket.action in ("dI", "dW") and ticket.key is not None:
@@ -526,7 +528,8 @@ def _commit(
                 yield "version.fill-missing"
             if not pairs or any(epoch != shadow.epoch for _, epoch in pairs):
                 yield "version.wrong-fill"
-    asked = {"F": 1, "dI": 1, "evaluation": 0}
+    moves = int(config.scales == "action")
+    asked = {"F": moves, "dI": moves, "evaluation": 0}
     if config.reports_updates and updates != asked.get(ticket.action, updates):
         yield "order.scaling-updates"
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
@@ -539,6 +542,19 @@ def _commit(
     if config.recomputes_draws and ticket.action == "dI" and flight.slot is not None:
         if draws != shadow.slots[flight.slot].drawn_at:
             yield "order.wrong-draws"
+    if config.weights_sum is not None and ticket.action == "dI":
+        earlier_weights = shadow.stages[flight.stage].weights
+        if weight is None or any(below != weight[1] for _, below in earlier_weights):
+            yield "epoch.other-parts"
+
+
+def _weighs(stage: Stage) -> bool:
+    """Whether the weights of a stage's gradients add up to the declared sum."""
+    config = stage.config
+    if config.weights_sum is None:
+        return True
+    wanted = Fraction(*config.weights_sum) * config.blocks * config.invocations
+    return sum(Fraction(*weight) for weight in stage.weights) == wanted
 
 
 def _read(shadow: Shadow, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
@@ -761,8 +777,6 @@ def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "ownership.live-tape"
     if any(stage.filling is not None for stage in stages):
         yield "version.in-flight"
-    if any(domain.running for domain in shadow.domains):
-        yield "order.in-flight"
     if shadow.update is not None or any(stage.evaluating is not None for stage in stages):
         yield "epoch.in-flight"
     if shadow.half_updated:
@@ -771,6 +785,8 @@ def _check_update(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
         yield "epoch.wrong-epoch"
     if epoch != shadow.epoch or not all(stage.final for stage in stages):
         yield "epoch.not-final"
+    if not all(map(_weighs, stages)):
+        yield "epoch.wrong-weights"
     if caller != shadow.reader:
         yield "completion.update-stream"
     if shadow.readers:
@@ -792,6 +808,23 @@ def _end_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
         yield "ownership.unknown-ticket"
     elif mine is None or (ticket.serial, ticket.slot) != (mine.serial, mine.slot):
         yield "epoch.unknown-ticket"
+
+
+def _commit_update(shadow: Shadow, ticket: Ticket, evidence: Any = ()) -> Findings:
+    """The scales of an epoch move before its update ends."""
+    yield from _end_update(shadow, ticket)
+    if any(domain.gathered for domain in shadow.domains):
+        yield "order.scales-not-moved"
+
+
+def _move_scales(shadow: Shadow, stage: int, updates: int | None = None) -> Findings:
+    """The scales of an epoch move once, in its update."""
+    if shadow.update is None:
+        yield "order.moves-outside-update"
+    if not shadow.domain(stage).gathered:
+        yield "order.nothing-gathered"
+    if shadow.configs[stage].reports_updates and updates != 1:
+        yield "order.scaling-updates"
 
 
 def _fail(shadow: Shadow, stage: int, epoch: int) -> Findings:
@@ -880,7 +913,8 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "finish_gradients_read": _finish_gradients_read,
     "next_walk": _next_walk,
     "check_update": _check_update,
-    "commit_update": _end_update,
+    "move_scales": _move_scales,
+    "commit_update": _commit_update,
     "abort_update": _end_update,
     "fail": _fail,
     "checkpoint": _checkpoint,

@@ -196,6 +196,26 @@ PROCESSES: tuple[Process, ...] = (
             _stage(1, microbatches=1, slots=1, reports_draws=True),
         ],
     ),
+    Process(
+        "reports, weights",
+        [
+            _stage(microbatches=3, slots=2, weights_sum=(1, 2)),
+            _stage(1, microbatches=1, slots=1, invocations=2, weights_sum=(1, 1)),
+        ],
+    ),
+    Process(
+        "scales of an epoch",
+        [
+            _stage(microbatches=2, tape_scales="live", scales="epoch", **_REPORTS),
+            _stage(1, microbatches=1, slots=1, scales="epoch", reports_updates=True),
+            _stage(2, domain=1, microbatches=1, slots=1, scales="epoch"),
+            _stage(3, domain=2, microbatches=1, slots=1),
+        ],
+    ),
+    Process(
+        "scales of an epoch, carried",
+        [_stage(microbatches=2, tape_scales="carried", scales="epoch", **_REPORTS)],
+    ),
     Process("without version", [_stage(0), _stage(1, microbatches=2)], omit={"version"}),
     Process("without order", [_stage(0, pool="p"), _stage(1, reduces=True)], omit={"order"}),
     Process("without arena", [_stage(0), _stage(1, microbatches=1)], omit={"arena"}),

@@ -30,6 +30,7 @@ __all__ = [
     "damage",
     "evidence",
     "key_of",
+    "landed",
     "link_of",
     "prepared",
     "progress",
@@ -178,14 +179,37 @@ def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
     if config.reports_fills and flight.filling:
         told["filled"] = dict.fromkeys(config.matrices, shadow.epoch)
     if config.reports_updates and ticket.action in ("F", "dI", "evaluation"):
-        told["updates"] = 0 if ticket.action == "evaluation" else 1
+        told["updates"] = int(ticket.action != "evaluation" and config.scales == "action")
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
         told["scales"] = shadow.slots[flight.slot].scaled_at
     if config.reports_draws and ticket.action == "F":
         told["draws"] = max(shadow.domain(flight.stage).drawn, default=-1) + 2
     if config.recomputes_draws and ticket.action == "dI" and flight.slot is not None:
         told["draws"] = shadow.slots[flight.slot].drawn_at
+    if config.weights_sum is not None and ticket.action == "dI":
+        told["weight"] = _weight(shadow, ticket, flight.stage)
     return told
+
+
+def _weight(shadow: Shadow, ticket: Ticket, index: int) -> tuple[int, int]:
+    """
+    Return the weight of a microbatch: one part, and all that are left for a walk's last dI.
+
+    Some dI have one part more. After a last one, the weights of the epoch are wrong.
+    """
+    stage = shadow.stages[index]
+    config = stage.config
+    assert config.weights_sum is not None
+    above, below = config.weights_sum
+    cells = config.cells()
+    parts = above * len(cells)  # of what all weights add up to
+    left = parts - sum(given for given, _ in stage.weights)
+    left_out = sum(cell[0] == index for cell in shadow.skipped)
+    last = stage.dgrads + left_out == len(cells) - 1
+    odd = ticket.serial % (4 if last else 13) == 0
+    given = left if last else min(left, 1)
+    share = len(cells) * below // (config.blocks * config.invocations)
+    return max(given, 0) + odd, share
 
 
 #: What the transitions call each action.
@@ -206,6 +230,22 @@ def committed(shadow: Shadow, ticket: Ticket) -> Call:
     name = f"commit_{NAMES[ticket.action]}"
     whole = evidence(shadow, ticket)
     return Call(name, {"ticket": ticket, "evidence": whole, **reports(shadow, ticket)})
+
+
+def landing(shadow: Shadow, ticket: Ticket) -> Call:
+    """Return the next call of a successful action: its commit, or what must come before."""
+    gathered = shadow.gathered() if ticket.action == "update" else []
+    if not gathered:
+        return committed(shadow, ticket)
+    told = {"updates": 1} if gathered[0].reports_updates else {}
+    return Call("move_scales", {"stage": gathered[0].stage, **told})
+
+
+def landed(shadow: Shadow, ticket: Ticket) -> Plan:
+    """Plan the end of a successful action."""
+    while (call := landing(shadow, ticket)).transition == "move_scales":
+        yield call
+    yield call
 
 
 def _abort(ticket: Ticket) -> Call:
@@ -307,7 +347,7 @@ def progress(shadow: Shadow, pick: Pick) -> Plan | None:
         for call in source(shadow)
         if _possible(shadow, call)
     ]
-    landings = [committed(shadow, ticket) for ticket in shadow.tickets()]
+    landings = [landing(shadow, ticket) for ticket in shadow.tickets()]
     choices = landings + calls
     if not choices:
         return None
@@ -374,7 +414,7 @@ def _carry_out(shadow: Shadow, call: Call, pick: Pick) -> Plan:
         if left == 63:
             yield _abort(ticket)
         elif left < (32 if call.transition == "check_wgrad" else 48):
-            yield committed(shadow, ticket)
+            yield from landed(shadow, ticket)
 
 
 def prepared(shadow: Shadow, call: Call) -> Plan:
@@ -518,7 +558,10 @@ def recover(
     checkpoint = checkpoints[pick(len(checkpoints))]
     if not fresh:
         for ticket in shadow.tickets():
-            yield _abort(ticket) if pick(2) else committed(shadow, ticket)
+            if pick(2):
+                yield _abort(ticket)
+            else:
+                yield from landed(shadow, ticket)
         for bucket, it in shadow.reductions.items():
             if it.running:
                 yield Call("fail_reduction", {"bucket": bucket})

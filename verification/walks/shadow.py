@@ -15,6 +15,7 @@ from typing import Any
 from qeffect import TapeKey, TapeRef, Ticket
 from qeffect.engine.freelist import FreeSlots
 from qeffect.keys import Cell
+from qeffect.stage_config import StageConfig
 
 from ..calls import Call
 from ..process import Process
@@ -127,6 +128,12 @@ class Shadow:
     def domain(self, stage: int) -> Domain:
         """A stage's state domain."""
         return self.domains[self.domain_of(stage)]
+
+    def gathered(self) -> list[StageConfig]:
+        """For each domain whose scales move once an epoch and are to move, its first stage."""
+        first = {self.domain_of(s): config for s, config in reversed(self.configs.items())}
+        moving = [first[d] for d, domain in enumerate(self.domains) if domain.gathered]
+        return moving if self.uses("order") else []
 
     def buffers(self, cell: Cell) -> tuple[Hashable, Hashable]:
         """The buffers of a cell's gradients: that of its stage, and the shared buffer."""
@@ -315,13 +322,17 @@ class Shadow:
             waits.update({"grad"} if stage.config.sends_gradient else ())
             stage.forwards += 1
             domain.refreshed = None
-            slot.scaled_at = domain.rolled_at = domain.updates
+            if stage.config.scales == "action":
+                domain.rolled_at = domain.updates
+            slot.scaled_at = domain.rolled_at
             if stage.config.reports_draws:
                 slot.drawn_at = reports["draws"]
                 domain.drawn.add(reports["draws"])
         elif ticket.action == "dI":
             waits.remove("dI")
             stage.dgrads += 1
+            if stage.config.weights_sum is not None:
+                stage.weights.append(reports["weight"])
             self.backward.add(slot.tape.key.cell)
         else:
             stage.wgrads += 1
@@ -332,6 +343,7 @@ class Shadow:
             slot.wrote = self.clock
             domain.updates += 1
             domain.of_walk += 1
+            domain.gathered += stage.config.scales == "epoch"
 
     _commit_refresh = _commit_forward = _commit_dgrad = _commit_wgrad = _commit
     _commit_evaluation = _commit
@@ -520,6 +532,10 @@ class Shadow:
         for link in self.links:
             link.saw_update = False
 
+    def _move_scales(self, _: Any, stage: int, updates: int | None = None) -> None:
+        domain = self.domain(stage)
+        domain.gathered, domain.rolled_at = 0, domain.updates
+
     def _abort_update(self, _: Any, ticket: Ticket) -> None:
         self._end_update(ticket)
         self.half_updated = True
@@ -533,6 +549,7 @@ class Shadow:
         for stage in self.stages.values():
             stage.forwards = 0
             stage.spoiled = False
+            stage.weights.clear()
         for reduction in self.reductions.values():
             reduction.done = False
         self.begun.clear()

@@ -79,6 +79,7 @@ _LETTERS = {
     "finish_weights_read": "n)",
     "start_gradients_read": "g(",
     "finish_gradients_read": "g)",
+    "move_scales": "M",
     "fail": "E",
     "checkpoint": "K",
     "restore": "R",
@@ -88,7 +89,7 @@ _LEGEND = (
     "! refused; "
     "v reserve, b bind, r read, d done reading, D drop, P purge, i invalidate, s submit, "
     "j join, w wait, h host drains the device, Z finalize, a reduction, n read of weights, "
-    "g read of gradients, E late fault, K checkpoint, R restore"
+    "g read of gradients, M scales move, E late fault, K checkpoint, R restore"
 )
 
 

@@ -1,9 +1,11 @@
 """
-Dropout by position: random numbers of a counter, whose position says which were drawn.
+Dropout by position: random numbers of a counter, whose position says which were drawn. With epoch
+scales dropout is by name: the numbers follow from epoch, microbatch and layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import attrs
@@ -27,7 +29,7 @@ def stream_of(seed: int, replica: int, stage: int) -> int:
     Args:
         seed: The model's seed.
         replica: The process's replica.
-        stage: The process's first stage.
+        stage: The process's first stage; 0 if the numbers follow from the layer.
     """
     name = f"{seed}/{replica}/{stage}".encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest()) % _SEEDS
@@ -40,7 +42,7 @@ class RandomNumbers:
 
     Args:
         position: How many numbers were drawn; part of the numerical state, changed in place.
-        stream: What else the numbers follow from. Two streams give other numbers at one position.
+        stream: Selects the sequence. Two streams have different numbers at the same position.
 
     Attributes:
         drawn: The position of each draw since `take`.
@@ -64,6 +66,21 @@ class RandomNumbers:
         self.drawn.append(first)
         numbers = torch.rand(value.shape, generator=self._at(first))
         at += value.numel()
+        kept = (numbers >= probability).to(value.device, value.dtype)
+        return value * kept / (1.0 - probability)
+
+    def drop_named(self, value: Tensor, probability: float, name: Sequence[int]) -> Tensor:
+        """
+        As `drop`, with the numbers of a name instead of those of a position; no position moves.
+
+        Args:
+            value: The tensor.
+            probability: Probability of an element to be dropped.
+            name: Epoch, microbatch, layer and branch of the tensor.
+        """
+        text = "/".join(map(str, (self.stream, *name))).encode()
+        seed = int.from_bytes(blake2b(text, digest_size=8).digest()) % _SEEDS
+        numbers = torch.rand(value.shape, generator=torch.Generator().manual_seed(seed))
         kept = (numbers >= probability).to(value.device, value.dtype)
         return value * kept / (1.0 - probability)
 

@@ -23,10 +23,12 @@ class ReferenceLayer(torch.nn.Module):
         domain: ReferenceDomain,
         generator: torch.Generator,
         dropout: float = 0.0,
+        number: int = 0,
     ) -> None:
         super().__init__()
         self.domain = domain
         self.dropout = dropout
+        self.number = number  # among the model's layers
         hidden, ffn = config.hidden, config.ffn
         self.name = name
         self.heads = config.heads
@@ -64,9 +66,9 @@ class ReferenceLayer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """F over `(sequence, batch, hidden)`."""
-        drop, p = self.domain.drop, self.dropout
-        x = x + drop(self.proj(self.attention(self.qkv(self.norm1(x)))), p)
-        result: Tensor = x + drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))), p)
+        drop, p, n = self.domain.drop, self.dropout, self.number
+        x = x + drop(self.proj(self.attention(self.qkv(self.norm1(x)))), p, n, 0)
+        result: Tensor = x + drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))), p, n, 1)
         return result
 
     def attention(self, qkv: Tensor) -> Tensor:

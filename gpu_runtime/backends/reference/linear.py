@@ -109,8 +109,8 @@ class ScaledLinear(torch.nn.Module):
         mine, theirs = self.unit.matrices, other.unit.matrices
         if len(mine) > 1 or len(theirs) > 1 or mine[0].parameter.shape != theirs[0].parameter.shape:
             raise BackendError(
-                f"the weights of {self.unit.name} and {other.unit.name} cannot be one: expected "
-                "one matrix each, of the same shape"
+                f"cannot tie the weights of {self.unit.name} and {other.unit.name}: expected one "
+                "matrix each, of equal shape"
             )
         (piece,) = self.pieces
         self.register_parameter(f"{piece}weight", theirs[0].parameter)

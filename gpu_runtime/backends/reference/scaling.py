@@ -4,7 +4,7 @@ Delayed scaling: amax histories, scales, and the domain that rolls them.
 Quantizing a tensor records its amax in row 0 of its history and uses the *previous* scale; the roll
 at the end of the action turns histories into the next scales. So a quantization belongs to its
 interval between two rolls: moving it into another interval (for example by refreshing a weight
-cache too early) changes numbers.
+cache too early) changes numbers. With epoch scales the interval is the whole epoch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from qeffect.text import shown
 
 from ..devices import placed
+from ..epoch_scales import Scales, require_scales, unnamed
 from ..protocol import BackendError, StageBackend
 from .dropout import RandomNumbers
 
@@ -102,11 +103,13 @@ class Recomputation:
         at: The domain's `rolls` when F ran.
         scales: Copies of the scales that F quantized with, by the identity of their state.
         position: Where F began to draw random numbers for the layer; it moves as dI draws again.
+        microbatch: With epoch scales, the epoch and the microbatch of the F.
     """
 
     at: int
     scales: Mapping[int, Tensor]
     position: Tensor
+    microbatch: tuple[int, int] | None = None
 
 
 @attrs.define(eq=False)
@@ -120,21 +123,26 @@ class ReferenceDomain:
         margin: Powers of two kept free below the largest FP8 value.
         tape_scales: ``carried`` if a tape copies the scales of its F; ``live`` if it refers to the
             scales of the latest F, as old libraries did. The contract's configuration uses it.
+        scales: When scales move: ``action`` at the end of every F and dI; ``epoch`` once an epoch,
+            when `move_scales` is called. Dropout then draws by layer, microbatch and epoch.
 
     Attributes:
-        rolls: Scaling updates that the host has seen so far: one per F and dI, successful or not.
-            Never reset: a reader that compares it must remember the first value.
+        rolls: Scaling updates that the host has seen so far: one per F and dI, successful or not;
+            with epoch scales one per `move_scales`. Never reset: a reader that compares it must
+            remember the first value.
         drops: Whether a stage of the domain drops elements.
         random: The random numbers of the domain's dropout.
 
     Raises:
-        ValueError: `history_length` is not an int of at least 1, or `tape_scales` is unknown.
+        ValueError: `history_length` is not an int of at least 1, or `tape_scales` or `scales` is
+            unknown.
     """
 
     history_length: int = 4
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"), converter=placed)
     margin: int = 0
     tape_scales: str = "carried"
+    scales: Scales = "action"
     drops: bool = attrs.field(default=False, init=False)
     rolls: int = attrs.field(default=0, init=False)
     frozen: bool = attrs.field(default=False, init=False)
@@ -147,6 +155,7 @@ class ReferenceDomain:
     recomputing: Recomputation | None = attrs.field(default=None, init=False)
     random: RandomNumbers = attrs.field(factory=RandomNumbers, init=False)
     _dropping: bool = attrs.field(default=True, init=False)
+    _microbatch: tuple[int, int] | None = attrs.field(default=None, init=False)
 
     name = "reference"
 
@@ -159,6 +168,7 @@ class ReferenceDomain:
             raise ValueError(
                 f"tape_scales must be 'carried' or 'live', got {shown(self.tape_scales)}"
             )
+        require_scales(self.scales)
 
     @property
     def stages(self) -> tuple[StageBackend, ...]:
@@ -192,15 +202,20 @@ class ReferenceDomain:
 
     @contextmanager
     def forward_interval(self) -> Iterator[None]:
-        """One outermost region of a stage's F; leaving it rolls, also when F raised."""
+        """
+        One outermost region of a stage's F; leaving it rolls, also when F raised.
+
+        With epoch scales neither its end nor its first module's backward rolls.
+        """
+        by_action = self.scales == "action"
         if self._depth == 0:
-            self._first_unclaimed = True
+            self._first_unclaimed = by_action
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            if self._depth == 0:
+            if self._depth == 0 and by_action:
                 self.roll(forward=True)
 
     @property
@@ -223,7 +238,8 @@ class ReferenceDomain:
         """
         scales = {id(state): state.scale.detach().clone() for state in states}
         drawn = self.random.position.clone()
-        return nullcontext(), self._recompute(Recomputation(self.rolls, scales, drawn))
+        what = Recomputation(self.rolls, scales, drawn, self._microbatch)
+        return nullcontext(), self._recompute(what)
 
     @contextmanager
     def _recompute(self, what: Recomputation) -> Iterator[None]:
@@ -234,11 +250,28 @@ class ReferenceDomain:
         finally:
             self.recomputing = outer
 
-    def drop(self, value: Tensor, probability: float) -> Tensor:
-        """Drop elements; a recomputation drops those that its F dropped."""
+    def begin_forward(self, epoch: int, microbatch: int) -> None:
+        """Name the microbatch of the next F; with epoch scales dropout draws by it."""
+        self._microbatch = epoch, microbatch
+
+    def drop(self, value: Tensor, probability: float, layer: int = 0, branch: int = 0) -> Tensor:
+        """
+        Drop elements; a recomputation drops those that its F dropped.
+
+        Args:
+            value: The tensor.
+            probability: Probability of an element to be dropped.
+            layer: The layer's number in the model.
+            branch: Which of the layer's branches the tensor is.
+        """
         if not self._dropping or probability == 0.0:
             return value
         again = self.recomputing
+        if self.scales == "epoch":
+            of = self._microbatch if again is None else again.microbatch
+            if of is None:
+                raise unnamed()
+            return self.random.drop_named(value, probability, (*of, layer, branch))
         return self.random.drop(value, probability, None if again is None else again.position)
 
     @contextmanager
@@ -268,6 +301,25 @@ class ReferenceDomain:
     def roll(self, *, forward: bool) -> None:
         """Close the interval of every history of one direction, in every stage of the domain."""
         self.rolls += 1
+        self._close(forward=forward)
+
+    def move_scales(self) -> None:
+        """
+        Close the interval of every history of both directions once, as the end of an epoch does.
+
+        Raises:
+            BackendError: The scales of the domain move at every F and dI.
+        """
+        if self.scales != "epoch":
+            raise BackendError(
+                "the scales of this domain move at the end of every F and dI; make it with "
+                "scales='epoch' to move them once an epoch"
+            )
+        self.rolls += 1
+        self._close(forward=True)
+        self._close(forward=False)
+
+    def _close(self, *, forward: bool) -> None:
         with torch.no_grad():
             for state in self._forward if forward else self._backward:
                 state.roll(self.margin)
@@ -280,8 +332,9 @@ class ReferenceDomain:
         """Nothing can join unseen: `join` refuses after `freeze`."""
 
     def extra_state(self) -> Mapping[str, Tensor]:
-        """The position of the random generator, if a stage drops elements."""
-        return {"generator.position": self.random.position} if self.drops else {}
+        """The position of the random generator, if a stage drops elements and draws by position."""
+        drawn = self.drops and self.scales == "action"
+        return {"generator.position": self.random.position} if drawn else {}
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """CUDA graphs need a CUDA device, and dropout draws on the host."""
@@ -296,11 +349,12 @@ class ReferenceDomain:
         return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
     def recipe(self) -> Mapping[str, Any]:
-        """Delayed scaling, HYBRID."""
-        return {
+        """Delayed scaling, HYBRID; when scales move, if not at every F and dI."""
+        found = {
             "recipe": "DelayedScaling",
             "format": "HYBRID",
             "amax_history_len": self.history_length,
             "amax_compute_algo": "max",
             "margin": self.margin,
         }
+        return found if self.scales == "action" else {**found, "scales": self.scales}

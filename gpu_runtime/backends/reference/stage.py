@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..dynamic_head import DynamicHead
-from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
+from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head, weight_of
 from ..layers import LayerConfig
 from ..protocol import (
     RELATIONS,
@@ -62,7 +62,10 @@ class ReferenceStage(torch.nn.Module):
         recompute: Whether a tape keeps only the inputs of its layers, and dI recomputes their
             activations (`torch.utils.checkpoint`, non-reentrant).
         dropout: Probability with which each layer drops elements of its two residual branches.
-            The domain's generator draws at its position, on the host.
+            The domain's generator draws at its position, on the host; with epoch scales the numbers
+            follow from the layer, the microbatch and the epoch.
+        first_layer: Number of the model's layers before the stage's own. Each layer then has its
+            own seed. None takes that of `ends`; without ends the stage has one seed.
 
     Raises:
         ValueError: The probability of dropout is not in [0, 1).
@@ -86,6 +89,7 @@ class ReferenceStage(torch.nn.Module):
         ends: Ends | None = None,
         recompute: bool = False,
         dropout: float = 0.0,
+        first_layer: int | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 <= dropout < 1.0:
@@ -102,6 +106,7 @@ class ReferenceStage(torch.nn.Module):
         self.domain = domain
         self.config = config
         self.loss = loss
+        self._weight: tuple[int, int] | None = None  # of the latest F
         domain.join(self)
         generator = torch.Generator().manual_seed(seed)
         self.embedding: TokenEmbedding | None = None
@@ -109,11 +114,14 @@ class ReferenceStage(torch.nn.Module):
             self.embedding = TokenEmbedding(
                 config, ends.vocabulary, domain.device, part_seed(seed, 0)
             )
+        if first_layer is None and ends is not None:
+            first_layer = ends.first_layer
         layers = []
         for n in range(num_layers):
-            if ends is not None:
-                generator.manual_seed(part_seed(seed, 2 + ends.first_layer + n))
-            layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator, dropout))
+            number = (index * num_layers if first_layer is None else first_layer) + n
+            if first_layer is not None:
+                generator.manual_seed(part_seed(seed, 2 + number))
+            layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator, dropout, number))
         self.layers = torch.nn.ModuleList(layers)
         self.head: ReferenceHead | DynamicHead | None = None
         if ends is not None and ends.head and ends.dynamic:
@@ -160,18 +168,21 @@ class ReferenceStage(torch.nn.Module):
     @property
     def reports(self) -> Reports:
         """
-        Casts, scaling updates, and which scales dI used.
+        Casts, scaling updates, which scales dI used, and by which factor the loss was weighted.
 
         The device does not decide about a captured cast or update, so each replay does what its
-        capture recorded.
+        capture recorded. Random numbers that follow from the microbatch have no position to report.
         """
+        draws = self.dropout > 0.0 and len(self.layers) > 0
+        named = None if self.domain.scales == "epoch" else True
         return Reports(
             filled=self.filled,
             updates=lambda: self.domain.rolls,
             tape_scales=self.domain.tape_scales,
             recorded=True,
-            draws=self.dropout > 0.0 and len(self.layers) > 0,
-            recomputes=self.dropout > 0.0 and len(self.layers) > 0 and self.recompute,
+            draws=draws and named,
+            recomputes=draws and self.recompute and named,
+            weights=weight_of(self.loss) is not None,
         )
 
     def _versions(self) -> list[int]:
@@ -194,6 +205,7 @@ class ReferenceStage(torch.nn.Module):
         self.domain.random.take()
         tape.outputs = self._run(inputs)
         tape.drawn = self.domain.random.take()
+        tape.weight = self._weight
         return tape.outputs
 
     def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -203,7 +215,11 @@ class ReferenceStage(torch.nn.Module):
                 hidden = self.embedding(hidden)
             for layer in self._layers:
                 hidden = self._through(layer, hidden)
-        return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
+        if self.loss is None:
+            return (hidden,)
+        outputs = (self.loss(hidden, *extra),)
+        self._weight = weight_of(self.loss)
+        return outputs
 
     def _through(
         self, layer: ReferenceLayer | ReferenceHead | DynamicHead, hidden: Tensor
@@ -248,6 +264,7 @@ class ReferenceStage(torch.nn.Module):
             tuple(tape.queued),
             self.domain.take_used(),
             self._drawn_again(tape),
+            tape.weight,
         )
 
     def _drawn_again(self, tape: Tape) -> int | None:

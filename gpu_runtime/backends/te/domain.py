@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from ..devices import placed
+from ..epoch_scales import Scales, require_scales
 from ..protocol import BackendError, StageBackend
-from .internals import missing_imports
+from .internals import EPOCH, missing_imports
 
 TESTED = ((2, 18), (2, 20))
 """
@@ -146,14 +148,21 @@ class TransformerEngineDomain:
             the order of actions.
         history_length: Entries of each amax history, for delayed scaling.
         device: The CUDA device; the current one if it is left out or has no index.
+        scales: When scales move, for delayed scaling: ``action`` as the library moves them, at the
+            end of every F and dI; ``epoch`` once an epoch, by `move_scales`. Then no region and no
+            backward updates, and the casts gather each amax into the first entry of its history.
 
     Raises:
-        BackendError: The library is missing, or modules of other owners already share the state.
+        BackendError: The library is missing, or modules of other owners already share the state;
+            or epoch scales were asked for with another recipe, or of a library that lacks a name
+            that they need.
+        ValueError: `scales` is unknown.
     """
 
     scaling: Scaling = "delayed"
     history_length: int = 1024
     device: torch.device = attrs.field(factory=placed, converter=placed)
+    scales: Scales = "action"
     frozen: bool = attrs.field(default=False, init=False)
     _stages: list[LibraryStage] = attrs.field(factory=list, init=False)
     _recipe: Any = attrs.field(init=False)
@@ -163,7 +172,15 @@ class TransformerEngineDomain:
     name = "transformer-engine"
 
     def __attrs_post_init__(self) -> None:
+        require_scales(self.scales)
         self._lib = library()
+        if self.scales == "epoch":
+            if self.scaling != "delayed":
+                raise BackendError(
+                    f"scaling {self.scaling!r} has no scales that outlive an action; leave "
+                    "scales='epoch' out, or take scaling='delayed'"
+                )
+            refuse_missing(self._lib.version, missing_imports(EPOCH))
         if found := self._registered():
             raise BackendError(
                 f"{found} FP8 states of this process are registered already, and every update "
@@ -203,9 +220,42 @@ class TransformerEngineDomain:
             )
         self._stages.append(stage)
 
-    def autocast(self) -> Any:
-        """One outermost FP8 region; leaving it rolls each forward history with a new entry."""
+    def autocast(self, *, registers: bool = False) -> Any:
+        """
+        One outermost FP8 region; leaving it rolls each forward history with a new entry.
+
+        With epoch scales neither leaving it rolls, nor the backward of a module in it.
+
+        Args:
+            registers: Whether modules without FP8 state run in the region. The library registers
+                their state only in a region that rolls, so this one does with epoch scales too.
+        """
+        if self.scales == "epoch" and not registers:
+            return self._gathering()
         return self._lib.te.autocast(enabled=True, recipe=self._recipe)
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """A region that the library takes for one under capture: nothing in it updates scales."""
+        with self._lib.te.autocast(enabled=True, recipe=self._recipe, _graph=True):
+            # Otherwise the first module's backward would update all backward scales.
+            self._lib.manager.quantization_state.is_first_fp8_module = False
+            yield
+
+    def move_scales(self) -> None:
+        """
+        Move the scales of both directions once, as the ends of F and of dI do by default.
+
+        Raises:
+            BackendError: The library moves the scales of this domain at every F and dI.
+        """
+        if self.scales != "epoch":
+            raise BackendError(
+                "the library moves the scales of this domain at the end of every F and dI; make it "
+                "with scales='epoch' to move them once an epoch"
+            )
+        for forward in (True, False):
+            self._lib.manager.reduce_and_update_fp8_tensors(forward=forward)
 
     def _registered(self) -> int:
         buffers = self._lib.manager.quantization_state.global_amax_buffer
@@ -296,16 +346,17 @@ class TransformerEngineDomain:
         }
 
     def recipe(self) -> Mapping[str, Any]:
-        """The recipe as plain data."""
+        """The recipe as plain data; when scales move, if not at every F and dI."""
         if self.scaling != "delayed":
             return {"recipe": type(self._recipe).__name__}
-        return {
+        found = {
             "recipe": "DelayedScaling",
             "format": "HYBRID",
             "amax_history_len": self.history_length,
             "amax_compute_algo": "max",
             "margin": 0,
         }
+        return found if self.scales == "action" else {**found, "scales": self.scales}
 
 
 def _device_name(device: torch.device) -> str:

@@ -20,6 +20,7 @@ from attrs import frozen
 
 __all__ = [
     "BASELINE",
+    "EPOCH",
     "IMPORTED",
     "LAYER",
     "STATE",
@@ -138,6 +139,13 @@ BASELINE = (
     ),
 )
 """Additional names for the benchmark's columns of the library's own graphs."""
+
+EPOCH = (
+    ImportedName(_PYTORCH, "autocast", ("_graph",)),
+    ImportedName(_QUANTIZATION, f"{_MANAGER}.reduce_and_update_fp8_tensors", ("forward",)),
+    ImportedName(_QUANTIZATION, f"{_MANAGER}.quantization_state.is_first_fp8_module"),
+)
+"""Additional names for scales that move once an epoch."""
 
 LAYER = (
     MemberName("wgrad_store", _ALL),

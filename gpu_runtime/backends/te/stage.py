@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dynamic_head import DynamicHead
-from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head
+from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head, weight_of
 from ..layers import LayerConfig
 from ..protocol import (
     RELATIONS,
@@ -69,6 +69,8 @@ class TransformerEngineStage:
         seed: Seed of the initial parameters.
         ends: Which ends of a language model the stage has; None for a stage of layers alone. The
             head, with the final norm, is one `LayerNormLinear` of the library, or TorchAO's.
+        first_layer: Number of the model's layers before the stage's own. Each layer then has its
+            own seed. None takes that of `ends`; without ends the stage has one seed.
 
     Raises:
         BackendError: Fused accumulation was asked for with split QKV, which the library refuses;
@@ -90,6 +92,7 @@ class TransformerEngineStage:
         extra_inputs: Sequence[TensorSpec] = (),
         seed: int = 0,
         ends: Ends | None = None,
+        first_layer: int | None = None,
     ) -> None:
         fuse = config.fused_qkv if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
         if fuse and not config.fused_qkv:
@@ -103,6 +106,7 @@ class TransformerEngineStage:
         self.config = config
         self.fuse = fuse
         self.loss = loss
+        self._weight: tuple[int, int] | None = None  # of the latest F
         domain.join(self)
         torch.manual_seed(seed)
         # One tree of all modules, from which names, parameters, caches and FP8 state are read.
@@ -112,11 +116,13 @@ class TransformerEngineStage:
             self.embedding = self.root.embedding = TokenEmbedding(
                 config, ends.vocabulary, domain.device, part_seed(seed, 0)
             )
+        if first_layer is None and ends is not None:
+            first_layer = ends.first_layer
         layers = []
         for n in range(num_layers):
-            if ends is not None:
-                torch.manual_seed(part_seed(seed, 2 + ends.first_layer + n))
-            layers.append(self._layer(n, fuse))
+            if first_layer is not None:
+                torch.manual_seed(part_seed(seed, 2 + first_layer + n))
+            layers.append(self._layer((first_layer or 0) + n, fuse))
         self.layers = self.root.layers = torch.nn.ModuleList(layers)
         self.head: Any = None
         self.dynamic: DynamicHead | None = None
@@ -190,10 +196,10 @@ class TransformerEngineStage:
     @property
     def reports(self) -> Reports:
         """
-        Nothing: the library decides in its own modules whether it casts or updates scales, and
-        does not report it.
+        Only by which factor the loss was weighted: the library decides in its own modules whether
+        it casts or updates scales, and does not report it.
         """
-        return Reports()
+        return Reports(weights=weight_of(self.loss) is not None)
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
         """Modules that hold FP8 state once they are warm."""
@@ -212,18 +218,24 @@ class TransformerEngineStage:
         for module, store in zip(self._holders, stores, strict=False):
             module.wgrad_store = store
 
-    def _run(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
+    def _run(
+        self, inputs: Sequence[Tensor], *, first: bool, registers: bool = False
+    ) -> tuple[Tensor, ...]:
         hidden, *extra = inputs
         if self.embedding is not None:
             hidden = self.embedding(hidden)
-        with self.domain.autocast():
+        with self.domain.autocast(registers=registers):
             for layer in self.layers:
                 hidden = layer(hidden, is_first_microbatch=first)
             if self.head is not None:
                 hidden = self.head(hidden, is_first_microbatch=first)
         if self.dynamic is not None:
             hidden = self.dynamic(hidden)
-        return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
+        if self.loss is None:
+            return (hidden,)
+        outputs = (self.loss(hidden, *extra),)
+        self._weight = weight_of(self.loss)
+        return outputs
 
     def warm(self) -> None:
         """
@@ -233,7 +245,7 @@ class TransformerEngineStage:
             BackendError: F did not create state or caches, or created them under unknown names.
         """
         self._install(self._off)
-        self._run([spec.buffer() for spec in self.inputs], first=True)
+        self._run([spec.buffer() for spec in self.inputs], first=True, registers=True)
         self._install(self._off)
         delayed = self.domain.scaling == "delayed"
         refuse_missing(self._lib.version, missing_state(self.layers[0], delayed=delayed))
@@ -259,6 +271,7 @@ class TransformerEngineStage:
         self._install(tape.stores)
         tape.inputs = tuple(inputs)
         tape.outputs = self._run(inputs, first=False)
+        tape.weight = self._weight
         return tape.outputs
 
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
@@ -308,7 +321,9 @@ class TransformerEngineStage:
             for head, operands in tape.stores[-1]:
                 tape.work.append(DeferredWork(head.unit, operands, head.product))
             tape.stores[-1].clear()
-        return Dgrads(gradients[: len(wanted)], gradients[len(wanted) :], tape.queued)
+        return Dgrads(
+            gradients[: len(wanted)], gradients[len(wanted) :], tape.queued, weight=tape.weight
+        )
 
     def wgrad(
         self,

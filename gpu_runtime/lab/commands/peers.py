@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -33,11 +32,11 @@ from ..reports.report import Report, UnusableError, environment, require_place
 from ..runner.device import require_device
 from ..runner.profiles import add_profiles
 from ..runner.rank_process import Findings
-from ..runner.starts import RankStarts, Start
-from ..runner.timing import time_side
+from ..runner.rank_rows import RankRun, measure_rows
+from ..runner.starts import RankStart, RankStarts
 from ..sides import megatron
 from ..sides.language import LAYERS, PP, DrawnLanguage, PeerRow, PeerSettings
-from ..sides.pipelines import GuardedSide, NativeSide, build_side, isolation
+from ..sides.pipelines import GuardedSide
 from ..statistics.paper import LARGE, SMALL
 from ..statistics.peers import EAGER, combine_distances, has_owed_bits
 from .options import add_rank_options, require_rounds
@@ -62,17 +61,19 @@ def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: F
     """
     member = join(device)
     state: dict[str, Tensor] = {}
-    for row in rows:
-        findings.note(f"Timing. {', '.join(row.name.values())}")
-        with isolation(member):
-            if row.side == "native":
-                found = _measure_native(member, row, folder)
-            elif row.side == "replays":
-                state.clear()
-                found, state = _measure_replays(member, row, folder)
-            else:
-                found = _measure_launches(member, row, state)
-        findings.add({"rows": found})
+
+    def measure(row: PeerRow) -> dict[str, Any]:
+        nonlocal state
+        if row.side == "native":
+            found = _measure_native(member, row, folder)
+        elif row.side == "replays":
+            state.clear()
+            found, state = _measure_replays(member, row, folder)
+        else:
+            found = _measure_launches(member, row, state)
+        return {"rows": found}
+
+    measure_rows(member, rows, findings, measure)
 
 
 def _by_model(job: DrawnLanguage, gradients: Gradients) -> dict[str, Tensor]:
@@ -92,21 +93,18 @@ def _measure_native(member: Member, row: PeerRow, folder: Path) -> dict[str, Any
         if wanted[0]:
             seen.append(_by_model(job, gradients))
 
-    side, made = build_side(member, lambda: row.make(member, look))
-    assert isinstance(side, NativeSide)
-    for _ in range(row.settled - 1):
-        side.step()
+    run = RankRun.of(member, lambda member: row.make(member, look))
+    run.settle(row.settling_steps - 1)
     wanted[0] = True
-    side.step()
+    run.settle(row.settling_steps)
     wanted[0] = False
     member.synchronize()
     (own,) = seen
     save_gradients(folder, row.cell, "native", member.rank, own)
     gradients = compare_gradients(member, folder, row.cell, ["native"], own)
     own.clear()
-    losses = all_gather(member, side.losses_of(row.settled - 1))
-    plan = row.settings.rounds_of(graphs=False)
-    found = time_side(member, side.step, plan, construction_s=made, facts={})
+    losses = all_gather(member, run.side.losses_of(row.settling_steps - 1))
+    found = run.time(row.settings.rounds_of("eager"))
     return row.measured(gradients, sum(map(sum, losses)), found)
 
 
@@ -114,11 +112,11 @@ def _measure_replays(
     member: Member, row: PeerRow, folder: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Guarded replays, or eager calls on a CPU; and copies of what they leave."""
-    side, made = build_side(member, lambda: row.make(member))
+    run = RankRun.of(member, row.make)
+    side = run.side
     assert isinstance(side, GuardedSide)
     worker = side.worker
-    for _ in range(row.settled - 1):
-        side.step()
+    run.settle(row.settling_steps - 1)
     with worker.stepping():
         gradients = worker.pipeline.step(worker.optimizer)
     worker.runtime.handoff.synchronize()
@@ -126,22 +124,19 @@ def _measure_replays(
     against = compare_gradients(member, folder, row.cell, ["native"], own)
     own.clear()
     state = {name: tensor.detach().clone() for name, tensor in side.state().items()}
-    plan = row.settings.rounds_of(graphs=side.captured)
-    found = time_side(member, side.step, plan, construction_s=made, facts={})
+    found = run.time(row.settings.rounds_of(side.mode))
     side.close()
     return row.measured(against, None, found), state
 
 
 def _measure_launches(member: Member, row: PeerRow, state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Of one launch what it leaves is compared: AdamW's moments are those of its gradients."""
-    side, made = build_side(member, lambda: row.make(member))
-    assert isinstance(side, GuardedSide)
-    for _ in range(row.settled):
-        side.step()
+    run = RankRun.of(member, row.make)
+    side = run.side
+    run.settle(row.settling_steps)
     sums = distance_sums(side.state(), state)
     against = [{"with": "replays", **combine_distances(all_gather(member, sums))}]
-    plan = row.settings.rounds_of(graphs=True)
-    found = time_side(member, side.step, plan, construction_s=made, facts={})
+    found = run.time(row.settings.rounds_of("replays"))
     side.drain()
     side.close()
     return row.measured(against, None, found)
@@ -250,7 +245,7 @@ def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     _require(args)
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     raw: dict[str, Any] = {"rows": [], "refusals": {}, "processes": []}
-    configuration = {**attrs.asdict(settings), "modes": args.modes, "limit": args.limit}
+    configuration = {**settings.configuration(), "modes": args.modes, "limit": args.limit}
     report = Report("peers", args.out, environment(args.commit, args.out), configuration, raw)
     with tempfile.TemporaryDirectory(prefix="qeffect-peers-") as folder:
         starts = RankStarts(PP, Path(folder))
@@ -302,7 +297,7 @@ def _run_mode(
         raw["processes"].append(_processes(f"{mode}, under the profiler", rows, again))
 
 
-def _processes(mode: str, rows: Sequence[PeerRow], start: Start) -> dict[str, Any]:
+def _processes(mode: str, rows: Sequence[PeerRow], start: RankStart) -> dict[str, Any]:
     ended = start.exits
     return {
         "mode": mode,

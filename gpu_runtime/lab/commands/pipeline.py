@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,15 +23,17 @@ from ...ranks.consent import StoppedError
 from ...ranks.fallback import fall_back
 from ...ranks.job import NAMES, Batches, Job
 from ...ranks.membership import Limits, Member, agree_on, all_gather
-from ...ranks.obstacles import obstacles
+from ...ranks.obstacles import first_obstacle, obstacles
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
 from ...ranks.worker import Worker
+from ...runtime import Mode, mode_on
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS
 from ..comparisons.ranks import PipelineComparison, compare_pipelines, totals_of_ranks
+from ..statistics.summary import exact_median
 
 __all__ = ["add_pipeline_arguments", "run_pipeline"]
 
@@ -163,20 +164,21 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     backend = args.backend or ("reference" if args.device == "cpu" else "transformer-engine")
     log = _log(args.event_logs, member)
     _require_writable(args.trace, member)
-    captured = args.device == "cuda" and not args.eager
+    mode: Mode = "one launch" if args.one_launch else "replays"
+    mode = "eager" if args.eager else mode_on(args.device, mode)
     what = (
         f"{Path(args.schedule).name}: PP={job.pp}, {job.num_stages} stages, DP={job.dp}, "
         f"{counted(job.microbatches, 'microbatch')}, {counted(args.steps, 'step')} with the "
         f"{backend} backend, "
-        f"{'captured' if captured else 'eager'}, on {args.device}"
+        f"{'eager' if mode == 'eager' else 'captured'}, on {args.device}"
     )
     try:
         if args.compare:
             result = compare_pipelines(
-                member, job, args.steps, backend, captured=captured, limits=limits, event_log=log
+                member, job, args.steps, backend, mode=mode, limits=limits, event_log=log
             )
             return _compare_outcome(member, what, result)
-        return _train_outcome(args, member, job, backend, captured, limits, log, what)
+        return _train_outcome(args, member, job, backend, mode, limits, log, what)
     except StoppedError as stopped:
         return stopped_outcome(stopped.cause, what)
 
@@ -313,7 +315,7 @@ def _train_outcome(
     member: Member,
     job: Job,
     backend: str,
-    captured: bool,
+    mode: Mode,
     limits: Limits,
     log: Path | None,
     what: str,
@@ -322,7 +324,7 @@ def _train_outcome(
         member,
         job,
         backend,
-        mode="one launch" if args.one_launch else "replays" if captured else "eager",
+        mode=mode,
         limits=limits,
         event_log=log,
         repeat=True,
@@ -331,7 +333,7 @@ def _train_outcome(
     )
     notes: list[str] = []
     norms = []
-    whole = _launch_runner(worker, notes) if args.one_launch else None
+    whole = _launch_runner(worker, notes) if mode == "one launch" else None
     runner = whole or worker
     tracer = None if args.trace is None else Tracer(worker)
     seconds, losses = [], []
@@ -369,7 +371,7 @@ def _train_outcome(
     ranks = all_gather(member, own)
     losses = [sum(rank["losses"][step] for rank in ranks) for step in range(args.steps)]
     slowest = [max(rank["seconds"][step] for rank in ranks) for step in range(args.steps)]
-    median = statistics.median(slowest)
+    median = exact_median(slowest)
     lines = [
         f"{what}, the same data each",
         f"  loss {', '.join(f'{loss:.6f}' for loss in losses)}",
@@ -392,11 +394,10 @@ def _train_outcome(
 
 def _launch_runner(worker: Worker, notes: list[str]) -> OneLaunch | None:
     """Steps as one launch; or none, and why, where some rank's step cannot be one."""
-    said = all_gather(worker.member, obstacles(worker))
-    why = next((found for found in said if found), None)
-    if why is None:
+    why = first_obstacle(worker.member, obstacles(worker))
+    if not why:
         return OneLaunch(worker)
-    notes.append(f"guarded replays, as the step cannot be one graph: {'; '.join(why)}")
+    notes.append(f"guarded replays, as the step cannot be one graph: {why}")
     return None
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -38,6 +37,7 @@ from ..comparisons.sides import fresh_stages, record
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 from ..runner.processes import first_line
+from ..statistics.summary import exact_median
 
 __all__ = ["add_probes_arguments", "find_pairing", "run_probes", "sanitizer_findings"]
 
@@ -274,7 +274,7 @@ def _time_addresses(backend: str, device: str) -> dict[str, Any]:
     return {
         "looks": LOOKS,
         "addresses": len(memory.addresses()),
-        "median_us": round(statistics.median(spent), 3),
+        "median_us": round(exact_median(spent), 3),
         "min_us": round(min(spent), 3),
     }
 

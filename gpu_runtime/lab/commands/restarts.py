@@ -163,7 +163,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
     asked = {
         "device": args.device,
         "backend": backend_on(args.device),
-        "captured": args.device == "cuda" and not args.eager,
+        "captured": _mode(args) != "eager",
         "one_launch": args.one_launch,
         "masters": args.masters,
         "asynchronous": args.asynchronous,

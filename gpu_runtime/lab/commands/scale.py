@@ -9,7 +9,6 @@ the processes that measure, and after these the processes that profile.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from ...ranks.membership import Member, all_gather, join
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import mute_unless_speaker
 from ...ranks.worker import Worker
+from ...runtime import mode_on
 from ...step.memory.digests import digests
 from ...step.plan.order import Order
 from ..comparisons.ranks import compare_pipelines, tensor_digests, totals_of_ranks
@@ -35,7 +35,8 @@ from ..reports.report import Report, environment
 from ..runner.profiles import add_profiles
 from ..runner.rank_parts import bound_ms, message_ms, times_alone, times_in_row
 from ..runner.rank_process import Findings
-from ..runner.timing import RoundPlan, meet_idle, time_side
+from ..runner.rank_rows import RankRun, measure_rows
+from ..runner.timing import RoundPlan, meet_idle
 from ..sides.pipelines import (
     GuardedSide,
     LaunchSide,
@@ -43,9 +44,9 @@ from ..sides.pipelines import (
     backend_on,
     build_guarded,
     build_native,
-    build_side,
     isolation,
 )
+from ..statistics.summary import exact_median
 from .options import add_rank_options, rank_starts, require_rounds
 
 __all__ = ["add_scale_arguments", "run_scale"]
@@ -83,13 +84,18 @@ class ScaleRow:
     side: str
     schedule: str
     pp: int
-    settled = BEFORE
+    settling_steps = BEFORE
     copies = False
 
     @property
     def name(self) -> dict[str, Any]:
         """Cell, side and schedule."""
         return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines."""
+        return ", ".join(self.name.values())
 
     @property
     def split(self) -> bool:
@@ -223,25 +229,27 @@ def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings)
             findings.add({"compared": _compare(member, args, schedule, name)})
     guarded: dict[str, Any] = {}
     final: dict[str, str] = {}
-    for row in rows:
-        findings.note(f"Timing. {', '.join(row.name.values())}")
-        with isolation(member):
-            if row.side == "native":
-                found = _time_native(member, args, row)
-            elif row.side == "guarded":
-                found, final = _time_guarded(member, args, row)
-                guarded = found
-            else:
-                found = _time_launches(member, args, row, guarded, final)
-        findings.add({"timed": found})
+
+    def measure(row: ScaleRow) -> dict[str, Any]:
+        nonlocal guarded, final
+        if row.side == "native":
+            found = _time_native(member, args, row)
+        elif row.side == "guarded":
+            found, final = _time_guarded(member, args, row)
+            guarded = found
+        else:
+            found = _time_launches(member, args, row, guarded, final)
+        return {"timed": {**row.name, **found}}
+
+    measure_rows(member, rows, findings, measure)
 
 
 def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
     config, steps = COMPARED[name]
     job = _job(args.pp, schedule, config, 2 * args.pp)
     with isolation(member):
-        captured = args.device == "cuda"
-        found = compare_pipelines(member, job, steps, backend_on(args.device), captured=captured)
+        backend, mode = backend_on(args.device), mode_on(args.device)
+        found = compare_pipelines(member, job, steps, backend, mode=mode)
     ranks = all_gather(member, (found.totals(), found.slots))
     return {
         "name": name,
@@ -256,9 +264,7 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
 
 
 def _time_native(member: Member, args: argparse.Namespace, row: ScaleRow) -> dict[str, Any]:
-    side, made = build_side(member, lambda: row.make(member))
-    plan = RoundPlan(args.rounds, args.native_steps)
-    return {**row.name, **time_side(member, side.step, plan, construction_s=made, facts={})}
+    return RankRun.of(member, row.make).time(RoundPlan(args.rounds, args.native_steps))
 
 
 def _time_guarded(
@@ -266,15 +272,14 @@ def _time_guarded(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Guarded replays, or eager calls on a CPU, under one schedule; and their final state."""
     job = row.job()
-    side, made = build_side(member, lambda: row.make(member))
+    run = RankRun.of(member, row.make)
+    side = run.side
     assert isinstance(side, GuardedSide)
     worker = side.worker
-    for _ in range(row.settled):
-        side.step()
+    run.settle(row.settling_steps)
     final = _final_digests(worker)
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
-    plan = RoundPlan(args.rounds, args.steps)
-    found = time_side(member, side.step, plan, construction_s=made, facts=facts)
+    found = run.time(RoundPlan(args.rounds, args.steps), facts)
     gradients = worker.pipeline.step(worker.optimizer)
     ranks = all_gather(member, times_alone(worker, gradients))
     found["message_ms"] = max(all_gather(member, message_ms(member, job, worker)))
@@ -288,7 +293,7 @@ def _time_guarded(
     bound = bound_ms(job, times, updates, found["message_ms"])
     found["in_order"] = {"times_ms": times, "update_ms": updates, "bound_ms": bound}
     side.close()
-    return {**row.name, **found}, final
+    return found, final
 
 
 def _time_launches(
@@ -299,18 +304,17 @@ def _time_launches(
     final: dict[str, str],
 ) -> dict[str, Any]:
     """The same steps, each one launch; their final state is compared with that of replays."""
-    side, made = build_side(member, lambda: row.make(member))
+    run = RankRun.of(member, row.make)
+    side = run.side
     assert isinstance(side, LaunchSide)
     whole = side.whole
-    for _ in range(row.settled):
-        side.step()
+    run.settle(row.settling_steps)
     whole.leave()
     own = _final_digests(side.worker)
     odd = sorted(n for n in final.keys() | own.keys() if final.get(n) != own.get(n))
     facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
     whole.resume()
-    plan = RoundPlan(args.rounds, args.steps)
-    found = time_side(member, side.step, plan, construction_s=made, facts=facts)
+    found = run.time(RoundPlan(args.rounds, args.steps), facts)
     parts, ahead = _host_times(member, whole, args)
     whole.leave()
     ranks = all_gather(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
@@ -323,7 +327,7 @@ def _time_launches(
     for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
         found[what] = guarded[what]
     side.close()
-    return {**row.name, **found}
+    return found
 
 
 def _final_digests(worker: Worker) -> dict[str, str]:
@@ -358,5 +362,5 @@ def _host_times(
             whole.step()
             took.append(1e3 * (time.perf_counter() - began) - whole.host_ms["step before"])
             parts.append(whole.host_ms)
-        rounds.append(statistics.median(took))
-    return {part: statistics.median(one[part] for one in parts) for part in parts[0]}, rounds
+        rounds.append(exact_median(took))
+    return {part: exact_median(one[part] for one in parts) for part in parts[0]}, rounds

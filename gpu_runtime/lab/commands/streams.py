@@ -77,7 +77,7 @@ class Producer:
 
 def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[str, Any]:
     """
-    Run producer and consumer graphs, and compare what was read with what was left.
+    Run both graphs, and compare what the consumer read with the producer's final values.
 
     Args:
         handoff: One of `HANDOFFS`.

@@ -28,15 +28,17 @@ from qeffect.schedule.plan import plan
 from ...backends.protocol import BackendError
 from ...ranks.membership import Member, all_gather, join
 from ...ranks.processes import mute_unless_speaker
+from ...runtime import mode_on
 from ...step.memory.numerical_state import same_bits
 from ..reports.report import ALIKE, Report, environment, read_part, require_alike, require_place
 from ..runner.processes import first_line
 from ..runner.profiles import SIDE_ERRORS, add_profiles
 from ..runner.rank_process import Findings
-from ..runner.timing import RoundPlan, time_side
-from ..sides.pipelines import backend_on, build_side, isolation
+from ..runner.rank_rows import RankRun, measure_rows
+from ..runner.timing import RoundPlan
+from ..sides.pipelines import backend_on, isolation
 from ..sides.side import RankSide
-from ..sides.table_rows import BEFORE, CELLS, PARTS, REFERENCES, TableRow, table_rows
+from ..sides.table_rows import CELLS, PARTS, REFERENCES, TableRow, table_rows
 from ..statistics.paper import LARGE, SMALL
 from .options import add_rank_options, rank_starts, require_rounds
 
@@ -174,9 +176,12 @@ def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trial(args: argparse.Namespace, progress: Progress) -> Report:
-    captured = args.device == "cuda"
     rows = table_rows(
-        args.parts, args.cells, args.pp, microbatches=args.microbatches, captured=captured
+        args.parts,
+        args.cells,
+        args.pp,
+        microbatches=args.microbatches,
+        mode=mode_on(args.device),
     )
     for row in rows:
         row.job().table()  # refuses before anything is measured
@@ -213,13 +218,16 @@ def _measure(args: argparse.Namespace, rows: Sequence[TableRow], findings: Findi
         TableRow(args.cells[0], "layers", 2, "il", "native", args.pp).make(member).step()
     references: References = {}
     at: tuple[Any, ...] | None = None
-    for row in rows:
-        findings.note(f"Timing. {row.cell}, {row.model}, {row.schedule}, {row.side}")
+
+    def measure(row: TableRow) -> dict[str, Any]:
+        nonlocal at
         # References are kept as long as a later row may be compared with them.
         if at != (row.cell, row.model, row.vpp):
             references.clear()
             at = row.cell, row.model, row.vpp
-        findings.add(measure_row(member, args, row, references, rows))
+        return measure_row(member, args, row, references, rows)
+
+    measure_rows(member, rows, findings, measure)
 
 
 def measure_row(
@@ -231,11 +239,10 @@ def measure_row(
 ) -> dict[str, Any]:
     """One row; a side that fails leaves its error, and the other sides are still measured."""
     job = row.job()
-    with isolation(member):
-        try:
-            found = _measure_side(member, args, row, references, rows)
-        except SIDE_ERRORS as error:
-            return {**row.name, "error": first_line(error)}
+    try:
+        found = _measure_side(member, args, row, references, rows)
+    except SIDE_ERRORS as error:
+        return {**row.name, "error": first_line(error)}
     tokens = row.microbatches * job.config.sequence * job.config.batch
     return {**row.name, "error": None, "tokens": tokens, **found}
 
@@ -248,22 +255,21 @@ def _measure_side(
     rows: Sequence[TableRow],
 ) -> dict[str, Any]:
     before, reserved = _used(member), _reserved(member)
-    side, construction_s = build_side(member, lambda: row.make(member))
+    run = RankRun.of(member, row.make)
+    side = run.side
     built, reserved = _used(member) - before, _reserved(member) - reserved
     began = time.perf_counter()
-    for _ in range(side.first_steps):
-        side.step()
+    run.settle(side.first_steps)
     member.synchronize()
     first = time.perf_counter() - began
-    for _ in range(BEFORE - side.first_steps):
-        side.step()
+    run.settle(row.settling_steps)
     member.synchronize()
     peak, stood = _peak(member) - before, _used(member)
     compared = _compare(member, row, side, references, rows)
     facts = side.facts()
     eager = row.side in ("native", "eager")
     steps = RoundPlan(args.rounds, args.native_steps if eager else args.steps)
-    found = time_side(member, side.step, steps, construction_s=construction_s, facts=facts)
+    found = run.time(steps, facts)
     held = references.get((row.schedule, row.side), {}).values()
     kept = sum(tensor.numel() * tensor.element_size() for tensor in held if tensor.is_cuda)
     memory = {

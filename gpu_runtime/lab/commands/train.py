@@ -58,6 +58,7 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
     refuse_unused(args, ["--resume"], "--compare begins anew")
+    refuse_unused(args, ["--digest"], "--compare prints no digest")
     config.require_drawn("--compare")
     config = attrs.evolve(config, checkpoint=Checkpointing())
     if args.compare == "all" and config.parallel.mode == "one launch":
@@ -77,13 +78,13 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     if member.rank == 0:
         progress.note(f"{what}, guarded and native")
     job = run.data.job
-    captured = mode_on(config.run.device, config.parallel.mode) != "eager"
+    mode = mode_on(config.run.device, config.parallel.mode)
     result = compare_pipelines(
         member,
         job,
         config.run.steps,
         backend_of(config),
-        captured=captured,
+        mode=mode,
         limits=config.waits(),
     )
     own = {
@@ -104,7 +105,8 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
 
     losses, native_losses = of("losses"), of("native_losses")
     lines = [
-        f"{what}, {counted(config.run.steps, 'step')}, {'captured' if captured else 'eager'}, and "
+        f"{what}, {counted(config.run.steps, 'step')}, "
+        f"{'eager' if mode == 'eager' else 'captured'}, and "
         "torch's own pipeline over native full backwards:",
         *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
         loss_line(losses),
@@ -118,7 +120,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
         "first": [label for rank in ranks for label in rank["first"]],
         "losses": [finite(loss) for loss in losses],
         "native_losses": [finite(loss) for loss in native_losses],
-        "captured": captured,
+        "captured": mode != "eager",
     }
     return Outcome("accepted" if same else "refused", data, lines)
 

@@ -242,7 +242,7 @@ DEFAULT_SETS = ("stepwise", "wide", "recipes", "timed")
 
 
 def shrink(case: Case) -> Case:
-    """The same comparison at hidden 128, for a CPU; a case of that size is left alone."""
+    """The same comparison at hidden 128, for a CPU; a smaller case stays as it is."""
     if case.hidden <= _SMALL["hidden"]:
         return case
     return attrs.evolve(case, **_SMALL).with_steps(min(case.steps, 6))
@@ -253,5 +253,5 @@ SHORTEST = 128
 
 
 def fit_to_device(case: Case) -> Case:
-    """The same comparison with sequences that the library's fused attention stays inside of."""
+    """The same comparison, with sequences of at least `SHORTEST` tokens."""
     return attrs.evolve(case, sequence=max(case.sequence, SHORTEST))

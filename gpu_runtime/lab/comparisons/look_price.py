@@ -2,31 +2,33 @@
 ``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: the price of the look for
 values that are not finite, as ratios from one run of one process.
 
-Each round takes one step, one look, the sums by which a save compares ranks, and the comparison of
-gradients' scales that a run with a norm makes after each step. So all see the same machine. The
-medians of all rounds are divided.
+Each round takes one step, one look, the sums by which a save compares ranks, the comparison of
+gradients' scales that a run makes after each step, and the look for stages of zero gradients that a
+run without a norm makes in each step. So all see the same machine. The medians of all rounds are
+divided.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...ranks.assembly import build_worker
 from ...ranks.membership import Member
 from ...ranks.processes import join_ranks
-from ...runtime import Mode
+from ...runtime import mode_on, without_launches
+from ...step.zero_stages import ZeroStages
 from ...training.assembly import backend_of, open_job
 from ...training.checkpoint.save import tensors_of
 from ...training.command import require_processes
 from ...training.config_file import read
-from ...training.launches import mode_of
 from ...training.look import nonfinite
 from ...training.saturation import GradientScales
 from ...training.state import checksums
+from ..statistics.summary import exact_median
 
 __all__ = ["main", "ratios"]
 
@@ -44,7 +46,8 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
 
     Returns:
         The look over a step, over the sums of a save, and its share of a step at the file's
-        `look_every`, 0 if the file does not look; the comparison of scales over a step.
+        `look_every`, 0 if the file does not look; the comparison of scales, and the look for zero
+        gradients, over a step.
 
     Raises:
         UnusableError: The file cannot be used, or takes more than one process.
@@ -54,31 +57,39 @@ def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict
     require_processes(run, data.job, f"look_price {config}")
     limits = run.waits()
     member = join_ranks(run.run.device, limits, deterministic=run.run.deterministic)
-    wanted: Mode = "replays" if run.parallel.mode == "one launch" else run.parallel.mode
-    mode, _ = mode_of(member, data.job, wanted)
+    mode = mode_on(member.device, without_launches(run.parallel.mode))
     worker = build_worker(member, data.job, backend_of(run), mode=mode, limits=limits)
     naming = data.job.name_of
     scales = GradientScales(worker, naming)
-    spent: dict[str, list[float]] = {"step": [], "look": [], "sums": [], "scales": []}
+    zeros = ZeroStages(worker.row.stages, member.device)
+    held: list[Any] = []
+
+    def step() -> None:
+        held[:] = [worker.step()]
+
+    names = "step", "look", "sums", "scales", "zeros"
+    spent: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(_WARM + rounds):
         data.job.prepare(turn, worker.optimizer)
         for name, work in (
-            ("step", worker.step),
+            ("step", step),
             ("look", lambda: nonfinite(worker, naming)),
             ("sums", lambda: checksums(tensors_of(worker, naming, {}))),
             ("scales", scales.take),
+            ("zeros", lambda: zeros.take(held[0])),
         ):
             taken = _time(member, work)
             if turn >= _WARM:
                 spent[name].append(taken)
     worker.close()
-    step, look, sums, fall = (statistics.median(found) for found in spent.values())
+    taken_step, look, sums, fall, zero = (exact_median(found) for found in spent.values())
     every = run.run.look_every
     return {
-        "look / step": look / step,
+        "look / step": look / taken_step,
         "look / sums of a save": look / sums,
-        f"look / {every} steps": look / step / every if every else 0.0,
-        "scales / step": fall / step,
+        f"look / {every} steps": look / taken_step / every if every else 0.0,
+        "scales / step": fall / taken_step,
+        "zeros / step": zero / taken_step,
     }
 
 

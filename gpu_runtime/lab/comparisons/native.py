@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ...backends.epoch_scales import begin_forward, move_scales
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...step.memory.arena import by_matrix
 from ...step.memory.numerical_state import live_state
@@ -128,6 +129,7 @@ class NativeRun:
         )
         if first:
             self._cache_epoch[stage.index] = number
+        begin_forward(stage.domain, number, action.microbatch)
         outputs = stage.native_forward(inputs, first=first)
         if (r := self.recording) is not None:
             record_outputs(r, where, outputs)
@@ -192,6 +194,7 @@ class NativeRun:
         gradients = {s.index: native_gradients(s, self._sums(s)) for s in self.stages}
         record_step(self.recording, number, self.stages, gradients, before_update=True)
         self.optimizer.step(gradients)
+        move_scales(self.stages[0].domain)
         for stage in self.stages:
             drop_gradients(stage, self._sums(stage))
         record_step(self.recording, number, self.stages, gradients, optimizer=self.optimizer)

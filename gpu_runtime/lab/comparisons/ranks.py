@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import attrs
@@ -21,6 +22,7 @@ from ...ranks.job import Batches, Job
 from ...ranks.membership import Limits, Member, all_gather
 from ...ranks.pipeline import Passage, Pipeline
 from ...ranks.ties import Tie
+from ...runtime import Mode, Runtime
 from ...step.clipping import EPSILON, square_sums
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import live_state
@@ -102,6 +104,16 @@ class RecordingPipeline(Pipeline):
     """A pipeline that records what flows; `recording` is set before its first step."""
 
     recording: Recording | None = None
+
+    @contextmanager
+    def unlogged_walks(self, run: Runtime) -> Iterator[None]:
+        """As `Pipeline.unlogged_walks`."""
+        recording, self.recording = self.recording, None
+        try:
+            with super().unlogged_walks(run):
+                yield
+        finally:
+            self.recording = recording
 
     def forward(self, p: Passage) -> None:
         """F, then record its outputs and the state after it."""
@@ -209,6 +221,10 @@ def native_pipeline(
         reduce=reduce,
         optimizer=optimizer or job.optimizer,
     )
+    run.calibrate(
+        lambda: None if shared is None else shared(live_state(run.domain)),
+        lambda converged: all(all_gather(member, converged)),
+    )
     return run
 
 
@@ -218,7 +234,7 @@ def compare_pipelines(
     steps: int,
     backend: str = "reference",
     *,
-    captured: bool = False,
+    mode: Mode = "eager",
     limits: Limits | None = None,
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
 ) -> PipelineComparison:
@@ -230,7 +246,7 @@ def compare_pipelines(
         job: What to train.
         steps: Optimizer steps.
         backend: `reference` or `transformer-engine`.
-        captured: Replay CUDA graphs on the guarded side.
+        mode: How the guarded side's steps run: ``eager`` or ``replays``.
         limits: Time limits.
         event_log: File of the guarded side's event log.
     """
@@ -240,7 +256,7 @@ def compare_pipelines(
         member,
         job,
         backend,
-        mode="replays" if captured else "eager",
+        mode=mode,
         limits=limits,
         event_log=event_log,
         pipeline=RecordingPipeline,
@@ -277,10 +293,10 @@ def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor
         return None if limit is None else clip(gradients, limit)
 
     def clip(gradients: Gradients, limit: float) -> Tensor:
-        own = {stage: float(part) for stage, part in square_sums(gradients, second).items()}
+        own = {part: float(squares) for part, squares in square_sums(gradients, second).items()}
         said = all_gather(member, own)
-        parts = {stage: part for rank in ranks for stage, part in said[rank].items()}
-        norm = math.sqrt(sum(parts[stage] for stage in sorted(parts)))
+        parts = {part: squares for rank in ranks for part, squares in said[rank].items()}
+        norm = math.sqrt(sum(parts[part] for part in sorted(parts)))
         wanted = torch.tensor(limit, dtype=torch.float64) / (norm + EPSILON)
         return wanted.clamp(max=1.0).float().to(member.device)
 

@@ -205,8 +205,8 @@ def compare(
         a, b = reference.values.get(category, {}), candidate.values.get(category, {})
         if not a:
             raise ValueError(
-                f"the reference ({reference.what}) recorded nothing under {category!r}; "
-                "record it or leave the category out"
+                f"the reference ({reference.what}) has no values of category {category!r}; record "
+                "the category, or leave it out"
             )
         labels = dict.fromkeys((*a, *b))
         bad = [label for label in labels if a.get(label) != b.get(label)]

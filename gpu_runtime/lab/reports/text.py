@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..statistics.scales import LAST
 from ..statistics.summary import Raw
 
 __all__ = ["LINES", "table"]
@@ -401,6 +402,90 @@ def restart_lines(report: Report) -> list[str]:
     return [*lines, f"{differ} of {compared} values differ"]
 
 
+def kill_lines(report: Report) -> list[str]:
+    """A row for each kill, and what differs at the end."""
+    rows = [
+        (
+            row["place"],
+            f"launcher, with rank {row['rank']}" if row["launcher"] else f"rank {row['rank']}",
+            f"{row['end_s']:.1f}",
+            row["cause"] or "-",
+        )
+        for row in report["raw"]["kills"]
+    ]
+    found = report["derived"]
+    lines = table(("killed in", "process", "all ended after, s", "said"), rows)
+    differ = (
+        f"{found[f'{name}_differ']:,} of {found[name]:,} {what} differ"
+        for name, what in (
+            ("tensors", "tensors"),
+            ("losses", "losses"),
+            ("held_out", "held-out losses"),
+        )
+    )
+    return [*lines, f"After {found['kills']} kills {', '.join(differ)}"]
+
+
+def scales_lines(derived: Mapping[str, Any]) -> list[str]:
+    """A row for each run, and how far the two recipes are apart."""
+    rows = [
+        (
+            run["scales"],
+            str(run["seed"]),
+            str(run["steps"]),
+            _loss(run["loss"]),
+            _loss(run["held_out"]),
+        )
+        for run in derived["runs"]
+    ]
+    header = ("scales move per", "seed", "steps", f"loss, last {LAST} steps", "held out")
+    return [
+        *table(header, rows),
+        f"epoch less action, mean over {len(derived['differences'])} seeds: loss "
+        f"{_signed(derived['mean_difference'])}, held out "
+        f"{_signed(derived['mean_held_out_difference'])}",
+    ]
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _signed(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:+.4f}"
+
+
+def second_run_lines(report: Report) -> list[str]:
+    """A row for each kind of flip, a row for each price, and what must not have happened."""
+    found = report["derived"]
+    names = ("stopped", "harmless")
+    rows = [
+        (
+            key,
+            *(f"{ends.get(name, 0)}" for name in names),
+            f"{sum(ends.values()) - sum(ends.get(name, 0) for name in names)}",
+        )
+        for key, ends in found["ends"].items()
+    ]
+    prices = [
+        (
+            one["mode"],
+            name if one["what"] == name else f"{one['what']}, {name}",
+            f"{one['ms']['off']:.3f}",
+            f"{one['ms'][name]:.3f}",
+            f"{ratio:.4f}",
+        )
+        for one in found["prices"]
+        for name, ratio in one["ratio"].items()
+    ]
+    return [
+        *table(("flip", "stopped", "harmless", "other ends"), rows),
+        *table(("mode", "what", "off, ms per step", "on, ms per step", "ratio"), prices),
+        f"Of {found['flips']} flips {found['stopped']} were stopped, {found['harmless']} changed "
+        f"nothing, {found['wrong']} ended wrongly",
+    ]
+
+
 LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "bench": bench_lines,
     "sweep": sweep_lines,
@@ -412,6 +497,9 @@ LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "tables": lambda report: table_lines(report["derived"]),
     "peers": lambda report: peer_lines(report["derived"]),
     "restarts": restart_lines,
+    "kills": kill_lines,
+    "scales": lambda report: scales_lines(report["derived"]),
+    "second_runs": second_run_lines,
     "curves": lambda report: curve_lines(report["derived"]),
 }
 """The tables that a command prints last, by kind of report."""

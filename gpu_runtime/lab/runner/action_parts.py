@@ -8,7 +8,6 @@ subtracted.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from ...step.memory.arena import Arena
 from ...step.memory.slots import Boundary
 from ...step.performer import DevicePerformer
 from ...step.streams import GraphStream, HostHandoff
+from ..statistics.summary import exact_median
 
 Clock = Callable[[], int]
 """Nanoseconds from an arbitrary start; monotonic."""
@@ -69,7 +69,7 @@ class _Watch:
             self.reading = 0
             timed()
             read.append(self.reading)
-        return round(statistics.median(read))
+        return round(exact_median(read))
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call, adding to `reading`."""

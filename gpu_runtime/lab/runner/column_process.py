@@ -19,6 +19,7 @@ from ..sides.side import Column
 from ..statistics.traces import summarize
 from .processes import ChildProcess, answer
 from .rank_process import forbid_profiler
+from .step_seconds import back_to_back_s, single_step_s
 
 HOST_STEPS = 5
 """Steps at the end of a round whose enqueueing is timed one by one."""
@@ -108,25 +109,12 @@ class ColumnSession:
         for _ in range(warm_steps):
             column.step()
         self._synchronize()
-        started = time.perf_counter()
-        for _ in range(steps):
-            column.step()
-        self._synchronize()
-        ended = time.perf_counter()
         return {
             "steps": steps,
             "warm_steps": warm_steps,
-            "wall_s": ended - started,
-            "host_s": [self._host_s() for _ in range(HOST_STEPS)],
+            "wall_s": back_to_back_s(column.step, self._synchronize, steps),
+            "host_s": [single_step_s(column.step, self._synchronize)[0] for _ in range(HOST_STEPS)],
         }
-
-    def _host_s(self) -> float:
-        # With an idle device, so that the host never waits for a full launch queue.
-        started = time.perf_counter()
-        self._the_column().step()
-        enqueued = time.perf_counter()
-        self._synchronize()
-        return enqueued - started
 
     def trace(self, steps: int) -> dict[str, Any] | None:
         """Profile some steps; None without a device."""

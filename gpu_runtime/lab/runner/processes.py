@@ -45,7 +45,7 @@ class ChildProcess:
         try:
             self._pipe.send(value)
         except OSError as error:
-            raise ChildError(f"its process is gone: {error}") from error
+            raise ChildError(f"the child process has ended: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """

@@ -21,7 +21,8 @@ from ..statistics.traces import busy_times, launch_shares, matrix_copies, summar
 from .processes import first_line
 from .rank_parts import device_ms, row_as_one_graph
 from .rank_process import Findings
-from .starts import RankStarts, Start
+from .rank_rows import RankRun
+from .starts import RankStart, RankStarts
 from .timing import WARMUP, meet_idle
 
 __all__ = ["SIDE_ERRORS", "SideRow", "add_profiles", "profile_row", "profile_rows"]
@@ -43,7 +44,7 @@ class SideRow(Protocol):
         """The fields that name the row in its report."""
 
     @property
-    def settled(self) -> int:
+    def settling_steps(self) -> int:
         """Steps before the side is measured."""
 
     @property
@@ -69,7 +70,7 @@ def add_profiles(
     save: Callable[[], None],
     note: Callable[[str], None],
     limit: float = math.inf,
-) -> Start:
+) -> RankStart:
     """
     Start all ranks once more, and add what the profiler saw of each row to its measurement.
 
@@ -114,9 +115,9 @@ def profile_row(member: Member, row: SideRow) -> dict[str, Any]:
     Returns:
         `busy_ms` by rank, empty on a CPU; `copies` and `split` by rank where the row has them.
     """
-    side = row.make(member)
-    for _ in range(row.settled + WARMUP):
-        side.step()
+    run = RankRun.of(member, row.make)
+    run.settle(row.settling_steps + WARMUP)
+    side = run.side
     found = profile_side(member, side, copies=row.copies)
     if row.split and isinstance(side, LaunchSide):
         job = row.job()

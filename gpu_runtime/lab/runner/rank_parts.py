@@ -27,6 +27,7 @@ from ...step.eager import StageMemory
 from ...step.graphs import GraphExecutor, no_collection
 from ...step.optimizer import Gradients
 from ...step.plan.order import ComputeAction, Order
+from ..statistics.summary import exact_median
 from .timing import meet_idle
 
 __all__ = [
@@ -103,7 +104,7 @@ def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Ti
                 times.append(began.elapsed_time(ended))
     places: dict[tuple[str, str], list[float]] = {}
     for (stage, kind, _), times in zip(acts, spent, strict=True):
-        places.setdefault((stage, kind), []).append(statistics.median(times))
+        places.setdefault((stage, kind), []).append(exact_median(times))
     found: Times = {}
     for (stage, kind), medians in places.items():
         found.setdefault(stage, {})[kind] = statistics.mean(medians)
@@ -173,7 +174,7 @@ def device_ms(act: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 4)
-    return float(statistics.median(times))
+    return float(exact_median(times))
 
 
 def message_ms(member: Member, job: Job, worker: Worker) -> float:

@@ -28,23 +28,23 @@ from ...ranks.membership import launcher_ranks
 from .rank_process import Request
 from .ranks import RankExits, run_ranks
 
-__all__ = ["RankStarts", "Start"]
+__all__ = ["RankStart", "RankStarts"]
 
 
 @attrs.frozen
-class Start:
+class RankStart:
     """
     What one start of the ranks left.
 
     Args:
         exits: How the processes ended.
         rows: What each rank that was started here handed over.
-        told: The error that the first of these ranks reported: `unusable` or `stopped`.
+        error: The error that the first of these ranks reported: `unusable` or `stopped`.
     """
 
     exits: RankExits
     rows: list[list[Any]]
-    told: Mapping[str, Any] = attrs.field(factory=dict)
+    error: Mapping[str, Any] = attrs.field(factory=dict)
 
     def require(self) -> list[Any]:
         """
@@ -54,10 +54,10 @@ class Start:
             StoppedError: Every rank stopped, for one cause.
             UnusableError: A rank failed; the message is its own, or its last words.
         """
-        if "stopped" in self.told:
-            raise StoppedError(Cause(**self.told["stopped"]))
+        if "stopped" in self.error:
+            raise StoppedError(Cause(**self.error["stopped"]))
         if self.exits.error is not None:
-            raise UnusableError(self.told.get("unusable", f"a rank failed: {self.exits.error}"))
+            raise UnusableError(self.error.get("unusable", f"a rank failed: {self.exits.error}"))
         return self.rows[0]
 
 
@@ -114,7 +114,7 @@ class RankStarts:
         environ: Mapping[str, str] | None = None,
         take: Callable[[Any], None] = lambda _: None,
         note: Callable[[str], None] = lambda _: None,
-    ) -> Start:
+    ) -> RankStart:
         """
         Run a body in a fresh process per rank, and wait until all have ended.
 
@@ -150,7 +150,7 @@ class RankStarts:
         for other in others:
             other.read()
         rows = [tail.rows for tail in (heard, *others)]
-        return Start(exits, rows, heard.told)
+        return RankStart(exits, rows, heard.error)
 
     def _meeting(self, number: int) -> dict[str, str]:
         """Where the ranks of a start meet: under torchrun in its store, under keys of their own."""
@@ -177,7 +177,7 @@ class _Tail:
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0
         self.rows: list[Any] = []
-        self.told: dict[str, Any] = {}
+        self.error: dict[str, Any] = {}
 
     def read(
         self,
@@ -200,4 +200,4 @@ class _Tail:
             elif kind == "note":
                 note(value)
             else:
-                self.told[kind] = value
+                self.error[kind] = value

@@ -4,7 +4,6 @@ Rounds of a side over ranks: steps back to back, and single steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...ranks.membership import Member, all_gather
+from .step_seconds import back_to_back_s, single_step_s
 
 __all__ = ["WARMUP", "RoundPlan", "meet_idle", "time_side"]
 
@@ -67,17 +67,11 @@ def time_side(
     back, singles, hosts = [], [], []
     for _ in range(plan.rounds):
         meet_idle(member)
-        began = time.perf_counter()
-        for _ in range(plan.steps):
-            step()
-        member.synchronize()
-        back.append(1e3 * (time.perf_counter() - began) / plan.steps)
+        back.append(1e3 * back_to_back_s(step, member.synchronize, plan.steps) / plan.steps)
         meet_idle(member)
-        began = time.perf_counter()
-        step()
-        hosts.append(1e3 * (time.perf_counter() - began))
-        member.synchronize()
-        singles.append(1e3 * (time.perf_counter() - began))
+        enqueued, ended = single_step_s(step, member.synchronize)
+        hosts.append(1e3 * enqueued)
+        singles.append(1e3 * ended)
     on_device = member.device.type == "cuda"
     peak = torch.cuda.max_memory_reserved(member.device) if on_device else 0
     meet_idle(member)

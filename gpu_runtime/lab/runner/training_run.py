@@ -24,6 +24,7 @@ from qeffect.text import counted
 from ...backends.protocol import parameters
 from ...ranks.job import NAMES
 from ...ranks.membership import Member, all_gather
+from ...runtime import Mode
 from ...training.assembly import JobData
 from ...training.command import release_memory
 from ...training.config import Checkpointing, Config
@@ -176,7 +177,7 @@ def train_run(
         "schedule": named.schedule,
         "seed": named.seed,
         "head": config.model.head,
-        "captured": course.captured,
+        "captured": course.mode != "eager",
         "launches": course.launches,
         "cut": list(data.job.cut),
         "parameters": sum(rank["parameters"] for rank in ranks) // data.job.dp,
@@ -198,7 +199,7 @@ def train_run(
 class _Progress:
     """What a run has recorded so far."""
 
-    captured: bool
+    mode: Mode
     launches: int = 0
     losses: list[float | None] = attrs.field(factory=list)
     clock: list[list[float]] = attrs.field(factory=list)
@@ -217,7 +218,7 @@ def _course(
     control: RunControl,
 ) -> _Progress:
     """Run all steps in blocks, with the evaluations between them."""
-    run, course, first, seconds = config.run, _Progress(side.captured), 0, 0.0
+    run, course, first, seconds = config.run, _Progress(side.mode), 0, 0.0
     for last in _blocks(run.steps, run.log_every, run.evaluate_every):
         started = time.perf_counter()
         for step in range(first, last):

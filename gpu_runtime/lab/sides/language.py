@@ -75,8 +75,8 @@ class PeerSettings:
         native_steps: Steps per round for modes without graphs.
         device: `cuda`; `cpu` for ours and torch's only.
         profile: Whether the ranks start a second time, under the profiler.
-        settled: Steps after which gradients are compared: by then the scales repeat, and graphs
-            are captured.
+        settling_steps: Steps after which gradients are compared: by then the scales repeat, and
+            graphs are captured.
     """
 
     cells: Sequence[str]
@@ -85,7 +85,13 @@ class PeerSettings:
     native_steps: int = 3
     device: str = "cuda"
     profile: bool = True
-    settled: int = 8
+    settling_steps: int = 8
+
+    def configuration(self) -> dict[str, Any]:
+        """The settings as the report names them."""
+        fields = attrs.asdict(self)
+        fields["settled"] = fields.pop("settling_steps")
+        return fields
 
     def job(self, cell: str, schedule: str) -> DrawnLanguage:
         """The language model of a cell, one layer a stage."""
@@ -100,9 +106,9 @@ class PeerSettings:
             vocabulary=TINY_VOCABULARY if layers == "tiny" else VOCABULARY,
         )
 
-    def rounds_of(self, *, graphs: bool) -> RoundPlan:
+    def rounds_of(self, mode: Mode) -> RoundPlan:
         """How a mode is timed."""
-        return RoundPlan(self.rounds, self.steps if graphs else self.native_steps)
+        return RoundPlan(self.rounds, self.native_steps if mode == "eager" else self.steps)
 
 
 def motionless_adamw(stages: Any, *, capturable: bool = False) -> Optimizer:
@@ -134,9 +140,14 @@ class PeerRow:
         return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
 
     @property
-    def settled(self) -> int:
+    def label(self) -> str:
+        """The name in progress lines."""
+        return ", ".join(self.name.values())
+
+    @property
+    def settling_steps(self) -> int:
         """Steps after which gradients are compared."""
-        return self.settings.settled
+        return self.settings.settling_steps
 
     def job(self) -> DrawnLanguage:
         """The row's model."""

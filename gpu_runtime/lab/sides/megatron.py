@@ -36,10 +36,10 @@ from ...step.optimizer import Gradients
 from ...step.plan.order import Order
 from ..comparisons.gradients import compare_gradients, save_gradients
 from ..runner.rank_process import Findings
-from ..runner.timing import time_side
+from ..runner.rank_rows import RankRun, measure_rows
 from ..statistics.peers import EAGER
 from .language import HISTORY, PP, VPP, DrawnLanguage, PeerRow
-from .pipelines import build_side, drawn_batches, isolation
+from .pipelines import drawn_batches
 
 __all__ = ["MegatronRow", "MegatronSide", "library", "measure_modes", "meet", "megatron_name"]
 
@@ -167,6 +167,11 @@ class MegatronRow(PeerRow):
     """A row of one of Megatron's modes."""
 
     @property
+    def label(self) -> str:
+        """The name in progress lines; a mode has one schedule."""
+        return f"{self.cell}, {self.side}"
+
+    @property
     def mode(self) -> str:
         """`none`, `transformer_engine`, `local` or `full_iteration`."""
         return self.side.removeprefix("megatron ")
@@ -191,16 +196,17 @@ def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings)
     if mode == "none":
         findings.add({"refusals": delayed_wgrad_answer()})
     member = meet(mode)
-    for row in rows:
-        findings.note(f"Timing. {row.cell}, {row.side}")
-        with isolation(member):
-            findings.add({"rows": _measure_row(member, row, folder)})
+
+    def measure(row: MegatronRow) -> dict[str, Any]:
+        return {"rows": _measure_row(member, row, folder)}
+
+    measure_rows(member, rows, findings, measure)
 
 
 def _measure_row(member: Member, row: MegatronRow, folder: Path) -> dict[str, Any]:
-    side, made = build_side(member, lambda: row.make(member))
-    for _ in range(row.settled):
-        side.step()
+    run = RankRun.of(member, row.make)
+    side = run.side
+    run.settle(row.settling_steps)
     member.synchronize()
     own = {name: parameter.main_grad for name, parameter in side.names}
     references = ["native", EAGER]
@@ -209,8 +215,8 @@ def _measure_row(member: Member, row: MegatronRow, folder: Path) -> dict[str, An
         references = ["native"]
     gradients = compare_gradients(member, folder, row.cell, references, own)
     loss = sum(all_gather(member, side.loss()))
-    plan = row.settings.rounds_of(graphs=row.side != EAGER)
-    found = time_side(member, side.step, plan, construction_s=made, facts=side.facts())
+    plan = row.settings.rounds_of("eager" if row.side == EAGER else "replays")
+    found = run.time(plan, side.facts())
     return row.measured(gradients, loss, found)
 
 

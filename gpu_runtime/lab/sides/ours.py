@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...backends.protocol import StageBackend
-from ...runtime import Counts, Runtime, RuntimeConfig
+from ...runtime import Counts, Mode, Runtime, RuntimeConfig, mode_on
 from ...step.memory.arena import Rule
 from ...step.optimizer import Optimizer
 from ...step.plan.order import Order
@@ -61,7 +61,7 @@ class Ours:
         settings: History and device.
         destination: Where dW writes.
         provisioning: How slots are counted.
-        captured: Replay graphs.
+        mode: How a step runs.
         guards: Run the guards; False exists for this benchmark only.
         counts: When what the device counts is compared; None counts nothing.
         two_streams: Call from a stream of the caller's own, so that every action crosses to the
@@ -72,7 +72,7 @@ class Ours:
     settings: Settings
     destination: Rule
     provisioning: Provisioning
-    captured: bool
+    mode: Mode
     guards: bool = True
     two_streams: bool = False
     counts: Counts | None = None
@@ -133,7 +133,7 @@ class Ours:
             RuntimeConfig(
                 rule=self.destination,
                 provisioning=self.provisioning,
-                mode="replays" if self.captured else "eager",
+                mode=self.mode,
                 readers=True,
                 feeds=self.feeds,
                 counts=self.counts,
@@ -197,7 +197,7 @@ def captured_column(
         settings,
         destination,
         provisioning,
-        captured=settings.device != "cpu",
+        mode_on(settings.device),
         guards=guards,
         two_streams=two_streams,
         counts=counts,
@@ -206,4 +206,4 @@ def captured_column(
 
 def eager_column(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
     """Eager, with guards and live slots."""
-    return Ours(cell, settings, destination, "live", captured=False)
+    return Ours(cell, settings, destination, "live", "eager")

@@ -90,7 +90,8 @@ class NativeSide:
         pipeline: The rank's pipeline before its first step.
     """
 
-    first_steps, captured, launches = 1, False, 0
+    first_steps, launches = 1, 0
+    mode: Mode = "eager"
 
     def __init__(self, member: Member, pipeline: NativePipeline) -> None:
         self.member, self.pipeline = member, pipeline
@@ -137,7 +138,7 @@ class GuardedSide:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.optimizer = worker, worker.optimizer
-        self.captured = worker.runtime.config.replays_graphs
+        self.mode = worker.runtime.config.mode
 
     @property
     def stages(self) -> Mapping[int, StageBackend]:
@@ -165,20 +166,20 @@ class GuardedSide:
         """Handoffs and replays of one more step; slots, arena, graphs and their set-up times."""
         runtime = self.worker.runtime
         executor = runtime.executor
-        captured = executor if isinstance(executor, GraphExecutor) else None
-        before = runtime.handoff.handoffs, 0 if captured is None else captured.num_replays
+        graphs = executor if isinstance(executor, GraphExecutor) else None
+        before = runtime.handoff.handoffs, 0 if graphs is None else graphs.num_replays
         self.step()
-        after = runtime.handoff.handoffs, 0 if captured is None else captured.num_replays
+        after = runtime.handoff.handoffs, 0 if graphs is None else graphs.num_replays
         found: dict[str, Any] = {
             "handoffs": after[0] - before[0],
             "replays": after[1] - before[1],
             "slots": [stage.slots for stage in runtime.contract.stages],
             "arena_bytes": sum(memory.arena.num_bytes for memory in runtime.memories.values()),
         }
-        if captured is not None:
-            found["graphs"] = captured.report.num_graphs
-            found["warmup_s"] = captured.report.warmup_seconds
-            found["capture_s"] = captured.report.capture_seconds
+        if graphs is not None:
+            found["graphs"] = graphs.report.num_graphs
+            found["warmup_s"] = graphs.report.warmup_seconds
+            found["capture_s"] = graphs.report.capture_seconds
         return found
 
     def close(self) -> None:

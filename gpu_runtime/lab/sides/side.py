@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...backends.protocol import StageBackend
+from ...runtime import Mode
 from ...step.optimizer import Optimizer
 
 __all__ = ["Column", "RankSide", "Side"]
@@ -44,12 +45,12 @@ class RankSide(Side, Protocol):
 
     Attributes:
         first_steps: Steps that belong to the side's set-up.
-        captured: Whether it replays graphs.
+        mode: How a step runs; ``eager`` for a side without graphs.
         optimizer: The optimizer of the rank's stages.
     """
 
     first_steps: int
-    captured: bool
+    mode: Mode
     optimizer: Optimizer
 
     @property

@@ -120,7 +120,7 @@ class StepLoop:
     def after_dgrad(
         self, key: TapeKey, ref: TapeRef, step: ComputeAction, gradients: Sequence[Tensor]
     ) -> None:
-        """Called with the input gradients of a stage that no other feeds."""
+        """Called with the input gradients of a stage whose input comes from no other stage."""
 
     def after_wgrad(self, key: TapeKey, ref: TapeRef) -> None:
         """Called after a dW."""

@@ -56,7 +56,7 @@ class TableRow:
     schedule: str
     side: str
     pp: int = 2
-    settled = BEFORE
+    settling_steps = BEFORE
     copies = True
     split = False
 
@@ -64,6 +64,11 @@ class TableRow:
     def name(self) -> dict[str, Any]:
         """The fields that name the row in a report."""
         return {**attrs.asdict(self), "microbatches": self.microbatches}
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines."""
+        return f"{self.cell}, {self.model}, {self.schedule}, {self.side}"
 
     @property
     def microbatches(self) -> int:
@@ -105,7 +110,7 @@ def table_rows(
     pp: int,
     *,
     microbatches: Sequence[int] = (2, 4, 8, 16, 32),
-    captured: bool = True,
+    mode: Mode = "replays",
 ) -> list[TableRow]:
     """
     The rows of some parts, each once, in the order of measuring.
@@ -119,9 +124,9 @@ def table_rows(
         cells: Names of `CELLS`.
         pp: Ranks.
         microbatches: Of `resources`.
-        captured: Whether graphs are captured; without graphs no row is one launch.
+        mode: How guarded steps run; in mode ``eager`` no row is one launch.
     """
-    sides = ("replays", "one launch") if captured else ("replays",)
+    sides = ("replays",) if mode == "eager" else ("replays", "one launch")
     last = cells[-1]
     wanted = tuple(parts)
 

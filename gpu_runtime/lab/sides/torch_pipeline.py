@@ -18,7 +18,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from qeffect.schedule.torch_tables import SINGLE
 
+from ...backends.epoch_scales import begin_forward, move_scales, moves_once
 from ...backends.protocol import BackendError, StageBackend
+from ...step.calibration import Calibration, calibrate
 from ...step.memory.arena import Rule
 from ...step.memory.numerical_state import live_state, preserving
 from ...step.optimizer import Gradients, Optimizer
@@ -67,6 +69,7 @@ class _Stage(PipelineStage):
             stage.native_bind(None)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        begin_forward(self.owner.domain, self.owner.number, self.owner.drawn + fwd_chunk_id)
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.owner.note(
             self, f"F{self.owner.drawn + fwd_chunk_id}", "outputs", () if self.is_last else (out,)
@@ -216,6 +219,34 @@ class NativePipeline:
         self.schedule.step(*inputs, **options, return_outputs=False)
         return losses
 
+    def calibrate(
+        self, share: Callable[[], None], agree: Callable[[bool], bool]
+    ) -> Calibration | None:
+        """
+        Calibrate a domain of epoch scales before the first step; do nothing for another domain.
+
+        Args:
+            share: Called before scales move, where replicas share their scaling state.
+            agree: As for `calibration.calibrate`.
+        """
+        if not moves_once(self.domain):
+            return None
+        recording, self.recording = self.recording, None
+
+        def walk() -> None:
+            for piped in self.piped:
+                piped.forwards.first = True
+            for walk in range(self.walks):
+                self.drawn = walk * self.microbatches
+                self._walked()
+            for piped in self.piped:
+                drop_gradients(piped.backend, piped.sums)
+            share()
+
+        found = calibrate(self.domain, walk, agree)
+        self.recording = recording
+        return found
+
     def step(self) -> None:
         """One optimizer step."""
         losses: list[Tensor] = []
@@ -230,6 +261,7 @@ class NativePipeline:
         scale = None if self.reduce is None else self.reduce(gradients)
         record_step(self.recording, self.number, self.stages, gradients, before_update=True)
         self.optimizer.step(gradients, **({} if scale is None else {"scale": scale}))
+        move_scales(self.domain)
         for piped in self.piped:
             drop_gradients(piped.backend, piped.sums)
         record_step(self.recording, self.number, self.stages, gradients, optimizer=self.optimizer)

@@ -2,21 +2,30 @@
 The paper's tables of the complete step from trials: ours beside the paper's, and goals.
 
 A trial is one start of all ranks; its step time is the median of its rounds. Ratios are taken
-within a trial, and their median over the trials is given. Two and four ranks are in no common
-trial, so they are compared by medians over trials. The first three trials of a model on its ranks
-are the paper's initial set, the others its replication; where both sets are shown, their times,
+within a trial, and their median over the trials is given. No trial has both two and four ranks, so
+these two are compared by medians over trials. The first three trials of a model on its ranks are
+the paper's initial set, the others its replication. Where both sets are shown, their times,
 speedups and break-even steps are never pooled. Memory is the maximum over all trials.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import paper
-from .summary import Raw, busiest_ms, extremes, goal_row, largest, median, ratio, step_ms
+from .summary import (
+    Raw,
+    busiest_ms,
+    exact_median,
+    extremes,
+    goal_row,
+    largest,
+    median,
+    ratio,
+    step_ms,
+)
 
 __all__ = ["INITIAL", "break_even_steps", "derive_tables"]
 
@@ -146,7 +155,7 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
     """One measurement over its trials."""
     first = pairs[0].own
     steps = [step_ms(pair.own) for pair in pairs]
-    step = statistics.median(steps)
+    step = exact_median(steps)
     paired, whole = _paired(pairs), _set(pairs)
     sets = {
         "initial": [pair for pair in pairs if pair.trial < INITIAL],
@@ -157,8 +166,8 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
         **_name(first),
         "trials": len(pairs),
         "step_ms": extremes(steps),
-        "single_ms": median(statistics.median(p.own["single_ms"]) for p in pairs),
-        "host_ms": median(statistics.median(p.own["host_ms"]) for p in pairs),
+        "single_ms": median(exact_median(p.own["single_ms"]) for p in pairs),
+        "host_ms": median(exact_median(p.own["host_ms"]) for p in pairs),
         **{f"{name}_{key}": v for name, own in sets.items() for key, v in _set(own).items()},
         "tokens_per_s": round(1e3 * first["tokens"] / step),
         "setup_s": median(setup_s(p.own) for p in pairs),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...training.figures import mean, perplexity, rounded
-from .summary import Raw
+from .summary import Raw, exact_median
 
 __all__ = [
     "BASE",
@@ -63,7 +63,7 @@ def _run(run: Raw) -> dict[str, Any]:
         for (before, begun), (step, end) in zip([[0, 0.0], *clock], clock, strict=False)
     ]
     held_out = run["held_out"][-1][1] if run["held_out"] else None
-    median = statistics.median(each)
+    median = exact_median(each)
     return {
         "run": name(run),
         "steps": len(losses),

@@ -14,7 +14,6 @@ forms that sum. They are compared with their own kernels, which shows the cost o
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,10 +23,13 @@ from .curves import derive_curves
 from .evidence import derive_compare, derive_pools, derive_probes, derive_streams
 from .goals import judge_cells, judge_sweep
 from .host import derive_host
+from .kills import derive_kills
 from .peers import derive_peers
 from .restarts import derive_restarts
 from .scale import derive_scale
-from .summary import Raw, extremes, rounded, spread
+from .scales import derive_scales
+from .second_runs import derive_second_runs
+from .summary import Raw, exact_median, extremes, rounded, spread
 from .traces import device_copies, matrix_copies
 
 LIBRARY = ("native", "te_graphs", "whole_step")
@@ -44,7 +46,7 @@ def rounds_ms(column: Raw) -> list[float]:
 
 def host_ms(column: Raw) -> list[float]:
     """Milliseconds that the host takes to enqueue one step on an idle device, for each round."""
-    return [1e3 * statistics.median(turn["host_s"]) for turn in column["rounds"]]
+    return [1e3 * exact_median(turn["host_s"]) for turn in column["rounds"]]
 
 
 def usable_columns(columns: Mapping[str, Raw]) -> dict[str, Raw]:
@@ -54,11 +56,7 @@ def usable_columns(columns: Mapping[str, Raw]) -> dict[str, Raw]:
 
 def fastest_column(columns: Mapping[str, Raw], family: str) -> str | None:
     """The column of a family with the least median step."""
-    own = {
-        name: statistics.median(rounds_ms(c))
-        for name, c in columns.items()
-        if c["family"] == family
-    }
+    own = {name: exact_median(rounds_ms(c)) for name, c in columns.items() if c["family"] == family}
     return min(own, key=own.__getitem__) if own else None
 
 
@@ -101,7 +99,7 @@ def break_even(column: Raw, native: Raw) -> int | None:
 
     None when it never does.
     """
-    ours, theirs = (statistics.median(rounds_ms(c)) for c in (column, native))
+    ours, theirs = (exact_median(rounds_ms(c)) for c in (column, native))
     if ours >= theirs:
         return None
     behind = 1e3 * sum(column[key] - native[key] for key in ("warm_s", "first_step_s"))
@@ -166,7 +164,7 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
     }
     for name, column in columns.items():
         rule = sum_rule(column)
-        ms = statistics.median(rounds_ms(column))
+        ms = exact_median(rounds_ms(column))
         kernels = kernel_ms(column)
         entry: dict[str, Any] = {
             "step_ms": spread(rounds_ms(column)),
@@ -238,7 +236,7 @@ def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
     Copies are device-to-device copies of the profiled steps, whose load differs from that of the
     timed steps.
     """
-    gap = statistics.median(rounds_ms(column)) - statistics.median(rounds_ms(native))
+    gap = exact_median(rounds_ms(column)) - exact_median(rounds_ms(native))
     if column["trace"] is None or native["trace"] is None:
         return {"step_ms": rounded(gap), "copies_ms": None, "unexplained_ms": None}
     copies = device_copies(column["trace"]) - device_copies(native["trace"])
@@ -261,7 +259,7 @@ def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
         column: The column.
         floor: The library's column whose kernel time is the floor.
     """
-    ms, least = statistics.median(rounds_ms(column)), kernel_ms(floor)
+    ms, least = exact_median(rounds_ms(column)), kernel_ms(floor)
     kernels = kernel_ms(column)
     assert least is not None, "a floor has kernel times"
     found: dict[str, float | None] = {"step_ms": rounded(ms - least)}
@@ -377,6 +375,9 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "peers": derive_peers,
     "train": derive_train,
     "restarts": derive_restarts,
+    "kills": derive_kills,
+    "scales": derive_scales,
+    "second_runs": derive_second_runs,
     "curves": derive_curves,
 }
 """What computes the derived part of each kind of report."""

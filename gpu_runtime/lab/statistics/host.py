@@ -12,11 +12,10 @@ listed as the rest.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .summary import Raw, microseconds
+from .summary import Raw, exact_median, microseconds
 
 GOAL_US = 12.0
 """Host time of a guarded action over the bare replay's, on the first cell, in microseconds."""
@@ -46,7 +45,7 @@ def derive_column(raw: Raw) -> dict[str, Any]:
             "calls": len(ns) / steps,
             "us": microseconds(ns),
             "bare_us": microseconds(bare) if bare else None,
-            "over_bare_us": round((statistics.median(ns) - statistics.median(bare)) / 1e3, 3)
+            "over_bare_us": round((exact_median(ns) - exact_median(bare)) / 1e3, 3)
             if bare
             else None,
         }
@@ -77,7 +76,7 @@ def _parts(raw: Raw) -> dict[str, float]:
     steps, actions = raw["steps"], raw["actions"]
 
     def of_an_action(times: Mapping[str, Sequence[int]]) -> float:
-        each = [statistics.median(ns) * len(ns) / steps for ns in times.values() if ns]
+        each = [exact_median(ns) * len(ns) / steps for ns in times.values() if ns]
         return float(sum(each) / actions / 1e3)
 
     parts = {part: of_an_action(times) for part, times in raw["parts_ns"].items()}

@@ -20,6 +20,7 @@ from qeffect.schedule.steptime import step_time
 from qeffect.schedule.torch_tables import torch_schedule
 
 from ...step.plan.rows import Row, walked
+from .summary import exact_median
 
 __all__ = ["CLASSES", "Links", "Measured", "Projected", "project"]
 
@@ -100,10 +101,10 @@ class Measured:
         inner = [alone[n] for n in order[1:-1]]
         hidden, sequence, microbatches = (int(part[1:]) for part in cell.split("-"))
         actions = 3 * STAGES_A_RANK * microbatches
-        hosts = {side: statistics.median(row["host_ms"]) / actions for side, row in rows.items()}
+        hosts = {side: exact_median(row["host_ms"]) / actions for side, row in rows.items()}
         return cls(
             {kind: alone[order[0]][kind] for kind in kinds},
-            {kind: statistics.median(times[kind] for times in inner) for kind in kinds},
+            {kind: exact_median(times[kind] for times in inner) for kind in kinds},
             {kind: alone[order[-1]][kind] for kind in kinds},
             max(rows["guarded"]["update_ms"]),
             hosts["guarded"],

@@ -14,6 +14,7 @@ __all__ = [
     "DIGITS",
     "Raw",
     "busiest_ms",
+    "exact_median",
     "extremes",
     "goal_row",
     "largest",
@@ -41,6 +42,19 @@ def rounded(value: float | None, digits: int = DIGITS) -> float | None:
     return None if value is None else round(value, digits)
 
 
+def exact_median(values: Iterable[float]) -> float:
+    """
+    The median, not rounded, for figures that are still divided or subtracted.
+
+    >>> exact_median([1, 2, 4]), exact_median([1, 2])
+    (2, 1.5)
+
+    Raises:
+        statistics.StatisticsError: There are no values.
+    """
+    return statistics.median(values)
+
+
 def median(values: Iterable[float]) -> float | None:
     """
     The median, rounded; None without values.
@@ -49,7 +63,7 @@ def median(values: Iterable[float]) -> float | None:
     (2, None)
     """
     held = list(values)
-    return rounded(statistics.median(held)) if held else None
+    return rounded(exact_median(held)) if held else None
 
 
 def largest(values: Iterable[float]) -> float | None:
@@ -74,7 +88,7 @@ def extremes(values: Sequence[float]) -> dict[str, float]:
     >>> extremes([1.0, 2.0, 4.0])
     {'median': 2.0, 'min': 1.0, 'max': 4.0}
     """
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    found = {"median": exact_median(values), "min": min(values), "max": max(values)}
     return {name: round(value, DIGITS) for name, value in found.items()}
 
 
@@ -85,7 +99,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     >>> spread([1.0, 2.0, 4.0])
     {'median': 2.0, 'min': 1.0, 'max': 4.0, 'spread': 1.5}
     """
-    width = (max(values) - min(values)) / statistics.median(values)
+    width = (max(values) - min(values)) / exact_median(values)
     return {**extremes(values), "spread": round(width, DIGITS)}
 
 
@@ -99,7 +113,7 @@ def microseconds(ns: Sequence[float]) -> dict[str, float]:
     ordered = sorted(ns)
     quarter = len(ordered) // 4
     return {
-        "median": round(statistics.median(ordered) / 1e3, 3),
+        "median": round(exact_median(ordered) / 1e3, 3),
         "min": round(ordered[0] / 1e3, 3),
         "max": round(ordered[-1] / 1e3, 3),
         "middle_half": round((ordered[-1 - quarter] - ordered[quarter]) / 1e3, 3),
@@ -122,7 +136,7 @@ def totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def step_ms(row: Raw) -> float:
     """The median step of a side over ranks in milliseconds, over its rounds."""
-    return float(statistics.median(row["step_ms"]))
+    return float(exact_median(row["step_ms"]))
 
 
 def busiest_ms(row: Raw) -> float | None:

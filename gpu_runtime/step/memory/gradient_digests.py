@@ -8,21 +8,18 @@ the hash is one to one: a change in one word always changes the digest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from .word_hash import FIRST, LOW, PLACE, SECOND, SHIFT
 
 __all__ = ["GradientDigests", "digest", "spelled"]
 
 #: Words that are hashed at a time; bounds the memory that a digest needs.
 _WORDS = 1 << 22
-#: Odd factors as signed integers: the golden ratio's, and those of MurmurHash3's finalizer.
-_PLACE = 0x9E3779B97F4A7C15 - 2**64
-_FIRST = 0xFF51AFD7ED558CCD - 2**64
-_SECOND = 0xC4CEB9FE1A85EC53 - 2**64
-_SHIFT = 33
-_LOW = (1 << (64 - _SHIFT)) - 1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,17 +33,58 @@ class GradientDigests:
 
     Attributes:
         values: The latest digests, in the order of the names; overwritten by each `take`.
+        obstacle: Why each digest takes many passes over its gradient; empty if it takes one.
     """
 
     def __init__(self, names: Sequence[tuple[int, str]], device: torch.device) -> None:
         self.names = tuple(names)
         self.values = torch.zeros(len(self.names), dtype=torch.int64, device=device)
+        self.obstacle, self._add = prepared(device)
 
-    def take(self, gradients: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Queue the digests of a step's gradients on the current stream."""
-        if self.names:
-            found = [digest(gradients[stage][name]) for stage, name in self.names]
-            self.values.copy_(torch.stack(found))
+    def take(
+        self, gradients: Mapping[int, Mapping[str, Tensor]], further: Sequence[Tensor] = ()
+    ) -> None:
+        """
+        Queue the digests of a step's gradients on the current stream.
+
+        Args:
+            gradients: By stage and name; those behind `further` are missing here.
+            further: Tensors that the last names are of.
+        """
+        named = self.names[: len(self.names) - len(further)]
+        every = [*(gradients[stage][name] for stage, name in named), *further]
+        if every and self._add is None:
+            self.values.copy_(torch.stack([*map(digest, every)]))
+        elif self._add is not None:
+            self.values.zero_()
+            for tensor, value in zip(every, self.values.unbind(), strict=True):
+                self._add(_words(tensor), value)
+
+
+@functools.cache
+def prepared(device: torch.device) -> tuple[str, Callable[[Tensor, Tensor], None] | None]:
+    """
+    Compile the kernel for a device, and compare its digests with those of `digest`.
+
+    Returns:
+        The reason why the kernel cannot be used, empty if it can; and a function that adds the
+        digest of words to a number, or None.
+    """
+    if device.type != "cuda":
+        return f"{device} has no kernels", None
+    try:
+        from .gradient_digests_kernel import add_digest
+
+        drawn = torch.Generator().manual_seed(0)
+        for dtype, size in ((torch.bfloat16, 40_004), (torch.bfloat16, 5), (torch.float32, 7)):
+            tensor = torch.randn(size, generator=drawn).to(device, dtype)
+            total = torch.zeros((), dtype=torch.int64, device=device)
+            add_digest(_words(tensor), total)
+            if int(total) != int(digest(tensor)):
+                return f"the kernel's digest of {size} elements of {dtype} is another one", None
+    except Exception as error:  # a compiler can fail in any way; torch gives the same digests
+        return f"{type(error).__name__}: {error}".splitlines()[0], None
+    return "", add_digest
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -61,7 +99,7 @@ def digest(tensor: Tensor) -> Tensor:
     for start in range(0, words.numel(), _WORDS):
         part = words[start : start + _WORDS].to(torch.int64)
         place = torch.arange(start, start + part.numel(), device=tensor.device)
-        total += _mixed(part ^ (place * _PLACE)).sum()
+        total += _mixed(part ^ (place * PLACE)).sum()
     return total
 
 
@@ -77,9 +115,9 @@ def _words(tensor: Tensor) -> Tensor:
 
 def _mixed(words: Tensor) -> Tensor:
     """MurmurHash3's finalizer, which is one to one."""
-    words = (words ^ ((words >> _SHIFT) & _LOW)) * _FIRST
-    words = (words ^ ((words >> _SHIFT) & _LOW)) * _SECOND
-    return words ^ ((words >> _SHIFT) & _LOW)
+    words = (words ^ ((words >> SHIFT) & LOW)) * FIRST
+    words = (words ^ ((words >> SHIFT) & LOW)) * SECOND
+    return words ^ ((words >> SHIFT) & LOW)
 
 
 def spelled(value: int) -> str:

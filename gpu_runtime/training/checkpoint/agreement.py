@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ...backends.protocol import BackendError
 from ...ranks.channels import LostError, end_group, gloo_group
+from ...ranks.late_faults import record_fault
 from ...ranks.worker import Worker
 
 __all__ = ["RankGroup", "SharedError", "consent", "lost", "raise_first", "stop"]
@@ -94,6 +95,7 @@ def stop(
         passage.forget()
     if group is not None:
         group.end()
+    record_fault(worker.runtime, error, worker.runtime.epoch, worker.member.rank)
     if worker.runtime.actions.broken is not None:
         error.unrecoverable = True  # type: ignore[attr-defined]
     stopped = worker.consent.stop(error, worker.runtime.epoch, None, 0, at=at)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...backends.epoch_scales import moves_once
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
 
@@ -67,12 +68,16 @@ def plain(value: Any, where: str) -> Any:
 def requirements(worker: Worker) -> dict[str, Any]:
     """What must be equal in both runs, as it decides what saved numbers mean."""
     domain, masters = worker.runtime.domain, worker.optimizer.master_dtype
+    config = worker.runtime.config
+    # With scales that move once an epoch, how gradients are summed belongs to the recipe.
+    sums = {"sums": {"rule": config.rule, "dtype": str(config.dtype)}}
     return {
         "backend": domain.name,
         "recipe": plain(domain.recipe(), "recipe"),
         "amax": AMAX[worker.runtime.config.amax],
         "optimizer": type(worker.optimizer.adamw).__name__,
         "masters": None if masters is None else str(masters),
+        **(sums if moves_once(domain) else {}),
     }
 
 

@@ -284,6 +284,14 @@ def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
     return sorted(folders, reverse=True)
 
 
+def newest_name(folder: Path) -> str | None:
+    """Return the name of the newest checkpoint, whole or not; None if none is found or read."""
+    try:
+        return next((path.name for _, path in checkpoint_folders(folder)), None)
+    except OSError:
+        return None
+
+
 def clear(folder: Path) -> tuple[str, ...]:
     """
     Remove what a killed save or removal left; call it while no save runs.
@@ -354,12 +362,16 @@ def manifest(path: Path) -> dict[str, FileDigest]:
     Return size and hash of a checkpoint's files, from a sound manifest.
 
     Raises:
-        BackendError: The folder is missing, or its manifest is missing, damaged, or of another
-            format.
+        BackendError: The folder is missing or holds whole checkpoints, or its manifest is missing,
+            damaged, or of another format.
     """
     if not path.is_dir():
         raise BackendError(
             f"{path} is not a folder; name a checkpoint, such as .../{checkpoint_name(3)}"
+        )
+    if not (path / MANIFEST).exists() and (newest := newest_name(path)) is not None:
+        raise BackendError(
+            f"{path} is a folder of checkpoints; name one of them, such as {path / newest}"
         )
     return {name: FileDigest(*mark) for name, mark in _sealed(path)["files"].items()}
 

@@ -1,8 +1,8 @@
 """
 Whose checkpoints a folder has: a run that resumes continues its own.
 
-A run draws its identity at its first start, or takes the one that its file names. Every manifest
-has it, and a resume carries it on. A manifest also lists the runs that its run adopted.
+A run draws its identity at its first start, or takes the identity that its file names. Every
+manifest has it, and a resume carries it on. A manifest also lists the runs that its run adopted.
 """
 
 from __future__ import annotations

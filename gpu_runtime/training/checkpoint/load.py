@@ -162,6 +162,7 @@ def write_loaded(
 ) -> None:
     """Write the tensors that were read into this rank; `sources` has checked all of them."""
     runtime = worker.runtime
+    worker.new = False
     runtime.drain()
     with torch.no_grad():
         for name in held.parameters:

@@ -80,7 +80,10 @@ class FolderLock:
                 raise BackendError(
                     f"{folder} is in use by {owner}; end that run, or name another folder"
                 ) from None
-            self.problem = f"{folder} cannot be locked: {error.strerror or error}"
+            self.problem = (
+                f"{folder} cannot be locked: {error.strerror or error}; a second run in this "
+                "folder would not be noticed"
+            )
         self.say()
 
     def require(self) -> None:

@@ -1,4 +1,7 @@
-"""The status file beside the checkpoints: whether a run ended, what ended it, whether to resume."""
+"""
+How a run stands: whether it ended, what ended it, whether to resume. The status file beside the
+checkpoints says it, and so does the last line of a run that was stopped.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,76 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["STATUS", "write_status"]
+from .files import newest_name
+
+__all__ = ["STATUS", "facts_of_run", "next_start", "write_status"]
 
 STATUS = "status.json"
 """Name of the file."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def facts_of_run(
+    folder: Path | None,
+    state: str,
+    *,
+    run: str | None,
+    steps: int,
+    step: int | None = None,
+    mismatches: int = 0,
+    by: str = "",
+    cause: str | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """
+    How a run stands, as plain data.
+
+    Args:
+        folder: The folder of checkpoints; None without one.
+        state: ``"running"`` or ``"ended"``.
+        run: The run's identity, if it is known.
+        steps: Steps of the whole run.
+        step: Steps taken; None if the run ended in its start.
+        mismatches: Steps whose two runs differed.
+        by: What ended the run, in one word.
+        cause: What ended the run, in a sentence.
+        resume: Whether the run may be resumed without a look.
+    """
+    return {
+        "state": state,
+        "run": run,
+        "ended_by": by or None,
+        "cause": cause,
+        "resume": resume,
+        "step": step,
+        "steps": steps,
+        "mismatches": mismatches,
+        "checkpoint": None if folder is None else newest_name(folder),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def next_start(facts: Mapping[str, Any], folder: Path | None) -> str:
+    """
+    Say whether a run that was stopped may be resumed, and from what.
+
+    Args:
+        facts: How it stands, from `facts_of_run`.
+        folder: The folder of checkpoints; None without one.
+    """
+    newest = facts["checkpoint"]
+    if not facts["resume"]:
+        kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+        return f"Remove the cause before you resume; {kept}"
+    if folder is None:
+        return "Start it again; nothing was saved, because [checkpoint] folder is empty"
+    if newest is None:
+        return "Start it again, also with --resume; nothing was saved yet"
+    return f"Resume it with --resume; the newest checkpoint is {newest}"
 
 
 def write_status(folder: Path, facts: Mapping[str, Any]) -> str:

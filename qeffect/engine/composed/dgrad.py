@@ -108,14 +108,15 @@ def check_dgrad(st, key, ref, token, link):
     return ticket
 
 
-def commit_dgrad(st, slot, ticket, queued, updates, scales, draws):
+def commit_dgrad(st, slot, ticket, queued, updates, scales, draws, weight, parts):
     """
     After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, `scales`
     the token of the F whose scales dI used, and `draws` says where dI began to draw when it
-    recomputed F.
+    recomputed F. `weight` of `parts` is the share that the microbatch's gradient has in the
+    epoch's.
 
-    Guards: ownership, order.
-    Writes: ownership, order, completion.
+    Guards: ownership, order, epoch.
+    Writes: ownership, order, completion, epoch.
     """
     # ownership.commit_dgrad_guards
     s = st.slot_stage[slot]
@@ -126,13 +127,16 @@ def commit_dgrad(st, slot, ticket, queued, updates, scales, draws):
     if queued != st.matrices[s]:
         raise Refused("ownership.work-not-queued")
     # order.commit_dgrad_guards
-    if st.reports_updates[s] != 0 and updates != 1:
+    d = st.domain_of[s]
+    if st.reports_updates[s] != 0 and updates + st.epoch_scales[d] != 1:
         raise Refused("order.scaling-updates")
     if st.carried_scales[s] != 0 and scales != st.scaled_at[slot]:
         raise Refused("order.wrong-scales")
     if st.recomputes_draws[s] != 0 and draws != st.drawn_at[slot]:
         raise Refused("order.wrong-draws")
-    d = st.domain_of[s]
+    # epoch.commit_dgrad_guards
+    if st.reports_weights[s] != 0 and (parts <= 0 or (st.parts[s] != 0 and parts != st.parts[s])):
+        raise Refused("epoch.other-parts")
     replay = st.replays[d] + 1
     # ownership.commit_dgrad_writes
     st.consumers[slot] = mask & ~DGRAD_BIT
@@ -146,6 +150,10 @@ def commit_dgrad(st, slot, ticket, queued, updates, scales, draws):
     st.produced[slot] = replay
     st.replays[d] = replay
     st.undrained[d] = 1
+    # epoch.commit_dgrad_writes
+    if st.reports_weights[s] != 0:
+        st.unweighed[s] = st.unweighed[s] + (parts - st.parts[s]) - weight
+        st.parts[s] = parts
 
 
 def abort_dgrad(st, slot, ticket):

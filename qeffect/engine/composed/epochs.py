@@ -19,6 +19,7 @@ __all__ = [
     "finish_gradients_read",
     "finish_reduction",
     "finish_weights_read",
+    "move_scales",
     "next_walk",
     "start_gradients_read",
     "start_reduction",
@@ -314,6 +315,8 @@ def check_update(st, epoch, caller):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
+    if not st.every(st.unweighed, 0):
+        raise Refused("epoch.wrong-weights")
     # completion.check_update_before_persistence_guards
     if st.consumer[0] != caller:
         raise Refused("completion.update-stream")
@@ -341,11 +344,32 @@ def check_update(st, epoch, caller):
     return ticket
 
 
+def move_scales(st, stage, updates):
+    """
+    In an update, after the scales of the stage's domain moved: only where scales move once an
+    epoch. `updates` counts how often they moved.
+
+    Guards: order.
+    Writes: order.
+    """
+    # order.move_scales_guards
+    d = st.domain_of[stage]
+    if st.optimizing[0] == 0:
+        raise Refused("order.moves-outside-update")
+    if st.gathered[d] == 0:
+        raise Refused("order.nothing-gathered")
+    if st.reports_updates[stage] != 0 and updates != 1:
+        raise Refused("order.scaling-updates")
+    # order.move_scales_writes
+    st.gathered[d] = 0
+    st.rolled_at[d] = st.token[d]
+
+
 def commit_update(st, epoch, ticket):
     """
     After the update was enqueued whole: starts every stage's next epoch.
 
-    Guards: epoch.
+    Guards: epoch, order.
     Writes: ownership, order, completion, reduction, epoch.
     """
     # epoch.commit_update_guards
@@ -353,6 +377,9 @@ def commit_update(st, epoch, ticket):
         raise Refused("epoch.unknown-ticket")
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.unknown-ticket")
+    # order.commit_update_before_persistence_guards
+    if not st.every(st.gathered, 0):
+        raise Refused("order.scales-not-moved")
     # ownership.commit_update_writes
     st.fill(st.forwarded, NEVER)
     st.skips[0] = 0
@@ -371,6 +398,7 @@ def commit_update(st, epoch, ticket):
     st.fill(st.weight_epoch, epoch + 1)
     st.walk[0] = 0
     st.fill(st.wgrads, 0)
+    st.fill(st.parts, 0)
 
 
 def abort_update(st, epoch, ticket):

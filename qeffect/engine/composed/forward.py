@@ -137,7 +137,7 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates, draws):
         raise Refused("version.fill-unasked")
     # order.commit_forward_guards
     d = st.domain_of[s]
-    if st.reports_updates[s] != 0 and updates != 1:
+    if st.reports_updates[s] != 0 and updates + st.epoch_scales[d] != 1:
         raise Refused("order.scaling-updates")
     if st.reports_draws[s] != 0 and draws <= st.drawn[d]:
         raise Refused("order.draws-again")
@@ -152,8 +152,12 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates, draws):
     st.refreshed[d] = NO_STAGE
     # order.commit_forward_writes
     st.busy[d] = 0
-    st.scaled_at[slot] = st.token[d]
-    st.rolled_at[d] = st.token[d]
+    if st.epoch_scales[d] != 0:
+        st.gathered[d] = 1
+        st.scaled_at[slot] = st.rolled_at[d]
+    else:
+        st.scaled_at[slot] = st.token[d]
+        st.rolled_at[d] = st.token[d]
     st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1

@@ -88,6 +88,8 @@ def restore(st, epoch, incarnation):
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)
     st.fill(st.drawn, NEVER)
+    st.fill(st.rolled_at, 0)
+    st.fill(st.gathered, 0)
     # arena.restore_writes
     st.fill(st.bound, NEVER)
     st.fill(st.opened, NEVER)
@@ -113,6 +115,8 @@ def restore(st, epoch, incarnation):
     st.fill(st.weight_epoch, epoch)
     st.walk[0] = 0
     st.fill(st.wgrads, 0)
+    st.fill(st.parts, 0)
+    st.fill(st.unweighed, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)
     st.half_updated[0] = 0

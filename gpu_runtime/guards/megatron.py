@@ -1,0 +1,549 @@
+"""
+A contract under Megatron-core's forward-backward loops, for a training script of your own.
+
+`guard()` changes no result, no file and no option: the loops run as before, and a contract checks
+each forward, backward, exchange, reduction, update and checkpoint before it runs and commits it
+afterwards. The guard names, by clause and on the rank where it happens, what Megatron-core does not
+notice: a microbatch that is forwarded twice or left out, a backward over another microbatch's
+output, quantized weights of an earlier step, exchanged messages, a bucket of gradients that is
+reduced early, twice or never, an update or a checkpoint in mid-step. It reports by default; with
+``manner="refuse"`` it raises.
+
+Where the guard checks: the three loops of `megatron.core.pipeline_parallel.schedules` look
+`forward_step` and `backward_step` up in their module, and `get_forward_backward_func` looks the
+loops up there. The guard replaces these names, and methods of `P2PCommunicator`, of the buckets of
+gradients, of the optimizers and of checkpoints, until `remove()`. Updates of torch's own optimizers
+are seen by torch's hooks.
+
+What the guard knows: the order of F and B, which Megatron-core's own algorithm declares; whose a
+tensor is, by the identity of what F returned and B was given; messages, by who made and who took
+the tensor; which F quantized the weights; reductions; the update; checkpoints. Gradient buffers,
+graphs and streams are left out of the contract.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from qeffect.contract import Contract
+from qeffect.refusals import Refused, refused
+from qeffect.stage_config import Bucket, StageConfig
+from qeffect.text import shown
+
+from .evidence import Weights
+from .judging import ContractLogs, Judge
+from .megatron_caches import Caches
+from .megatron_library import Library, Patches, library
+from .megatron_plan import LOOPS, LoopPlan, UnguardedScheduleError, chunks_of, plan_of, unguarded
+from .megatron_step import LoopStep, Norm, bucket_groups
+from .megatron_updates import Gradients, Saves, Updates
+from .releases import check_release
+from .reports import LOGGER, Manner, OnViolation, Reports, Violation
+from .trust import MEGATRON
+
+__all__ = ["TESTED", "UNUSED", "GuardedMegatron", "UnguardedScheduleError", "Violation", "guard"]
+
+#: Relations that the guard always leaves out; `version` only where no weights are quantized.
+UNUSED = ("arena", "capture", "completion")
+
+#: The releases of Megatron-core that the guard was tested with.
+TESTED = ("0.16", "0.17", "0.18", "0.19")
+
+#: The first arguments of Megatron-core's forward and backward step.
+_FORWARD = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "num_microbatches",
+    "input_tensor",
+)
+_BACKWARD = ("input_tensor", "output_tensor", "output_tensor_grad")
+_PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
+
+_active: list[GuardedMegatron] = []
+
+
+def guard(
+    *,
+    manner: Manner = "report",
+    on_violation: OnViolation | None = None,
+    log: str | os.PathLike[str] | None = None,
+    untested: bool = False,
+) -> GuardedMegatron:
+    """
+    Put a contract under Megatron-core's loops: a forward-backward loop and its update are an epoch.
+
+    Call `guard` before `get_forward_backward_func()`. Loops with ``forward_only=True`` are not
+    guarded.
+
+    In manner ``report`` a step is never refused. The first violation of each clause is logged by
+    ``qeffect.guards`` and given to `on_violation`. The guard then judges nothing until the next
+    step, which has a fresh contract.
+
+    Args:
+        manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
+        on_violation: Called with the first violation of each clause, in manner ``report``.
+        log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
+            replay` takes; with data or tensor parallelism a folder in it for each pipeline. A fresh
+            contract has a file of its own: ``rank0.contract1.jsonl``.
+        untested: Guard a release of Megatron-core that the guard was not tested with, in manner
+            ``refuse``. Manner ``report`` warns of such a release.
+
+    Raises:
+        ImportError: Megatron-core is not installed.
+        UntestedReleaseError: The guard was not tested with the installed release, in manner
+            ``refuse`` without `untested`.
+        ValueError: Megatron-core is guarded already, or the manner is unknown.
+    """
+    if manner not in ("refuse", "report"):
+        raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
+    if _active:
+        raise ValueError("Megatron-core is guarded already; call remove() on its guard first")
+    lib = library()
+    check_release("megatron-core", lib.release, *TESTED, manner=manner, untested=untested)
+    reports = Reports(on_violation) if manner == "report" else None
+    guarded = GuardedMegatron(lib, reports, None if log is None else Path(log))
+    _active.append(guarded)
+    return guarded
+
+
+class GuardedMegatron:
+    """
+    Megatron-core's loops under a contract; `guard` makes it.
+
+    Args:
+        lib: Megatron-core.
+        reports: Where violations are reported; None refuses them.
+        log: As for `guard`.
+
+    Attributes:
+        contract: The contract; None before the first loop. A step after a violation, and one of
+            other sizes, has a new one.
+        epochs: How many updates the guard has committed.
+    """
+
+    def __init__(self, lib: Library, reports: Reports | None = None, log: Path | None = None):
+        self._lib, self._log = lib, log
+        self.contract: Contract | None = None
+        self.epochs = 0
+        self._rank = 0
+        self._judge = Judge(reports, lambda: self._rank, self._abort)
+        self._logs: ContractLogs | None = None
+        self._loops = 0
+        self._off = self._running = self._evaluates = self._left = self._told = False
+        self._shape: Any = None
+        self._step: LoopStep | None = None
+        self._caches = Caches()
+        self._weights: weakref.WeakKeyDictionary[Any, Weights] = weakref.WeakKeyDictionary()
+        self._scaling_updates = 0
+        self._norms: dict[Norm, int] = {}
+        self._gradients = Gradients()
+        self._patches = Patches()
+        self._patch()
+        self._updates = Updates(lib, self._patches, self._check_update, self._commit_update)
+        self._saves = Saves(lib, self._patches, self._check_save)
+
+    # What a person asks
+
+    @property
+    def at(self) -> str:
+        """The action that was checked last, such as ``B of stage 2, microbatch 0``."""
+        return self._judge.at
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The first violation of each clause, in manner ``report``."""
+        return self._judge.violations
+
+    def on_trust(self) -> tuple[str, ...]:
+        """Return what the guard takes on trust in the loops that it has seen."""
+        names = ["data", "messages", "reductions", "counters", "reruns", "function"]
+        if self._step is not None and not self._step.plan.messages and self._step.plan.ranks > 1:
+            names.append("unmatched")
+        if self._updates.replays:
+            names.append("replays")
+        if self._updates.unseen:
+            names.append("updates")
+        return tuple(MEGATRON[name].said() for name in names)
+
+    def remove(self) -> None:
+        """
+        Remove the guard; every replaced name of Megatron-core is as it was before.
+
+        A name that somebody has replaced again since stays, and the guard does nothing in it.
+        """
+        self._off = True
+        if self._logs is not None:
+            self._logs.close()
+        self._updates.remove()
+        self._patches.restore()
+        if self in _active:
+            _active.remove(self)
+
+    def _patch(self) -> None:
+        schedules, put = self._lib.schedules, self._patches.put
+        for name in LOOPS:
+            put(schedules, name, self._loop(name, getattr(schedules, name)))
+        put(schedules, "forward_step", self._forward(schedules.forward_step))
+        put(schedules, "backward_step", self._backward(schedules.backward_step))
+        communicator = self._lib.p2p.P2PCommunicator
+        put(communicator, "_communicate", self._exchange(communicator._communicate))
+        groups = self._lib.buffers._ParamAndGradBucketGroup
+        put(groups, "start_grad_sync", self._starting(groups.start_grad_sync))
+        put(groups, "finish_grad_sync", self._finishing(groups.finish_grad_sync))
+        self._patch_graphs()
+
+    def _patch_graphs(self) -> None:
+        """Note the flag that skips quantization, and replays; see `megatron_caches`."""
+        graphs, caches, put = self._lib.graphs, self._caches, self._patches.put
+        if (write := getattr(graphs, "_set_skip_fp8_weight_update_tensor", None)) is not None:
+
+            @wraps(write)
+            def written(skip: bool) -> Any:
+                caches.skips = bool(skip)
+                return write(skip)
+
+            put(graphs, "_set_skip_fp8_weight_update_tensor", written)
+        scaling = self._lib.scaling
+        if (own := getattr(scaling, "set_skip_fp8_weight_update_tensor", None)) is not None:
+
+            @wraps(own)
+            def set_(cls: Any, skip: bool) -> Any:
+                caches.skips = bool(skip)
+                return own(skip)
+
+            put(scaling, "set_skip_fp8_weight_update_tensor", classmethod(set_))
+        replay = graphs._CudagraphReplayNode.forward
+
+        @wraps(replay)
+        def replayed(ctx: Any, runner: Any, *args: Any) -> Any:
+            found = replay(ctx, runner, *args)
+            caches.replayed(runner)
+            return found
+
+        put(graphs._CudagraphReplayNode, "forward", staticmethod(replayed))
+        if (update := getattr(scaling, "reduce_and_update_fp8_tensors", None)) is not None:
+
+            @wraps(update)
+            def updated(cls: Any, *args: Any, **kwargs: Any) -> Any:
+                self._scaling_updates += 1
+                return update(*args, **kwargs)
+
+            put(scaling, "reduce_and_update_fp8_tensors", classmethod(updated))
+
+    # A loop
+
+    def _loop(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_loop(*args: Any, **kwargs: Any) -> Any:
+            if self._off or self._running:
+                return run(*args, **kwargs)
+            if kwargs.get("forward_only"):
+                with self._evaluating():
+                    return run(*args, **kwargs)
+            if not self._begins(name, kwargs):
+                with self._evaluating():
+                    return run(*args, **kwargs)
+            step = self._step
+            assert step is not None
+            self._running = True
+            try:
+                found = run(*args, **kwargs)
+                self._judge("the end of the loop", step.finish)
+            except BaseException:
+                self._abort()
+                raise
+            finally:
+                self._running = False
+            self._left = not step.whole
+            return found
+
+        return guarded_loop
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Judge nothing within a loop that does not train, or that the guard does not see."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
+
+    def _begins(self, name: str, given: dict[str, Any]) -> bool:
+        """Begin a step; return whether the guard sees its loop."""
+        self._step, before = None, self._step
+        try:
+            chunks = chunks_of(given)
+            config = self._lib.schedules.get_model_config(chunks[0])
+            if (reason := unguarded(self._lib, given, config)) is not None:
+                raise UnguardedScheduleError(
+                    f"the guard of Megatron-core does not see {reason}; remove the guard, or use "
+                    "manner='report', which judges nothing then"
+                )
+            plan = plan_of(self._lib, name, given, config)
+            self._begin(plan, chunks, config, before)
+        except Refused:
+            raise
+        except Exception as error:
+            if self._judge.reports is None:
+                raise
+            if not self._told:
+                LOGGER.warning("%s", error)
+                self._told = True
+            return False
+        return True
+
+    def _begin(
+        self, plan: LoopPlan, chunks: list[Any], config: Any, before: LoopStep | None
+    ) -> None:
+        self._rank, self._judge.step = plan.rank, self._loops
+        self._loops += 1
+        quantizes = [self._caches.quantizes(chunk, config) for chunk in chunks]
+        buckets = [len(bucket_groups(chunk)) for chunk in chunks]
+        shape = plan, quantizes, buckets
+        fresh = self.contract is None or shape != self._shape or self._left
+        if not self._judge.judges or fresh or not self._follows(before):
+            if shape != self._shape:
+                self._norms.clear()
+            self._shape = shape
+            self.contract = self._contract(plan, any(quantizes), buckets)
+        assert self.contract is not None
+        self._left = self._judge.judges = True
+        self._step = LoopStep(
+            plan,
+            self.contract,
+            chunks,
+            self._caches,
+            [self._weights_of(chunk) for chunk in chunks],
+            dict(zip(plan.stages, quantizes, strict=True)),
+            # Some microbatches are recomputed, and others are not.
+            scales=getattr(config, _PARTIAL, None) is None,
+            norms=self._norms,
+        )
+        self._updates.begin(chunks)
+        self._judge("the beginning of the loop", partial(self._check_beginning, plan, chunks))
+
+    def _check_beginning(self, plan: LoopPlan, chunks: list[Any]) -> None:
+        if plan.wrong is not None:
+            found = f"{plan.source}: {plan.wrong}"
+            raise refused(plan.wrong.clause, "post_receive", found, plan.wrong.remedy)
+        self._gradients.check(chunks)
+
+    def _follows(self, step: LoopStep | None) -> bool:
+        """Whether the contract may go on: the last loop was updated, or commits without."""
+        if step is None or step.updates:
+            return step is not None
+        try:
+            step.contract.commit_epoch()
+        except Refused:  # a rerun, or gradients that nobody reduced
+            return False
+        self._updates.unseen = True
+        self.epochs += 1
+        return True
+
+    def _weights_of(self, chunk: Any) -> Weights:
+        found = self._weights.get(chunk)
+        if found is None:
+            found = self._weights[chunk] = Weights(chunk, _is_plain)
+        return found
+
+    def _contract(self, plan: LoopPlan, quantizes: bool, buckets: list[int]) -> Contract:
+        configs = []
+        for stage, number in zip(plan.stages, buckets, strict=True):
+            behind = plan.messages and stage < plan.num_stages - 1
+            before = plan.messages and stage > 0
+            configs.append(
+                StageConfig(
+                    stage,
+                    microbatches=plan.microbatches,
+                    slots=plan.microbatches,
+                    sends_output=behind,
+                    sends_gradient=before,
+                    receives_input=before,
+                    receives_gradient=behind,
+                    reduces=number > 0,
+                    buckets=[Bucket(f"{stage}/{n}") for n in range(number)],
+                )
+            )
+        omit = UNUSED if quantizes else (*UNUSED, "version")
+        contract = Contract(configs, omit=omit, declared=plan.declared, epoch=self.epochs)
+        if self._logs is None:
+            self._logs = ContractLogs(_folder(self._lib, self._log))
+        self._logs.begin(contract, plan.rank)
+        return contract
+
+    def _abort(self) -> None:
+        """Abort the actions that are under way."""
+        if self.contract is not None:
+            self._judge.abort(self.contract)
+
+    # Forward, backward, messages
+
+    def _seen(self) -> LoopStep | None:
+        """The step that runs; None outside of a guarded loop."""
+        if self._running and not self._off:
+            return self._step
+        return None
+
+    def _forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_forward_step(*args: Any, **kwargs: Any) -> Any:
+            step = self._seen()
+            if step is None:
+                self._missed(kwargs)
+                return run(*args, **kwargs)
+            given = dict(zip(_FORWARD, args, strict=False)) | kwargs
+            chunk = given.get("vp_stage") or 0
+            stage, microbatch = step.plan.stages[chunk], given["current_microbatch"]
+            at = f"F of stage {stage}, microbatch {microbatch}"
+            end = self._judge(at, partial(step.forward, stage, microbatch, given["input_tensor"]))
+            function = given["forward_step_func"]
+
+            def entered(*inner: Any, **options: Any) -> Any:
+                step.entered(stage)
+                return function(*inner, **options)
+
+            before = self._scaling_updates
+            if args:
+                args = (entered, *args[1:])
+            else:
+                kwargs["forward_step_func"] = entered
+            found = run(*args, **kwargs)
+            if end is not None:
+                self._judge(at, partial(end, found[0], self._scaling_updates - before))
+            return found
+
+        return guarded_forward_step
+
+    def _missed(self, kwargs: dict[str, Any]) -> None:
+        """Say once that a training loop runs without the guard."""
+        if self._off or self._evaluates or self._told:
+            return
+        self._told = True
+        LOGGER.warning(
+            "forward_step runs outside of a guarded loop, and is not judged: call guard() before "
+            "get_forward_backward_func()"
+        )
+
+    def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_backward_step(*args: Any, **kwargs: Any) -> Any:
+            step = self._seen()
+            if step is None:
+                return run(*args, **kwargs)
+            given = dict(zip(_BACKWARD, args, strict=False)) | kwargs
+            tensors = [given[name] for name in _BACKWARD]
+            end = self._judge("a backward", partial(self._check_backward, step, *tensors))
+            before = self._scaling_updates
+            found = run(*args, **kwargs)
+            if end is not None:
+                self._judge("", partial(end, found, self._scaling_updates - before))
+            return found
+
+        return guarded_backward_step
+
+    def _check_backward(self, step: LoopStep, *tensors: Any) -> Any:
+        work = step.backward_of(*tensors)
+        self._judge.at = f"B of stage {work[0]}, microbatch {work[1]}"
+        return step.backward(work, *tensors)
+
+    def _exchange(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_exchange(communicator: Any, *args: Any, **kwargs: Any) -> Any:
+            step = self._seen()
+            if step is None:
+                return run(communicator, *args, **kwargs)
+            names = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
+            parts = [n for n in names if kwargs.get(n) is not None and kwargs.get(n) is not False]
+            at = f"exchange({', '.join(parts)})"
+            self._judge(at, partial(step.post, kwargs))
+            found = run(communicator, *args, **kwargs)
+            self._judge(at, partial(step.posted, kwargs, found))
+            return found
+
+        return guarded_exchange
+
+    # Reductions, the update, checkpoints
+
+    def _starting(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_start(group: Any, *args: Any, **kwargs: Any) -> Any:
+            step = self._step
+            if self._off or step is None or _repeats(group):
+                return run(group, *args, **kwargs)
+            self._judge("start_grad_sync", partial(step.start_reduction, group))
+            found = run(group, *args, **kwargs)
+            if not group.ddp_config.overlap_grad_reduce:  # it has waited
+                self._judge("start_grad_sync", partial(step.finish_reduction, group))
+            return found
+
+        return guarded_start
+
+    def _finishing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_finish(group: Any, *args: Any, **kwargs: Any) -> Any:
+            found = run(group, *args, **kwargs)
+            if not self._off and self._step is not None:
+                self._judge("finish_grad_sync", partial(self._step.finish_reduction, group))
+            return found
+
+        return guarded_finish
+
+    def _check_update(self) -> Any:
+        """Check an update; return its open block, or None if it is not judged."""
+        step = self._step
+        if step is None or self._off:
+            return None
+        if self._saves.open:
+            at = "optimizer.step"
+            self._judge(at, self._saves.check_update)
+        return self._judge("optimizer.step", step.check_update)
+
+    def _commit_update(self, block: Any, *, failed: bool) -> None:
+        step = self._step
+        if block is None or step is None:
+            return
+        if failed:
+            self._abort()
+            self._left = True
+            return
+        self._judge("optimizer.step", partial(step.commit_update, block))
+        self.epochs += 1
+        self._gradients.left(self._updates.chunks())
+
+    def _check_save(self) -> None:
+        """Check that nothing is open while a checkpoint is saved."""
+        contract, step = self.contract, self._step
+        if self._off or contract is None or step is None or (self._left and not self._running):
+            return
+        if not self._running and not step.updates and not self._updates.ever:
+            return  # no update was ever seen, so that its absence shows nothing
+        self._judge("dist_checkpointing.save", contract.check_checkpoint)
+
+
+def _is_plain(parameter: Any) -> bool:
+    """Whether writes to a parameter are a program's own; the library writes quantized ones."""
+    return type(parameter).__name__ == "Parameter"
+
+
+def _repeats(group: Any) -> bool:
+    """Whether Megatron ignores this start: the first batch, and the reduction is under way."""
+    return getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None
+
+
+def _folder(lib: Library, log: Path | None) -> Path | None:
+    """The folder of this process's logs: pipelines beside each other have one each."""
+    if log is None:
+        return None
+    state, names = lib.state, []
+    if state.get_data_parallel_world_size() > 1:
+        names.append(f"replica{state.get_data_parallel_rank()}")
+    if state.get_tensor_model_parallel_world_size() > 1:
+        names.append(f"slice{state.get_tensor_model_parallel_rank()}")
+    return log.joinpath("-".join(names)) if names else log

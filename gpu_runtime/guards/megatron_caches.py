@@ -1,0 +1,92 @@
+"""
+Which forwards of Megatron-core quantize the weights anew.
+
+Transformer Engine's modules keep quantized weights in a cache, and fill it anew where
+`is_first_microbatch` is set. Eager modules read the attribute. The graphs of
+``cuda_graph_impl="local"`` read a flag on the device, which `_set_skip_fp8_weight_update_tensor`
+writes; this module notes what was written last, and which graphs were replayed with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+__all__ = ["Caches", "innermost"]
+
+
+def innermost(module: Any) -> Any:
+    """Return the module inside wrappers such as DistributedDataParallel and Float16Module."""
+    while (inner := getattr(module, "module", None)) is not None:
+        module = inner
+    return module
+
+
+class Caches:
+    """
+    The caches of quantized weights of a rank's chunks.
+
+    Attributes:
+        skips: What the flag of the graphs says: True skips; None if it was never written.
+    """
+
+    def __init__(self) -> None:
+        self.skips: bool | None = None
+        self._modules: weakref.WeakKeyDictionary[Any, list[tuple[str, Any]]]
+        self._modules = weakref.WeakKeyDictionary()
+        self._replayed: list[bool | None] = []
+        self._kept: list[str] | None = None
+
+    def of(self, chunk: Any) -> list[tuple[str, Any]]:
+        """Return the modules of a chunk that keep a cache, with their names."""
+        found = self._modules.get(chunk)
+        if found is None:
+            found = self._modules[chunk] = [
+                (name, module)
+                for name, module in chunk.named_modules()
+                if hasattr(module, "is_first_microbatch")
+                and not hasattr(module, "cudagraph_runners")  # the manager of a layer's graphs
+            ]
+        return found
+
+    def quantizes(self, chunk: Any, config: Any) -> bool:
+        """Whether a chunk is to quantize its weights once in a step."""
+        asked = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+        return any(getattr(config, name, None) for name in asked) and bool(self.of(chunk))
+
+    def begin(self) -> None:
+        """Forget what the last forward showed."""
+        self._replayed, self._kept = [], None
+
+    def entered(self, chunk: Any) -> None:
+        """Record which modules would use their old cache; called where the forward begins."""
+        self._kept = [name for name, module in self.of(chunk) if not module.is_first_microbatch]
+
+    def replayed(self, runner: Any) -> None:
+        """Record the replay of a layer's forward graph."""
+        if getattr(runner, "fp8_enabled", False) or getattr(runner, "fp4_enabled", False):
+            self._replayed.append(self.skips)
+
+    def mode(self, chunk: Any) -> tuple[int, int]:
+        """
+        Return how the forward that has run was made of graphs.
+
+        That is the number of local graphs that it replayed, and the number of layers that Megatron
+        has given graphs of Transformer Engine.
+        """
+        layers = sum(bool(vars(module).get("cuda_graphs")) for module in chunk.modules())
+        return len(self._replayed), layers
+
+    def stale(self) -> str | None:
+        """Return why the forward that has run used an old cache; None if it filled the cache."""
+        if any(skip is not None for skip in self._replayed):
+            kept = sum(map(bool, self._replayed))
+            if kept == 0:
+                return None
+            return (
+                f"{kept} of {len(self._replayed)} replayed graphs with the flag that skips the "
+                "quantization of weights"
+            )
+        if not self._kept:
+            return None
+        return f"is_first_microbatch=False in {len(self._kept)} modules, first {self._kept[0]}"

@@ -1,0 +1,416 @@
+"""One guarded step of Megatron-core: a forward-backward loop and the update, as contract calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from qeffect.contract import Contract
+from qeffect.refusals import Refused, refused
+from qeffect.schedule.pairing import Work
+
+from .evidence import BackwardPasses, Weights, another_work, not_once, work_name
+from .megatron_caches import Caches
+from .megatron_plan import LoopPlan
+from .works import Event, Works
+
+__all__ = ["LoopStep", "bucket_groups"]
+
+#: Arguments of an exchange, by the message: what is sent, and whose it is.
+_SENDS = {"SEND_F": ("tensor_send_next", "output"), "SEND_B": ("tensor_send_prev", "gradient")}
+_RECEIVES = {"RECV_F": ("recv_prev", "input"), "RECV_B": ("recv_next", "arrived")}
+
+Norm = tuple[str, int, tuple[int, int]]
+"""Actions that update the scaling state as often: their kind, stage and mode of graphs."""
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    """Return the buckets of a chunk that are reduced over more than one rank."""
+    module = chunk
+    while module is not None:
+        if hasattr(module, "bucket_groups"):
+            groups = [*module.bucket_groups, *getattr(module, "expert_parallel_bucket_groups", ())]
+            return [group for group in groups if _replicas(group) > 1]
+        module = getattr(module, "module", None)
+    return []
+
+
+def _replicas(group: Any) -> int:
+    """Return how many ranks reduce a bucket; several optimizers divide them into two groups."""
+    inter = getattr(group, "inter_distributed_optimizer_instance_group", None)
+    instances = 1 if inter is None else int(inter.size())
+    for name in ("intra_distributed_optimizer_instance_group", "data_parallel_group"):
+        found = getattr(group, name, None)
+        if found is not None:
+            return int(found.size()) * instances
+    return instances
+
+
+class LoopStep:
+    """
+    The forwards, backwards, messages and reductions of one loop, and the update after it.
+
+    Every method that calls the contract raises `Refused` if an action breaks it.
+
+    Args:
+        plan: What the loop declares.
+        contract: The contract of the rank.
+        chunks: The model chunks of the rank.
+        caches: The caches of quantized weights.
+        weights: The weights of each chunk.
+        quantizes: By stage, whether its weights are quantized once in a step.
+        scales: Whether each F, and each B, of a stage updates the scaling state as often.
+        norms: How often, in the steps before: by kind, stage and mode of graphs.
+    """
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        contract: Contract,
+        chunks: Sequence[Any],
+        caches: Caches,
+        weights: Sequence[Weights],
+        quantizes: Mapping[int, bool],
+        *,
+        scales: bool = True,
+        norms: dict[Norm, int] | None = None,
+    ) -> None:
+        self.plan, self.contract = plan, contract
+        self._works, self._passes = Works(contract), BackwardPasses()
+        self._chunks = dict(zip(plan.stages, chunks, strict=True))
+        self._caches, self._quantizes, self._scales = caches, quantizes, scales
+        self._weights = dict(zip(plan.stages, weights, strict=True))
+        self._watched: set[int] = set()  # the stages whose first forward has run
+        self._made: dict[tuple[str, int], tuple[Any, Work]] = {}
+        self._due = deque((stage, mb) for _, stage, mb in plan.events.get("B", ()))
+        self._messages = {kind: deque(plan.events.get(kind, ())) for kind in (*_SENDS, *_RECEIVES)}
+        self._posting: dict[str, Event] = {}
+        self._sent: list[Event] = []
+        self._forwards: Counter[int] = Counter()
+        self._backwards: Counter[int] = Counter()
+        self._runs = 0
+        self._norms: dict[Norm, int] = {} if norms is None else norms
+        self._scaling: dict[Norm, list[tuple[int, int]]] = {}
+        self._modes: dict[int, tuple[int, int]] = {}
+        self._inside: Work | None = None
+        self._buckets = {
+            id(group): (f"{stage}/{n}", stage)
+            for stage, chunk in self._chunks.items()
+            for n, group in enumerate(bucket_groups(chunk))
+        }
+        self._started: set[str] = set()
+        self._reduced: set[str] = set()
+        self._postponed: list[Callable[[], None]] = []
+        self.updates = 0
+        self.whole = False
+
+    # Forward and backward
+
+    def forward(self, stage: int, microbatch: int, given: Any) -> Callable[[Any, int], None]:
+        """
+        Check a forward; return what commits it, with its output and its number of scaling updates.
+
+        Args:
+            stage: The stage.
+            microbatch: The microbatch.
+            given: The input that was received for it; None without one.
+        """
+        work = (stage, microbatch)
+        self._check_weights("check_forward", stage)
+        first = self._forwards[stage] == 0
+        owner = self._maker("input", given)
+        if owner is not None and owner != work:
+            raise another_work("check_forward", "input", owner, work)
+        refresh = first and any(self._quantizes.values())
+        block = self._works.check(("F", *work), refresh=refresh)
+        self._caches.begin()
+        self._runs = 0
+
+        def end(output: Any, updates: int) -> None:
+            before = self._maker("output", output)
+            if self._runs != 1 or before is not None:
+                runs = 0 if before is not None else self._runs
+                raise not_once("commit_forward", f"F of {work_name(work)}", runs)
+            stale = self._caches.stale() if self._quantizes[stage] and first else None
+            if stale is not None:
+                raise refused(
+                    "version.stale-cache",
+                    "check_forward",
+                    f"F of {work_name(work)}, the first of the step: {stale}",
+                    "the stage's first F of a step quantizes the weights that the update left",
+                )
+            if first:
+                self._modes[stage] = self._caches.mode(self._chunks[stage])
+            self._check_scaling("F", work, updates)
+            self._works.commit(("F", *work), block)
+            self._forwards[stage] += 1
+            self._note("output", work, output)
+            self._passes.watch(work, _first(output))
+            if first:
+                self._weights[stage].renew()
+                self._watched.add(stage)
+
+        return end
+
+    def entered(self, stage: int) -> None:
+        """Record that the forward's own function was called."""
+        self._runs += 1
+        if self._forwards[stage] == 0 and self._quantizes[stage]:
+            self._caches.entered(self._chunks[stage])
+
+    def backward_of(self, given: Any, output: Any, gradient: Any) -> Work:
+        """
+        Return which backward runs.
+
+        That is the next backward of the declared order, unless input, output and gradient all
+        belong to another one.
+
+        Args:
+            given: The input of its forward.
+            output: What its forward returned.
+            gradient: The gradient of the output; None on the last stage.
+        """
+        owners = (
+            self._maker("output", output),
+            self._maker("input", given),
+            self._maker("arrived", gradient),
+        )
+        known = [owner for owner in owners if owner is not None]
+        due = self._due.popleft() if self._due else None
+        if due is None or (len(known) > 1 and len(set(known)) == 1):
+            return known[0] if known else (self.plan.stages[0], 0)
+        return due
+
+    def backward(
+        self, work: Work, given: Any, output: Any, gradient: Any
+    ) -> Callable[[Any, int], None]:
+        """
+        Check a backward; return what commits it, with the input's gradient and the updates.
+
+        Args:
+            work: The backward that runs.
+            given: The input of its forward.
+            output: What its forward returned.
+            gradient: The gradient of the output; None on the last stage.
+        """
+        used = self._maker("output", output)
+        stage = work[0]
+        self._check_weights("check_dgrad", stage)
+        block = self._works.check(("B", *work), used)
+        for what, owner in (
+            ("gradient", self._maker("arrived", gradient)),
+            ("input", self._maker("input", given)),
+        ):
+            if owner is not None and owner != work:
+                raise another_work("check_dgrad", what, owner, work)
+        before, total = self._passes.of(work), self._passes.total
+        self._inside = work
+
+        def end(found: Any, updates: int) -> None:
+            self._inside = None
+            passed = self._passes.of(work)
+            if before is not None and passed is not None:
+                own = passed - before
+                if self._passes.total - total > own:
+                    raise another_work("commit_dgrad", "output", self._passes.last, work)
+                if own != 1:
+                    raise not_once("commit_dgrad", f"B of {work_name(work)}", own)
+            self._check_scaling("B", work, updates)
+            self._works.commit(("B", *work), block)
+            self._backwards[stage] += 1
+            self._note("gradient", work, found)
+            postponed, self._postponed = self._postponed, []
+            for event in postponed:
+                event()
+
+        return end
+
+    def _check_weights(self, call: str, stage: int) -> None:
+        if stage in self._watched:
+            self._weights[stage].check(call, stage)
+
+    def _check_scaling(self, kind: str, work: Work, updates: int) -> None:
+        """
+        Check that each F, and each B, of a stage updates the scaling state as often.
+
+        How often is what the steps before have shown. In a first step two of three F decide, so
+        that an F is named at the latest two F after it ran.
+        """
+        if not self._scales:
+            return
+        stage, microbatch = work
+        norm = kind, stage, self._modes.get(stage, (0, 0))
+        seen = self._scaling.setdefault(norm, [])
+        seen.append((microbatch, updates))
+        expected, source = self._norms.get(norm), "in the steps before"
+        if expected is None:
+            if len(seen) < 3 or len({each for _, each in seen}) == 1:
+                return
+            expected = Counter(each for _, each in seen).most_common(1)[0][0]
+            source = f"in other {kind} of the step"
+        for other, found in seen:
+            if found != expected:
+                raise _scaling_refused(kind, (stage, other), found, f"{expected}, as {source}")
+
+    def _check_few_scalings(self) -> None:
+        """Check the scaling updates of stages with two microbatches, of which none decides."""
+        for (kind, stage, _), seen in self._scaling.items() if self._scales else ():
+            (microbatch, found), (other, expected) = seen[-1], seen[0]
+            if found != expected and len(seen) == 2:
+                said = f"{expected}, as in microbatch {other}"
+                raise _scaling_refused(kind, (stage, microbatch), found, said)
+
+    def _keep_norms(self) -> None:
+        """Keep how often the scaling state was updated, for the steps after."""
+        for norm, seen in self._scaling.items():
+            self._norms.setdefault(norm, seen[0][1])
+
+    # Whose a tensor is
+
+    def _note(self, what: str, work: Work, value: Any) -> None:
+        tensor = _first(value)
+        if tensor is not None:
+            self._made[what, id(tensor)] = weakref.ref(tensor), work
+
+    def _maker(self, what: str, value: Any) -> Work | None:
+        tensor = _first(value)
+        found = self._made.get((what, id(tensor)))
+        return None if found is None or found[0]() is not tensor else found[1]
+
+    # Messages
+
+    def post(self, given: Mapping[str, Any]) -> None:
+        """Check the messages that are posted together; `given` are the exchange's arguments."""
+        if not self.plan.messages:
+            return
+        for kind, (name, what) in _SENDS.items():
+            if (tensor := given.get(name)) is not None:
+                maker = self._maker(what, tensor)
+                event = self._next(kind, maker)
+                self._works.post_message(event, used=maker)
+                self._sent.append(event)
+        self._posting = {}
+        for kind, (name, _) in _RECEIVES.items():
+            if given.get(name):
+                event = self._posting[kind] = self._next(kind, None)
+                self._works.post_message(event)
+
+    def posted(self, given: Mapping[str, Any], found: Any) -> None:
+        """Record whose the received tensors are: those of the messages that were posted."""
+        if not self.plan.messages:
+            return
+        for tensor, (kind, (_, what)) in zip(found, _RECEIVES.items(), strict=False):
+            if (event := self._posting.get(kind)) is not None:
+                _, stage, microbatch = event
+                self._note(what, (stage, microbatch), tensor)
+        if given.get("wait_on_reqs", True):
+            self._finish_sends()
+
+    def _next(self, kind: str, maker: Work | None) -> Event:
+        queue = self._messages[kind]
+        if queue:
+            return queue.popleft()
+        raise refused(
+            "order.reordered",
+            "read" if kind.startswith("SEND") else "post_receive",
+            f"one more {kind}" + ("" if maker is None else f", of {work_name(maker)}"),
+            f"as many as {self.plan.source} has",
+        )
+
+    def _finish_sends(self) -> None:
+        while self._sent:
+            self._works.finish_send(self._sent.pop())
+
+    # Reductions
+
+    def start_reduction(self, group: Any) -> None:
+        """Check the reduction of a bucket of gradients, before it starts."""
+        if (found := self._buckets.get(id(group))) is None:
+            return
+        name, stage = found
+        if self._inside is not None and self._inside[0] == stage:
+            last = self._backwards[stage] == self.plan.microbatches - 1
+            unready = _unready(group)
+            if not last or unready:
+                also = f", without the gradients of {unready} parameters" if unready else ""
+                raise refused(
+                    "reduction.incomplete",
+                    "start_reduction",
+                    f"the reduction of bucket {name} during the backward of microbatch "
+                    f"{self._inside[1]}, after {self._backwards[stage]} others{also}",
+                    f"the gradients of all {self.plan.microbatches} backwards",
+                )
+            if name in self._started:
+                raise refused(
+                    "reduction.duplicate",
+                    "start_reduction",
+                    f"a second reduction of bucket {name}",
+                    "one reduction of each bucket in a step",
+                )
+            self._postponed.append(partial(self.contract.start_reduction, name))
+        else:
+            self.contract.start_reduction(name)
+        self._started.add(name)
+
+    def finish_reduction(self, group: Any) -> None:
+        """Record that a bucket's reduction has ended, or was waited for."""
+        if (found := self._buckets.get(id(group))) is None:
+            return
+        name, stage = found
+        if name in self._reduced or name not in self._started:
+            return
+        self._reduced.add(name)
+        finish = partial(self.contract.finish_reduction, name)
+        if self._inside is not None and self._inside[0] == stage:
+            self._postponed.append(finish)
+        else:
+            finish()
+
+    # The end of the loop, and the update
+
+    def finish(self) -> None:
+        """End the loop: Megatron has waited for every send, and every backward has run."""
+        self._finish_sends()
+        self._check_few_scalings()
+        for stage in self.plan.stages:
+            self._check_weights("finalize", stage)
+            self.contract.finalize(stage)
+        self.whole = True
+
+    def check_update(self) -> Any:
+        """Check the update; return its open block."""
+        for stage in self.plan.stages:
+            self._check_weights("check_update", stage)
+        return self.contract.update().__enter__()
+
+    def commit_update(self, block: Any) -> None:
+        """Commit an update that ran."""
+        block.__exit__(None, None, None)
+        self._watched.clear()
+        self._keep_norms()
+        self.updates += 1
+
+
+def _scaling_refused(kind: str, work: Work, found: int, expected: str) -> Refused:
+    return refused(
+        "order.scaling-updates",
+        "commit_forward" if kind == "F" else "commit_dgrad",
+        f"{found} updates of the FP8 scaling state in {kind} of {work_name(work)}",
+        expected,
+    )
+
+
+def _first(value: Any) -> Any:
+    """Return the tensor of a stage's input or output, which Megatron may wrap in a list."""
+    if isinstance(value, list | tuple):
+        return next((each for each in value if each is not None), None)
+    return value
+
+
+def _unready(group: Any) -> int:
+    """Return how many parameters of a bucket have not registered their gradient."""
+    ready = getattr(group, "per_param_grad_ready_counts", ())
+    return sum(parameter not in ready for parameter in group.params)

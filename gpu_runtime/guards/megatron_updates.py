@@ -1,0 +1,279 @@
+"""Updates, gradients left behind, and checkpoints of Megatron-core."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+from qeffect.refusals import refused
+
+from .megatron_library import Library, Patches
+
+__all__ = ["Gradients", "Saves", "Updates"]
+
+
+class Updates:
+    """
+    Watches the optimizers: Megatron-core's, and torch's own where they update a guarded model.
+
+    Args:
+        lib: Megatron-core.
+        patches: What is replaced.
+        check: Called before an update; returns the update's open block.
+        commit: Called with the block after the update, and with whether it raised.
+
+    Attributes:
+        ever: Whether an update was ever seen.
+        unseen: Whether a step was followed by another one without an update.
+        replays: Whether a whole step was replayed as one graph.
+    """
+
+    def __init__(
+        self,
+        lib: Library,
+        patches: Patches,
+        check: Callable[[], Any],
+        commit: Callable[..., None],
+    ) -> None:
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        self._check, self._commit = check, commit
+        self.ever = self.unseen = self.replays = False
+        self._chunks: list[weakref.ref[Any]] = []
+        self._parameters: set[int] = set()
+        self._inside = 0
+        self._trained = False  # whether a loop has run since the last update
+        self._stepped: weakref.ref[Any] | None = None
+        self._open: list[Any] = []
+        for cls in list(lib.optimizers()):
+            patches.put(cls, "step", self._stepping(vars(cls)["step"]))
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        if lib.iteration is not None:
+            whole = lib.iteration.FullCudaGraphWrapper
+            patches.put(whole, "__call__", self._replaying(whole.__call__))
+
+    def remove(self) -> None:
+        """Stop watching torch's optimizers."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def begin(self, chunks: Sequence[Any]) -> None:
+        """Record that a loop trains these chunks."""
+        while self._open:  # torch calls no hook after a step that raised
+            self._leave(*self._open.pop(), failed=True)
+        self._inside = 0
+        if [ref() for ref in self._chunks] != list(chunks):
+            self._chunks = [weakref.ref(chunk) for chunk in chunks]
+            self._parameters = {id(p) for chunk in chunks for p in chunk.parameters()}
+        self._trained = True
+
+    def chunks(self) -> Iterator[Any]:
+        """Yield the chunks that the last loop trained."""
+        yield from (chunk for ref in self._chunks if (chunk := ref()) is not None)
+
+    def _enter(self, optimizer: Any) -> Any:
+        """Check an update, if it is the first since a loop, or a second one of one optimizer."""
+        again = self._stepped is not None and self._stepped() is optimizer
+        self._inside += 1
+        if not self._trained and not again:
+            return None
+        return self._check()
+
+    def _leave(self, optimizer: Any, block: Any, *, failed: bool = False) -> None:
+        self._inside -= 1
+        self._commit(block, failed=failed)
+        if not failed:
+            self.ever = True
+            self._trained = False
+            self._stepped = weakref.ref(optimizer)
+
+    def _stepping(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return run(optimizer, *args, **kwargs)
+            block = self._entered(optimizer)
+            try:
+                found = run(optimizer, *args, **kwargs)
+            except BaseException:
+                self._leave(optimizer, block, failed=True)
+                raise
+            self._leave(optimizer, block)
+            return found
+
+        return guarded_step
+
+    def _entered(self, optimizer: Any) -> Any:
+        try:
+            return self._enter(optimizer)
+        except BaseException:  # refused
+            self._inside -= 1
+            raise
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        """Torch calls this before the step of every optimizer."""
+        if self._inside or not self._parameters:
+            return
+        own = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if self._parameters.isdisjoint(own):
+            return
+        self._open.append((optimizer, self._entered(optimizer)))
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        if self._open and self._open[-1][0] is optimizer:
+            self._leave(*self._open.pop())
+
+    def _replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_iteration(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            before, self._trained = self._trained, False
+            found = run(wrapper, *args, **kwargs)
+            if not self._trained and not kwargs.get("forward_only"):
+                self.replays, self._stepped = True, None  # the next update is not a second one
+            self._trained |= before
+            return found
+
+        return guarded_iteration
+
+
+class Gradients:
+    """Sees gradients of the last step that were not dropped, by their version counters."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def left(self, chunks: Iterator[Any]) -> None:
+        """Record the gradients of chunks after the update."""
+        self._left = {
+            id(tensor): (weakref.ref(tensor), tensor._version)
+            for chunk in chunks
+            for _, tensor in _gradients(chunk)
+        }
+
+    def check(self, chunks: Sequence[Any]) -> None:
+        """
+        Check that the gradients of the last step are gone.
+
+        Raises:
+            Refused: ``arena.stale-accumulation``.
+        """
+        for chunk in chunks if self._left else ():
+            for name, tensor in _gradients(chunk):
+                ref, version = self._left.get(id(tensor), (None, -1))
+                if ref is not None and tensor._version == version and ref() is tensor:
+                    raise refused(
+                        "arena.stale-accumulation",
+                        "check_wgrad",
+                        f"{name} still holds the gradient of the last update",
+                        "zero_grad_buffer() or zero_grad() before the step",
+                    )
+
+
+def _gradients(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the buffers of gradients of a chunk, or the gradients of its parameters."""
+    module, buffers = chunk, None
+    while module is not None and buffers is None:
+        buffers = getattr(module, "buffers", None)
+        buffers = buffers if isinstance(buffers, list) else None  # a method of torch's modules
+        if buffers is not None:
+            for n, each in enumerate([*buffers, *module.expert_parallel_buffers]):
+                yield f"gradient buffer {n}", each.grad_data
+            return
+        module = getattr(module, "module", None)
+    for name, parameter in chunk.named_parameters():
+        if parameter.grad is not None:
+            yield f"the gradient of {name}", parameter.grad
+
+
+class Saves:
+    """
+    Watches checkpoints, and asynchronous ones that have not copied the weights yet.
+
+    Args:
+        lib: Megatron-core.
+        patches: What is replaced.
+        check: Called before a save.
+
+    A request is a tuple, which may be made anew on its way. It is known by its list of finalizing
+    functions, which every copy keeps.
+
+    Attributes:
+        open: The asynchronous saves that were asked for and not scheduled, by identity.
+    """
+
+    def __init__(self, lib: Library, patches: Patches, check: Callable[[], None]) -> None:
+        self._check = check
+        self.open: dict[int, Any] = {}
+        request = getattr(lib.queue, "AsyncRequest", None)
+        replaced: dict[int, Any] = {}
+        for owner in lib.saves:
+            run = owner.save
+            guarded = replaced.setdefault(id(run), self._saving(run, request))
+            patches.put(owner, "save", guarded)
+        if request is not None:
+            if (execute := vars(request).get("execute_sync")) is not None:
+                patches.put(request, "execute_sync", self._executing(execute))
+            queue = lib.queue.AsyncCallsQueue
+            patches.put(
+                queue, "schedule_async_request", self._scheduling(queue.schedule_async_request)
+            )
+
+    def check_update(self) -> None:
+        """
+        Refuse an update while an asynchronous save still reads the weights.
+
+        Raises:
+            Refused: ``completion.weights-in-use``.
+        """
+        raise refused(
+            "completion.weights-in-use",
+            "check_update",
+            f"an update while {len(self.open)} asynchronous saves were not scheduled",
+            "schedule_async_request, which copies the weights, before the update",
+        )
+
+    def _saving(self, run: Callable[..., Any], request: Any) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_save(*args: Any, **kwargs: Any) -> Any:
+            self._check()
+            found = run(*args, **kwargs)
+            if request is not None and isinstance(found, request):
+                kept = _kept_by(found)
+                self.open[id(kept)] = kept
+            return found
+
+        return guarded_save
+
+    def _scheduling(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_schedule(queue: Any, *args: Any, **kwargs: Any) -> Any:
+            found = run(queue, *args, **kwargs)
+            self._close(next(iter([*args, *kwargs.values()]), None))
+            return found
+
+        return guarded_schedule
+
+    def _executing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def guarded_execute(request: Any, *args: Any, **kwargs: Any) -> Any:
+            found = run(request, *args, **kwargs)
+            self._close(request)
+            return found
+
+        return guarded_execute
+
+    def _close(self, request: Any) -> None:
+        self.open.pop(id(_kept_by(request)), None)
+
+
+def _kept_by(request: Any) -> Any:
+    """Return what every copy of a request keeps."""
+    return getattr(request, "finalize_fns", request)

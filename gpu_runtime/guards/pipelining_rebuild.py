@@ -1,0 +1,117 @@
+"""How the ranks of a guarded pipeline restart an epoch together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from .meeting import MeetingError, meet
+
+__all__ = ["UNFINISHED", "PipelineRanks"]
+
+#: Numbers the guards of a process: all ranks put them on in the same order.
+_NUMBERS = count()
+#: What an unfinished step leaves in a schedule and in its stages, by microbatch.
+UNFINISHED = (
+    "_internal_losses",
+    "fwd_cache",  # before torch 2.15
+    "_forward_chunk_states",  # from torch 2.15 on
+    "bwd_cache",
+    "backward_state",
+    "dw_runner",
+)
+
+
+class PipelineRanks:
+    """
+    The ranks of a pipeline, as one of them sees them.
+
+    Args:
+        schedule: The schedule of this rank.
+        stages: Its stages on this rank.
+    """
+
+    def __init__(self, schedule: Any, stages: list[Any]) -> None:
+        self._schedule, self._stages = schedule, stages
+        self._number, self._rebuilds = next(_NUMBERS), 0
+
+    def rank(self) -> int:
+        """Return this process's rank in the pipeline."""
+        rank = getattr(self._schedule, "rank", None)
+        return int(self._stages[0].group_rank if rank is None else rank)
+
+    def ranks(self) -> list[int]:
+        """Return the ranks of the pipeline's process group."""
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            return []
+        return distributed.get_process_group_ranks(getattr(self._stages[0], "group", None))
+
+    def folder(self, log: Path | None) -> Path | None:
+        """Return the folder of this process's logs: pipelines beside each other have one each."""
+        ranks = self.ranks()
+        if log is None or not ranks:
+            return log
+        from torch import distributed
+
+        alone = len(ranks) == distributed.get_world_size()
+        return log if alone else log / f"pipeline{min(ranks)}"
+
+    def agree(self, own: Mapping[str, Any], timeout_s: float) -> int:
+        """
+        Return the lowest epoch that a rank is in; every rank calls it, after its step has ended.
+
+        Args:
+            own: This rank's ``epoch``, how many messages its step posted (``posted``) ``of`` all,
+                and whether its step ended before its first message or after its last (``whole``).
+            timeout_s: How long to wait for the other ranks, in seconds.
+
+        Raises:
+            MeetingError: A rank did not come in time, or its step ended between messages.
+        """
+        ranks = self.ranks()
+        if len(ranks) < 2:
+            return int(own["epoch"])
+        words = self._meet(ranks, own, timeout_s)
+        if cut := {rank: word for rank, word in words.items() if not word["whole"]}:
+            rank, word = min(cut.items())
+            raise MeetingError(
+                f"rebuild: the step ended on rank {rank} after {word['posted']} of "
+                f"{word['of']} messages; relaunch the ranks from their checkpoint"
+            )
+        self._drain(timeout_s)
+        return min(int(word["epoch"]) for word in words.values())
+
+    def _meet(self, ranks: list[int], own: Mapping[str, Any], timeout_s: float) -> dict[int, Any]:
+        """Tell the other ranks how this one's step ended, and be told."""
+        from torch import distributed
+
+        place = f"qeffect/rebuild/{'-'.join(map(str, ranks))}/{self._number}/{self._rebuilds}"
+        self._rebuilds += 1
+        store: Any = distributed.distributed_c10d._get_default_store()
+        try:
+            return meet(store, place, distributed.get_rank(), ranks, own, timeout_s=timeout_s)
+        except MeetingError as error:
+            raise MeetingError(
+                f"rebuild: {error}; every rank of the pipeline has to call rebuild, after its own "
+                "step has ended"
+            ) from None
+
+    def _drain(self, timeout_s: float) -> None:
+        """Wait for receives that torch has posted and not awaited; all were sent."""
+        for posted in ("fwd_recv_ops", "bwd_recv_ops"):
+            left = getattr(self._schedule, posted, {})
+            for works in left.values():
+                for work in works:
+                    work.wait(timedelta(seconds=timeout_s))
+            left.clear()
+
+    def drop_unfinished(self) -> None:
+        """Drop what an unfinished step left in the schedule and its stages."""
+        for owner in (self._schedule, *self._stages):
+            for name in UNFINISHED:
+                getattr(owner, name, {}).clear()

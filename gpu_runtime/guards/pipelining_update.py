@@ -1,0 +1,225 @@
+"""The update that ends a guarded epoch, after one step of a schedule or after several."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qeffect.refusals import refused
+from qeffect.text import shown
+
+from .evidence import counters, not_run
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """
+    The optimizer whose updates end the epochs of a guarded schedule, and what its tensors show.
+
+    Each step of the schedule is a walk; the walks between two updates are one epoch. A write of a
+    parameter, or of its state in the optimizer, shows that the update ran: fused optimizers write
+    parameters past their version counters. A gradient that disappears before the update shows that
+    a walk was lost, and a gradient that outlives the update untouched is added to.
+
+    Args:
+        optimizer: An optimizer of torch, or a container of optimizers that is one.
+        walks: How many steps of the schedule an update takes; None if that is not declared.
+        stages: torch's stages of the rank.
+
+    Attributes:
+        walked: How many walks of the epoch are over.
+
+    Raises:
+        TypeError: Not an optimizer, or the number of walks is not an ``int``.
+        ValueError: The number of walks is below 1.
+    """
+
+    def __init__(self, optimizer: Any, walks: int | None, stages: list[Any]) -> None:
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            raise TypeError(
+                "follow_optimizer expects a torch.optim.Optimizer, whose hooks tell of its "
+                f"updates; found {type(optimizer).__name__}"
+            )
+        if walks is not None and (not isinstance(walks, int) or isinstance(walks, bool)):
+            raise TypeError(f"walks must be an int or None, got {shown(walks)}")
+        if walks is not None and walks < 1:
+            raise ValueError(f"walks must be at least 1, got {walks}")
+        self.walked = 0
+        self._optimizer, self._walks = optimizer, walks
+        #: The optimizers that hold state: those of a container, or the optimizer itself.
+        self._parts = list(optimizer) if hasattr(type(optimizer), "__iter__") else [optimizer]
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        #: By stage, the parameters that the optimizer updates, by name.
+        self.parameters: Mapping[int, Mapping[str, Any]] = {
+            stage.stage_index: {
+                name: p for name, p in stage.submod.named_parameters() if id(p) in updated
+            }
+            for stage in stages
+        }
+        self._made: list[tuple[int, str, Any]] = []
+        self._used: list[tuple[int, str, Any, weakref.ref[Any], int]] = []
+        self._before: dict[int, list[int]] = {}
+        self._hooks: list[Any] = []
+
+    @property
+    def declared(self) -> bool:
+        """Whether the number of walks of an epoch is declared."""
+        return self._walks is not None
+
+    def watch(
+        self,
+        before: Callable[..., None],
+        after: Callable[..., None],
+        part: Callable[..., None],
+    ) -> None:
+        """Call functions before each update, after it, and before that of a container's part."""
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(before),
+            self._optimizer.register_step_post_hook(after),
+            *(p.register_step_pre_hook(part) for p in self._parts if p is not self._optimizer),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def check_first_walk(self) -> None:
+        """
+        Check that no gradient of the last epoch is left as the update has used it.
+
+        Raises:
+            Refused: ``arena.stale-accumulation``.
+        """
+        used, self._used = self._used, []
+        for stage, name, parameter, grad, version in used:
+            left: Any = parameter.grad
+            if left is not None and left._version == version and left is grad():
+                raise refused(
+                    "arena.stale-accumulation",
+                    "check_wgrad",
+                    f"the gradient of {name}, stage {stage}, which the last update has used",
+                    "no gradient of an earlier epoch: zero_grad() behind each update",
+                )
+
+    def check_next_walk(self) -> None:
+        """
+        Check that another walk of the epoch may begin.
+
+        Raises:
+            Refused: ``epoch.device-count`` where the update is due; ``arena.overwrite`` where the
+                gradients of the walks before are gone.
+        """
+        if self._walks is not None and self.walked >= self._walks:
+            raise not_run("commit_update", f"the update after {_walks(self.walked)}")
+        self._check_kept(f"another walk after {_walks(self.walked)}")
+
+    def check_due(self) -> None:
+        """
+        Check that every walk of the epoch is over.
+
+        Raises:
+            Refused: ``epoch.not-final``; ``arena.overwrite`` where gradients of the epoch are gone.
+        """
+        if self._walks is not None and self.walked < self._walks:
+            raise refused(
+                "epoch.not-final",
+                "check_update",
+                f"an update after {self.walked} of {_walks(self._walks)}",
+                f"{_walks(self._walks)} before each update",
+            )
+        self._check_kept("the update")
+
+    def _check_kept(self, what: str) -> None:
+        for stage, name, parameter in self._made:
+            if parameter.grad is None:
+                raise refused(
+                    "arena.overwrite",
+                    "check_wgrad",
+                    f"{what} without the gradient of {name} (stage {stage}), which an earlier walk "
+                    "made",
+                    "the gradients of all walks, kept until the update",
+                )
+
+    def check_part(self) -> None:
+        """
+        Check that no part of a container updates its weights before the epoch is over.
+
+        Raises:
+            Refused: ``version.wrong-epoch``.
+        """
+        if self._walks is None or self.walked < self._walks:
+            raise refused(
+                "version.wrong-epoch",
+                "check_update",
+                "one optimizer of the container updates its weights alone, after "
+                f"{_walks(self.walked)}",
+                "weights that do not change between the epoch's first F and its update",
+            )
+
+    def finish_walk(self) -> None:
+        """Record which gradients there are at the end of a walk."""
+        self._made = [
+            (stage, name, parameter)
+            for stage, named in self.parameters.items()
+            for name, parameter in named.items()
+            if parameter.grad is not None
+        ]
+
+    def begin_update(self) -> None:
+        """Record the versions of the parameters that the update has to write."""
+        self._before = {
+            stage: self._versions(named)
+            for stage, named in self.parameters.items()
+            if any(parameter.grad is not None for parameter in named.values())
+        }
+
+    def finish_update(self) -> None:
+        """
+        Check that the update has written parameters of each stage, or their state.
+
+        Raises:
+            Refused: ``epoch.device-count``.
+        """
+        for stage, before in self._before.items():
+            named = self.parameters[stage]
+            if self._versions(named) == before and not self._is_blind(named):
+                raise not_run("commit_update", f"the update of stage {stage}")
+        self._used = [
+            (stage, name, parameter, weakref.ref(parameter.grad), parameter.grad._version)
+            for stage, named in self.parameters.items()
+            for name, parameter in named.items()
+            if parameter.grad is not None
+        ]
+
+    def forget(self) -> None:
+        """Begin an epoch, whatever became of the last one."""
+        self.walked = 0
+        self._made = []
+
+    def _versions(self, named: Mapping[str, Any]) -> list[int]:
+        """Return the versions of parameters, and of their state in the optimizer."""
+        found = []
+        for parameter in named.values():
+            found += [each._version for each in counters(parameter)]
+            for part in self._parts:
+                for value in part.state.get(parameter, {}).values():
+                    if hasattr(value, "_version"):
+                        found += [each._version for each in counters(value)]
+        return found
+
+    def _is_blind(self, named: Mapping[str, Any]) -> bool:
+        """Whether a fused optimizer without state updates these parameters: nothing shows it."""
+        own = set(map(id, named.values()))
+        return any(
+            group.get("fused") and not any(part.state.get(p) for p in group["params"])
+            for part in self._parts
+            for group in part.param_groups
+            if not own.isdisjoint(map(id, group["params"]))
+        )
+
+
+def _walks(number: int) -> str:
+    return f"{number} walk" + ("s" if number != 1 else "")

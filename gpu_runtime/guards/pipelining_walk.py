@@ -1,0 +1,340 @@
+"""
+The actions of a guarded pipeline's steps: each is checked before it runs, and committed afterwards.
+
+`_PipelineScheduleRuntime` walks a table and has assertions before it computes, so an action is
+checked when the walk reaches it. The stages' methods do the computation; the single-stage classes
+(1F1B, GPipe) call them in their own loops. In these methods an action is checked that no walk has
+checked, and every action is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from .evidence import is_sharded
+from .judging import Judge
+from .pipelining_evidence import METHODS, StageEvidence
+from .pipelining_step import GuardedStep
+from .pipelining_table import GuardedRow, ReadActions, event_of
+from .trust import PIPELINING
+from .works import Event
+
+__all__ = ["ActionGuard"]
+
+_COMPUTED = frozenset({"F", "I", "W", "B"})
+_MESSAGES = frozenset({"RECV_F", "RECV_B", "SEND_F", "SEND_B"})
+_AWAITED = {"WAIT_SEND_F": "SEND_F", "WAIT_SEND_B": "SEND_B"}
+_REDUCE, _REDUCED = "REDUCE_GRAD", "WAIT_REDUCE_GRAD"
+_OVERLAP = "OVERLAP_F_B"
+#: The stage's methods that post messages, with their kinds.
+_MESSAGE_METHODS = {
+    "get_fwd_recv_ops": "RECV_F",
+    "get_bwd_recv_ops": "RECV_B",
+    "get_fwd_send_ops": "SEND_F",
+    "get_bwd_send_ops": "SEND_B",
+}
+#: The stage's methods that reduce or scale gradients; torch 2.15 calls the second under FSDP.
+_REDUCE_METHODS = ("perform_reduce_grad", "start_gradient_reduction")
+
+
+class ActionGuard:
+    """
+    Guards the actions of one rank, in the walk over its row and in its stages' methods.
+
+    Args:
+        schedule: The schedule.
+        stages: Its stages on this rank.
+        judge: Asks the contract.
+
+    Attributes:
+        evidence: What shows that the actions ran.
+        step: The live work of the current step; `begin_step` sets it.
+        messages: How many messages the current step has posted.
+        walks: Whether torch walks a table.
+    """
+
+    step: GuardedStep
+
+    def __init__(self, schedule: Any, stages: list[Any], judge: Judge) -> None:
+        self._schedule, self._stages, self._judge = schedule, stages, judge
+        self.evidence = StageEvidence(stages)
+        self.walks = hasattr(schedule, "pipeline_order_with_comms")
+        self.messages = 0
+        self._reducing = False
+        #: The kinds that registered functions run in this step, and torch's actions, read once.
+        self._functions: frozenset[str] = frozenset()
+        self._read = ReadActions()
+        #: What is left of an overlapped action of the table.
+        self._parts: set[Event] = set()
+        #: What the walk has checked or posted, so that the stage's method does not do it again.
+        self._checked: dict[Event, Any] = {}
+        self._posted: set[Event] = set()
+
+    def begin_step(self, step: GuardedStep, *, begins_epoch: bool = True) -> None:
+        """Drop the records of the last step, also of an unfinished one."""
+        self.step = step
+        self.evidence.begin_step(begins_epoch=begins_epoch)
+        self._checked.clear()
+        self._posted.clear()
+        self._parts.clear()
+
+    def forget(self) -> None:
+        """Forget the actions that are under way: nothing is judged until the next step."""
+        self.abort()
+        self._checked.clear()
+        self._posted.clear()
+
+    def abort(self) -> None:
+        """Abort the actions that are under way."""
+        self._judge.abort(self.step.contract)
+
+    def registered(self) -> frozenset[str]:
+        """Return the kinds of action that a registered function runs in torch's place."""
+        functions = getattr(self._schedule, "_comp_type_to_function_map", {})
+        return frozenset(kind.value for kind in functions)
+
+    def on_trust(self) -> list[str]:
+        """Return what is taken on trust of the functions that are registered."""
+        kept = [s.stage_index for s in self._stages if self.evidence.keeps_graphs(s.stage_index)]
+        judged = METHODS.keys() if len(kept) < len(self._stages) else ()
+        kinds = sorted(self.registered())
+        said = [
+            PIPELINING["function" if kind in judged else "unseen function"].said(kind=kind)
+            for kind in kinds
+        ]
+        return said + [PIPELINING["graphs"].said(stage=n) for n in kept if kinds]
+
+    def read_functions(self) -> None:
+        """Read which functions are registered in this step."""
+        self._functions = self.registered()
+
+    def check_functions(self) -> None:
+        """
+        Check that no registered function hides the order of two actions.
+
+        Raises:
+            ValueError: A function runs a forward and a backward at the same time.
+        """
+        if not self.walks:
+            return
+        row = self._schedule.pipeline_order_with_comms[self._schedule.rank]
+        if _OVERLAP in self._functions and any(event_of(a)[0] == _OVERLAP for a in row):
+            raise ValueError(
+                "a registered function runs OVERLAP_F_B: a forward and a backward of one rank at "
+                "the same time, whose order the guard cannot see; register a function for each "
+                "part, or remove this one"
+            )
+
+    # The walk
+
+    @contextmanager
+    def guarded_walk(self) -> Iterator[None]:
+        """Check each action when torch's loop reaches it, while the step runs."""
+        if not self.walks:
+            yield
+            return
+        schedule = self._schedule
+        table = schedule.pipeline_order_with_comms
+        row = GuardedRow(table[schedule.rank], self)
+        schedule.pipeline_order_with_comms = {**table, schedule.rank: row}
+        try:
+            yield
+        finally:
+            schedule.pipeline_order_with_comms = table
+
+    def begin(self, step: int, action: Any) -> None:
+        """
+        Check an action of the table that the walk has reached.
+
+        Args:
+            step: Its place in the row, from 0.
+            action: torch's action.
+
+        Raises:
+            Refused: The action breaks the contract; a note names rank, step and action.
+        """
+        event, text = self._read(action)
+        self._judge(text, partial(self._begin, event, action), step)
+
+    def _begin(self, event: Event, action: Any) -> None:
+        kind, stage, microbatch = event
+        if kind in _COMPUTED:
+            self._checked[event] = self._check(event)
+            self._watch(event)
+        elif kind == _OVERLAP:
+            self._parts = {event_of(part) for part in action.sub_actions}
+        elif kind in _MESSAGES:
+            self._post(event)
+            self._posted.add(event)
+        elif kind in _AWAITED:
+            self.step.finish_send((_AWAITED[kind], stage, microbatch))
+        elif kind == _REDUCE:
+            self.step.reduce(stage)
+            self._posted.add(event)
+            self._watch(event)
+        elif kind == _REDUCED:
+            self.step.finish_reduction(stage)
+
+    def end(self, step: int, action: Any) -> None:
+        """
+        Commit an action that no stage method committed, if its computation ran.
+
+        Args:
+            step: Its place in the row, from 0.
+            action: torch's action.
+
+        Raises:
+            Refused: The computation of the action did not run.
+        """
+        event, text = self._read(action)
+        self._judge(text, partial(self._end, event), step)
+
+    def _end(self, event: Event) -> None:
+        block = self._checked.pop(event, None)
+        if block is not None:
+            if self._left_out(event):
+                self.abort()
+                raise self.evidence.not_run(event)
+            self._commit(event, block)
+        elif event[0] == _OVERLAP and self._parts:
+            raise self.evidence.not_run(min(self._parts))
+        elif event in self._posted:
+            self._posted.discard(event)
+            if event[0] == _REDUCE and self._reduces(event[1]) and self._left_out(event):
+                raise self.evidence.not_run(event)
+
+    def _post(self, event: Event) -> None:
+        self.step.post_message(event)
+        self.messages += 1
+
+    def _watch(self, event: Event) -> None:
+        self.evidence.watch(event, registered=event[0] in self._functions)
+
+    def _provided(self, event: Event) -> bool:
+        """Whether a registered function runs an action by graphs that its stage keeps."""
+        return event[0] in self._functions and self.evidence.keeps_graphs(event[1])
+
+    def _left_out(self, event: Event) -> bool:
+        """Whether nothing shows that an action ran which no method of the guard has run."""
+        return self.evidence.replaced(event) and not self._provided(event)
+
+    def _reduces(self, index: int) -> bool:
+        """Whether the reduction of a stage's gradients changes them, so that it has to run."""
+        if self._schedule.scale_grads and self._schedule._n_microbatches > 1:
+            return True
+        stage = next(stage for stage in self._stages if stage.stage_index == index)
+        starts = hasattr(stage, _REDUCE_METHODS[1]) and is_sharded(stage.submod)
+        return starts and bool(getattr(self._schedule, "_finalize_gradients", True))
+
+    def _check(self, event: Event) -> Any:
+        self.evidence.check_weights(event)
+        return self.step.check(event)
+
+    def _commit(self, event: Event, block: Any) -> None:
+        self.step.commit(event, block)
+        if event[0] == "F":
+            self.evidence.forwarded(event)
+
+    # The stages' methods
+
+    def guard_methods(self, stage: Any, replace: Callable[[Any, str, Any], None]) -> None:
+        """
+        Put guarded methods in the place of a stage's own.
+
+        Args:
+            stage: The stage.
+            replace: Called with the stage, a method's name and its replacement.
+        """
+        index = stage.stage_index
+        forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+        weight = stage.backward_weight_one_chunk
+
+        def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            return self._run(("F", index, fwd_chunk_id), forward, fwd_chunk_id, *args, **kwargs)
+
+        def backward_one_chunk(
+            bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        ) -> Any:
+            event = "B" if full_backward else "I", index, bwd_chunk_id
+            given = {"loss": loss, "full_backward": full_backward, **kwargs}
+            return self._run(event, backward, bwd_chunk_id, **given)
+
+        def backward_weight_one_chunk(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            return self._run(("W", index, bwd_chunk_id), weight, bwd_chunk_id, *args, **kwargs)
+
+        for method in (forward_one_chunk, backward_one_chunk, backward_weight_one_chunk):
+            replace(stage, method.__name__, method)
+            self.evidence.own(index, method.__name__, method)
+        for name, kind in _MESSAGE_METHODS.items():
+            ends = stage.is_last if kind in ("SEND_F", "RECV_B") else stage.is_first
+            if not ends:
+                replace(stage, name, self._guarded_ops(kind, index, getattr(stage, name)))
+        for name in _REDUCE_METHODS:
+            if hasattr(stage, name):
+                reduce = self._guarded_reduce(index, getattr(stage, name))
+                replace(stage, name, reduce)
+                self.evidence.own(index, name, reduce)
+
+    def _guarded_reduce(self, index: int, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that reduces or scales a stage's gradients. One may call the other."""
+        event = (_REDUCE, index, -1)
+
+        def begin() -> None:
+            if event not in self._posted:
+                self.step.reduce(index)
+            self._posted.discard(event)
+            self.evidence.forget(event)
+
+        def guarded_reduce(*args: Any, **kwargs: Any) -> Any:
+            if self._reducing:
+                return reduce(*args, **kwargs)
+            self._judge(f"{index}{_REDUCE}", begin)
+            self._reducing = True
+            try:
+                return reduce(*args, **kwargs)
+            finally:
+                self._reducing = False
+
+        return guarded_reduce
+
+    def _guarded_ops(self, kind: str, index: int, ops: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that posts messages: report each message to the contract, unless the walk
+        has done so."""
+
+        def get_ops(chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            event = (kind, index, chunk_id)
+            if event in self._posted:
+                self._posted.discard(event)
+            else:
+                self._judge(f"{index}{kind}{chunk_id}", partial(self._post, event))
+            return ops(chunk_id, *args, **kwargs)
+
+        return get_ops
+
+    def _run(self, event: Event, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a stage's action: check it, unless the walk has checked it, and commit it once it has
+        run."""
+        block = self._checked.pop(event, None)
+        if block is None:
+            check = partial(self._check, event)
+            block = self._judge(f"{event[1]}{event[0]}{event[2]}", check)
+        try:
+            found = method(*args, **kwargs)
+        except BaseException:
+            self.abort()
+            raise
+        if block is not None:
+            self._judge("", partial(self._ran, event, block))
+        return found
+
+    def _ran(self, event: Event, block: Any) -> None:
+        """Commit an action that the stage's own method has run."""
+        self.evidence.forget(event)
+        self._parts.discard(event)
+        if self.evidence.untouched(event):
+            self.abort()
+            raise self.evidence.not_run(event)
+        self._commit(event, block)

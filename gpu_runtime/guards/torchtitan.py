@@ -1,0 +1,197 @@
+"""
+A contract under TorchTitan's pipeline, for a configuration module of your own.
+
+`guarded(spec)` returns a `ModelSpec` whose two hooks also put a guard on. `pipelining_fn` builds
+the schedule: `pipelining.guard` guards it. `post_optimizer_build_fn` is called with the optimizers:
+their update ends each epoch from then on. TorchTitan accumulates gradients over several steps of
+the schedule, and each of these steps is a walk of one epoch. The guard changes no file and no
+option, and no bit of a legal run. It reports by default; with ``manner="refuse"`` it raises.
+
+Evaluation by TorchTitan's validator calls `schedule.eval`, which is not guarded. The guard knows
+what `pipelining` and `pipelining_update` say; this module knows TorchTitan alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import attrs
+
+from qeffect.text import shown
+
+from . import pipelining
+from .pipelining import GuardedSchedule
+from .releases import check_release
+from .reports import LOGGER, Manner, OnViolation, Violation
+
+__all__ = ["TESTED", "GuardedSchedule", "Violation", "guard_of", "guarded"]
+
+#: The releases of TorchTitan that the guard was tested with.
+TESTED = ("0.3",)
+
+_HOOKS = ("pipelining_fn", "post_optimizer_build_fn")
+#: The attribute of a guarded `pipelining_fn` that holds its options.
+_MARK = "_qeffect_guarded"
+
+
+def guarded(
+    spec: Any,
+    *,
+    manner: Manner = "report",
+    on_violation: OnViolation | None = None,
+    log: str | os.PathLike[str] | None = None,
+    untested: bool = False,
+) -> Any:
+    """
+    Return a model's specification whose pipeline is guarded.
+
+    Write ``config.model_spec = guarded(config.model_spec)`` at the end of a function of your
+    configuration module. A run without pipeline parallelism is not guarded; the log
+    ``qeffect.guards`` then has a warning.
+
+    Args:
+        spec: A `ModelSpec` of TorchTitan.
+        manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
+        on_violation: Called with the first violation of each clause, in manner ``report``.
+        log: A folder for the event log of each rank, as for `pipelining.guard`.
+        untested: Guard a run of releases that the guard was not tested with, in manner ``refuse``.
+            Manner ``report`` warns of such releases.
+
+    Raises:
+        UntestedReleaseError: The guard was not tested with the installed TorchTitan, in manner
+            ``refuse`` without `untested`.
+        TypeError: Not a `ModelSpec`.
+        ValueError: The model has no pipeline, is guarded already, or the manner is unknown.
+    """
+    if manner not in ("refuse", "report"):
+        raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
+    fields: Any = getattr(spec, "__dataclass_fields__", {})
+    if not all(name in fields for name in _HOOKS):
+        raise TypeError(
+            "guarded expects a ModelSpec, as `model_registry(...)` of a model of TorchTitan "
+            f"returns it; found {type(spec).__name__} without {' or '.join(_HOOKS)}"
+        )
+    if spec.pipelining_fn is None:
+        raise ValueError(
+            f"model {shown(getattr(spec, 'name', '?'))} has no pipelining_fn, so there is no "
+            "pipeline to guard; leave guarded() out"
+        )
+    if hasattr(spec.pipelining_fn, _MARK):
+        raise ValueError("this specification is guarded already")
+    check_release("torchtitan", _release(spec), *TESTED, manner=manner, untested=untested)
+    hooks = _Hooks(manner, on_violation, log, untested)
+    replace: Callable[..., Any] = dataclasses.replace
+    return replace(
+        spec,
+        pipelining_fn=hooks.pipelining(spec.pipelining_fn),
+        post_optimizer_build_fn=hooks.optimizers(spec.post_optimizer_build_fn),
+    )
+
+
+def guard_of(built: Any) -> GuardedSchedule:
+    """
+    Return the guard of a run: its `violations`, `on_trust()`, `contract` and `remove()`.
+
+    Args:
+        built: A `Trainer`, or the schedule that its `pp_schedule` is.
+
+    Raises:
+        ValueError: Nothing was guarded.
+    """
+    schedule = getattr(built, "pp_schedule", built)
+    found = getattr(getattr(schedule, "schedule", schedule), pipelining.MARK, None)
+    if not isinstance(found, GuardedSchedule):
+        raise ValueError(
+            f"{type(built).__name__} has no guarded schedule; the log `qeffect.guards` says why"
+        )
+    return found
+
+
+def _release(spec: Any) -> str:
+    """The release of the package that defines the specification's class."""
+    package = sys.modules.get(type(spec).__module__.partition(".")[0])
+    return str(getattr(package, "__version__", "unknown"))
+
+
+@attrs.define
+class _Hooks:
+    """
+    The two hooks of a guarded specification.
+
+    Args:
+        manner, on_violation, log, untested: As for `guarded`.
+
+    Attributes:
+        built: The guard of the last schedule, and how many of its steps an update takes, until
+            the optimizers are built.
+    """
+
+    manner: Manner
+    on_violation: OnViolation | None
+    log: str | os.PathLike[str] | None
+    untested: bool
+    built: tuple[GuardedSchedule, int | None] | None = None
+
+    def pipelining(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the hook that builds the schedule."""
+
+        @wraps(build)
+        def pipelining_fn(*args: Any, **kwargs: Any) -> Any:
+            found = build(*args, **kwargs)
+            self.built = None
+            self._put(lambda: self._guard(found[0], kwargs))
+            return found
+
+        setattr(pipelining_fn, _MARK, self)
+        return pipelining_fn
+
+    def optimizers(self, build: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Wrap the hook that is called with the optimizers."""
+
+        def post_optimizer_build_fn(optimizers: Any, *args: Any, **kwargs: Any) -> None:
+            if build is not None:
+                build(optimizers, *args, **kwargs)
+            built, self.built = self.built, None
+            if built is None:
+                LOGGER.warning("this run has no guarded pipeline: guarded() has no effect")
+                return
+            guard, walks = built
+            self._put(lambda: guard.follow_optimizer(optimizers, walks=walks))
+
+        return post_optimizer_build_fn
+
+    def _guard(self, schedule: Any, given: dict[str, Any]) -> None:
+        guard = pipelining.guard(
+            schedule,
+            manner=self.manner,
+            on_violation=self.on_violation,
+            log=self.log,
+            untested=self.untested,
+        )
+        self.built = guard, _walks(given.get("training"), given.get("parallel_dims"))
+
+    def _put(self, put: Callable[[], None]) -> None:
+        """Put a guard on; in manner ``report`` a run whose guard fails goes on without it."""
+        try:
+            put()
+        except Exception as error:
+            if self.manner == "refuse":
+                raise
+            LOGGER.error("the pipeline is not guarded: %s: %s", type(error).__name__, error)
+
+
+def _walks(training: Any, dims: Any) -> int | None:
+    """Return how many steps of the schedule an update takes; None if the trainer does not say."""
+    local = getattr(training, "local_batch_size", None)
+    whole = getattr(training, "global_batch_size", None)
+    if not isinstance(local, int) or not isinstance(whole, int):
+        return None
+    if whole < 0:  # TorchTitan's default: no accumulation
+        return 1
+    replicas = dims.get_mesh("batch").size() if getattr(dims, "dp_enabled", False) else 1
+    return whole // (local * replicas)

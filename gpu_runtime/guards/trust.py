@@ -1,0 +1,105 @@
+"""
+What each guard takes on trust: the sentences of `on_trust`, with when they apply.
+
+The pages' tables are made of the same sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+__all__ = ["DEEPSPEED", "MEGATRON", "PIPELINING", "Trust"]
+
+
+@attrs.frozen
+class Trust:
+    """
+    A sentence of `on_trust`.
+
+    Args:
+        text: The sentence; ``{stage}`` and ``{kind}`` stand for a stage and a kind of action.
+        when: When it applies, for the page.
+    """
+
+    text: str
+    when: str = "always"
+
+    def said(self, **values: object) -> str:
+        """Return the sentence with its values."""
+        return self.text.format(**values)
+
+
+#: The guard of torch's pipeline, and of TorchTitan's.
+PIPELINING: Mapping[str, Trust] = {
+    "methods": Trust("each stage's own method computes all of its action"),
+    "counters": Trust(
+        "no weight is written past its version counter, as through `.data` or a fused kernel"
+    ),
+    "messages": Trust("a message that was posted arrives, and brings what was sent"),
+    "function": Trust(
+        "the function that is registered for {kind} computes all of its action",
+        "a function is registered for a kind that leaves evidence",
+    ),
+    "unseen function": Trust(
+        "the function that is registered for {kind} runs its action",
+        "`UNSHARD`, `RESHARD`, `OVERLAP_F_B`; every kind if all stages have graphs of their own",
+    ),
+    "graphs": Trust(
+        "stage {stage} runs its registered actions by graphs of its own",
+        "the stage has graphs of its own, as under TorchTitan's GraphPP",
+    ),
+    "sharded": Trust(
+        "no weight of stage {stage} is written in mid-step: its module is sharded",
+        "FSDP, without `follow_optimizer`",
+    ),
+    "update": Trust(
+        "the update reads the gradients that the walks of its epoch have made",
+        "after `follow_optimizer`",
+    ),
+    "walks": Trust(
+        "the walks since the last update are all walks of the epoch",
+        "after `follow_optimizer` without `walks`",
+    ),
+}
+
+#: The guard of DeepSpeed's engine.
+DEEPSPEED: Mapping[str, Trust] = {
+    "data": Trust("the data iterator yields each microbatch once; its contents are not looked at"),
+    "messages": Trust("a message that was sent arrives, and brings what was sent"),
+    "reductions": Trust("a reduction that was called reduces every gradient, over the right group"),
+    "counters": Trust("no weight is written past its version counter, as through `.data`"),
+    "methods": Trust("each method computes all of its instruction"),
+    "tied": Trust("ReduceTiedGrads reduces the gradients of tied weights", "tied layers"),
+    "optimizer": Trust(
+        "the optimizer reduces gradients by itself: ReduceGrads is switched off",
+        "`pipeline_enable_backward_allreduce` is off",
+    ),
+    "partitioned": Trust(
+        "a partitioned activation is that of its buffer's microbatch",
+        "activations partitioned over tensor-parallel ranks",
+    ),
+}
+
+#: The guard of Megatron-core's loops.
+MEGATRON: Mapping[str, Trust] = {
+    "data": Trust("the data iterator yields each microbatch once; its contents are not looked at"),
+    "messages": Trust(
+        "a message that was sent arrives, and the order of messages is that of the loop"
+    ),
+    "reductions": Trust("a reduction that was called reduces every gradient, over the right group"),
+    "counters": Trust("no weight is written past its version counter, as through `.data`"),
+    "reruns": Trust("a loop that follows a loop without an update in between is a rerun"),
+    "function": Trust("the forward step's function computes all of its forward"),
+    "unmatched": Trust(
+        "messages: an exchange has several tensors, or the order is too long",
+        "`adjust_tensor_shapes_fn`, or an order above the limit of `qeffect check`",
+    ),
+    "replays": Trust(
+        "a step that is replayed as one graph equals the captured step", "full iteration"
+    ),
+    "updates": Trust(
+        "updates that no known optimizer made", "a loop followed without an update that was seen"
+    ),
+}

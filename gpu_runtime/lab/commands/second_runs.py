@@ -1,0 +1,150 @@
+"""
+``qeffect runtime report second_runs``: flips in steps that run twice, and the price of such steps.
+
+torchrun starts several ranks; one rank needs no torchrun. `lab/comparisons/second_runs.py` says
+what flips, how a flip may end, and what is timed. The outcome is a violation if a flipped bit
+reached an update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from typing import Any, Final
+
+import attrs
+import torch
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+from qeffect.text import counted
+
+from ...backends.layers import LayerConfig
+from ...ranks.job import Job
+from ...ranks.processes import join_ranks, process_count, report_once
+from ...runtime import Mode
+from ..comparisons.second_runs import (
+    INSIDE,
+    LIMITS,
+    digest_price,
+    flips_in_launches,
+    flips_in_replays,
+    price,
+)
+from ..reports.report import Report, add_report_options, environment, require_place
+
+__all__ = ["add_second_runs_arguments", "run_second_runs"]
+
+#: Width, inner width, heads and tokens: of the price, and of the flips.
+_PRICED: Final = {"cpu": (64, 128, 2, 32), "cuda": (2048, 8192, 16, 512)}
+_FLIPPED: Final = {"cpu": (64, 128, 2, 32), "cuda": (256, 1024, 2, 128)}
+_COUNTS: Final = {
+    "flips": (24, "flips in guarded steps, behind actions"),
+    "inside": (16, "flips in eager steps, in outputs of matrix products inside a stage"),
+    "launched": (10, "flips in launches, only with cuda"),
+    "every": (100, "steps of which one runs twice, in the price"),
+    "rounds": (9, "rounds of the price"),
+    "microbatches": (4, "microbatches per step"),
+    "layers": (1, "layers per stage"),
+}
+
+
+def add_second_runs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `report second_runs`."""
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device (default cpu)"
+    )
+    for name, (default, text) in _COUNTS.items():
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})"
+        )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of what flips where (default 0)"
+    )
+    add_report_options(parser)
+
+
+def run_second_runs(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Flip, measure, and write the report; a violation if a flipped bit reached an update.
+
+    Raises:
+        UnusableError: The machine has too few devices, or a number is out of range.
+    """
+    require_place(args.out)
+    return report_once(lambda: _run(args, progress))
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    for name in (*_COUNTS, "seed"):
+        least = 0 if name in ("flips", "inside", "launched", "seed") else 1
+        if (value := getattr(args, name)) < least:
+            raise UnusableError(f"--{name} must be at least {least}, found {value}")
+    cuda = args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise UnusableError("--device cuda needs a GPU for each rank; found none")
+    where = environment(args.commit, args.out)
+    if process_count() is None:
+        _alone()
+    member = join_ranks(args.device, LIMITS, deterministic=True)
+    if member.rank:
+        progress = Progress(enabled=False)
+    backend = "transformer-engine" if cuda else "reference"
+    given: dict[str, Any] = {"pp": member.world, "microbatches": args.microbatches}
+    large = Job(
+        schedule="zbv",
+        layers=args.layers,
+        history=16,
+        config=LayerConfig(*_PRICED[args.device]),
+        **given,
+    )
+    small = attrs.evolve(large, config=LayerConfig(*_FLIPPED[args.device]))
+    mode: Mode = "replays" if cuda else "eager"
+    launched = args.launched if cuda else 0
+    asked = {
+        "device": args.device,
+        "backend": backend,
+        "ranks": member.world,
+        "schedule": "zbv",
+        **{name: getattr(args, name) for name in _COUNTS},
+        "launched": launched,
+        "seed": args.seed,
+        "priced": list(_PRICED[args.device]),
+        "flipped": list(_FLIPPED[args.device]),
+    }
+    raw: dict[str, list[dict[str, Any]]] = {"flips": [], "prices": []}
+    report = Report("second_runs", args.out if member.rank == 0 else None, where, asked, raw)
+
+    def add(steps: str, found: list[dict[str, Any]]) -> None:
+        raw["flips"] += [{"steps": steps, **one} for one in found]
+        report.save()
+        progress.note(f"{counted(len(found), 'flip')} in {steps}")
+
+    raw["prices"].append(price(member, large, backend, every=args.every, rounds=args.rounds))
+    raw["prices"].append(digest_price(member, large, backend, rounds=args.rounds))
+    report.save()
+    if args.flips:
+        found = flips_in_replays(member, small, backend, mode, args.flips, args.seed)
+        add("guarded replays" if cuda else "guarded eager steps", found)
+    if args.inside:
+        found = flips_in_replays(
+            member, small, backend, "eager", args.inside, args.seed, kinds=INSIDE
+        )
+        add("eager steps", found)
+    if launched:
+        add("launches", flips_in_launches(member, small, backend, launched, seed=args.seed))
+    derived = report.finish()["derived"]
+    return Outcome(
+        "refused" if derived["wrong"] else "accepted", {"derived": derived}, report.lines()
+    )
+
+
+def _alone() -> None:
+    """The environment of one rank that torchrun did not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )

@@ -1,0 +1,104 @@
+"""
+The one runner of rows over ranks: every row is built, settled and timed the same way.
+
+A report's command chooses the rows, and what a row reports beside its times. Every rank runs the
+same rows in the same order. `rounds.py` is the runner of columns, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import attrs
+
+from ...ranks.membership import Member
+from ..sides.pipelines import build_side, isolation
+from .rank_process import Findings
+from .timing import RoundPlan, time_side
+
+__all__ = ["RankRun", "TimedRow", "measure_rows"]
+
+
+class TimedSide(Protocol):
+    """A side that can be timed."""
+
+    def step(self) -> object:
+        """Enqueue one optimizer step."""
+
+
+class TimedRow(Protocol):
+    """A row of a report over ranks."""
+
+    @property
+    def label(self) -> str:
+        """The row's name in progress lines."""
+
+
+S = TypeVar("S", bound=TimedSide)
+R = TypeVar("R", bound=TimedRow)
+
+
+def measure_rows(
+    member: Member, rows: Sequence[R], findings: Findings, measure: Callable[[R], Any]
+) -> None:
+    """
+    Measure row after row; a row's memory is freed before the next row is built.
+
+    Args:
+        member: This rank.
+        rows: The rows, the same on every rank.
+        findings: Takes what each row reports.
+        measure: Measures a row and returns what it reports.
+    """
+    for row in rows:
+        findings.note(f"Timing. {row.label}")
+        with isolation(member):
+            found = measure(row)
+        findings.add(found)
+
+
+@attrs.define(eq=False)
+class RankRun(Generic[S]):
+    """
+    One row on one rank.
+
+    Args:
+        member: This rank.
+        side: The row's side, which has run `steps` steps.
+        construction_s: Seconds that building the side took on this rank.
+        steps: Steps that the side has run before its rounds.
+    """
+
+    member: Member
+    side: S
+    construction_s: float
+    steps: int = 0
+
+    @classmethod
+    def of(cls, member: Member, make: Callable[[Member], S]) -> RankRun[S]:
+        """Build a side; every rank calls it."""
+        side, construction_s = build_side(member, lambda: make(member))
+        return cls(member, side, construction_s)
+
+    def settle(self, steps: int) -> None:
+        """Run the side until it has run `steps` steps in all."""
+        while self.steps < steps:
+            self.side.step()
+            self.steps += 1
+
+    def time(self, plan: RoundPlan, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """
+        Time the side round by round (`time_side`).
+
+        Args:
+            plan: Rounds and steps.
+            facts: What else this rank reports.
+        """
+        return time_side(
+            self.member,
+            self.side.step,
+            plan,
+            construction_s=self.construction_s,
+            facts=facts or {},
+        )

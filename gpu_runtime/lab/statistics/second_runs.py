@@ -1,0 +1,60 @@
+"""
+Figures of steps that run twice: how flips ended, which must never happen, and the price.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from .summary import exact_median
+
+__all__ = ["derive_second_runs"]
+
+
+def derive_second_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Flips by where they were and how they ended, and the ratios of times.
+
+    A flip is `wrong` if it was neither stopped nor harmless, if a weight was updated all the same,
+    or if the step that was taken again has other bits than an undisturbed one. A choice that found
+    no memory to flip does not count.
+    """
+    flips = [one for one in raw["flips"] if one["flipped"]]
+    ends: dict[str, Counter[str]] = {}
+    for one in flips:
+        key = f"{one['steps']}: {one['kind']}"
+        ends.setdefault(key, Counter())[one["end"].partition(":")[0]] += 1
+    return {
+        "flips": len(flips),
+        "stopped": sum(one["end"] == "stopped" for one in flips),
+        "harmless": sum(one["end"] == "harmless" for one in flips),
+        "wrong": sum(map(_wrong, flips)),
+        "ends": {key: dict(sorted(found.items())) for key, found in sorted(ends.items())},
+        "prices": [_price(one) for one in raw["prices"]],
+    }
+
+
+def _wrong(flip: Mapping[str, Any]) -> bool:
+    return (
+        flip["end"] not in ("stopped", "harmless")
+        or bool(flip.get("updated"))
+        or flip.get("undisturbed") is False
+    )
+
+
+def _price(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Medians of all rounds: milliseconds per step, and ratios to steps that never run twice."""
+    rounds = measured["rounds"]
+    off = rounds["off"]
+    return {
+        "what": measured["what"],
+        "mode": measured["mode"],
+        "ms": {name: exact_median(each) for name, each in rounds.items()},
+        "ratio": {
+            name: exact_median(one / base for one, base in zip(each, off, strict=True))
+            for name, each in rounds.items()
+            if name != "off"
+        },
+    }

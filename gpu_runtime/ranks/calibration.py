@@ -1,0 +1,80 @@
+"""
+The calibration of a pipeline's scales: walks over the row without the contract, before epoch 0.
+
+The walks move messages and device memory as a step does. The contract is not asked: it sees a
+runtime whose epoch 0 has not begun, with other scales. As in a second run of a step, no event log
+and no rank log has the walks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from ..runtime import Runtime
+from ..step.calibration import Calibration, calibrate
+from .consent import wait_for
+from .pipeline import Pipeline
+from .second_run import SecondRun
+
+__all__ = ["calibrate_pipeline"]
+
+
+class _CalibratingRun(SecondRun):
+    """A walk whose gradients are dropped: nothing is summed or reduced."""
+
+    def finalize_stage(self, stage: int) -> None:
+        """Drop the stage's gradients."""
+
+
+def calibrate_pipeline(pipeline: Pipeline) -> Calibration:
+    """
+    Calibrate the scales of a new run's domain of epoch scales; every rank calls it before a step.
+
+    Raises:
+        StoppedError: A rank could not go on; all ranks stop with one cause.
+    """
+    runtime = pipeline.runtime
+    run = _CalibratingRun(runtime)
+
+    def walk() -> None:
+        run.begin()
+        pipeline.actions()
+        scaling = runtime.reductions.scaling
+        if scaling is not None:
+            replicas: Any = runtime.reducer
+            scaling.start(replicas.largest).wait()
+        _settle(pipeline, runtime)
+
+    def agree(converged: bool) -> bool:
+        if pipeline.consent is None:
+            pipeline.channels.commit()
+            return converged
+        pipeline.consent.agree(runtime.epoch)
+        return bool(pipeline.consent.all_gather(torch.tensor([int(converged)])).min())
+
+    runtime.handoff.wait_for_caller()
+    try:
+        with runtime.caller_scope(), pipeline.unlogged_walks(cast(Runtime, run)):
+            found = calibrate(runtime.domain, walk, agree)
+            runtime.take_snapshot()
+    except Exception as error:
+        if pipeline.consent is None:
+            raise
+        raise pipeline._stopped(error, runtime.epoch) from None
+    finally:
+        runtime.forget_gradients()
+    runtime.restart_counts()
+    runtime.handoff.caller_waits()
+    return found
+
+
+def _settle(pipeline: Pipeline, runtime: Runtime) -> None:
+    """Wait for the device, up to the deadline, before the host reads the scales."""
+    if pipeline.consent is None or runtime.domain.device.type == "cpu":
+        return
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    consent = pipeline.consent
+    wait_for(done, consent, deadline=consent.deadline, grace=consent.grace)

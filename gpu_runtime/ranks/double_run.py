@@ -1,0 +1,296 @@
+"""
+Two runs of one step, before its update: the device compares the gradients of both.
+
+Every N-th step runs twice from the same numerical state. Both runs have the same inputs, weights,
+scales and random numbers. So their gradients have the same bits, and so has the numerical state
+that they leave, unless memory or a computation was wrong in one of them. What was wrong in both
+runs alike is not seen: a bit of a weight that flipped before the first run, or a device that always
+computes the same wrong number. A weight that changes while the runs last is named. The step cannot
+be restarted from it, so such a stop is not recoverable in place.
+
+The contract checks and counts one step. The second run (`second_run.py`) repeats device work, and
+nothing else: it comes before this rank's consent, or before its device's vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..backends.protocol import parameters
+from ..runtime import Runtime
+from ..step.memory.gradient_digests import GradientDigests
+from ..step.memory.numerical_state import Snapshot, live_state, raw_bits
+from ..step.optimizer import Gradients
+from .causes import WEIGHT, Difference, MismatchError
+from .second_run import SecondRun
+
+__all__ = ["STATE", "DoubleRun", "compared", "first_of", "is_due"]
+
+WORD = 3
+"""The least word that a gate publishes for a rank whose two runs differ."""
+
+
+def is_due(every: int, epoch: int) -> bool:
+    """
+    Whether the step of an epoch runs twice: every N-th step, the first of them after N - 1 others.
+
+    >>> [epoch for epoch in range(7) if is_due(3, epoch)]
+    [2, 5]
+    """
+    return every > 0 and (epoch + 1) % every == 0
+
+
+def first_of(word: int, count: int) -> tuple[int, int]:
+    """
+    Return what a published word tells: place of the first gradient that differs, and how many do.
+
+    Args:
+        word: The word, at least `WORD`.
+        count: Number of gradients of the rank.
+
+    >>> first_of(3, 10), first_of(3 + 4 + 2 * 10, 10)
+    ((0, 1), (4, 3))
+    """
+    more, first = divmod(word - WORD, count)
+    return first, more + 1
+
+
+STATE = "scaling state"
+"""What stands for a gradient's name if the numerical state of a stage differs."""
+
+
+def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
+    """The live numerical state by stage; that of the whole domain counts to its first stage."""
+    found: dict[int, list[Tensor]] = {}
+    for stage in runtime.domain.stages:
+        if own := list(stage.numerical_state().values()):
+            found[stage.index] = own
+    if extra := list(runtime.domain.extra_state().values()):
+        found.setdefault(min(runtime.stages), []).extend(extra)
+    return found
+
+
+def compared(runtime: Runtime, gradients: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """
+    Return what two runs of a step are compared by, as stage and name: weights, gradients, state.
+
+    Args:
+        runtime: The rank's runtime.
+        gradients: Its gradients.
+    """
+    weights = [(stage, WEIGHT + name) for stage, name in _weights(runtime)]
+    return [*weights, *gradients, *((stage, STATE) for stage in _by_stage(runtime))]
+
+
+def _weights(runtime: Runtime) -> list[tuple[int, str]]:
+    return [(i, name) for i, stage in runtime.stages.items() for name in parameters(stage)]
+
+
+class Walk(Protocol):
+    """The part of a `Pipeline` that runs again."""
+
+    runtime: Any
+    channels: Any
+    log: Any
+    position: int
+    program: list[Any]
+
+    def actions(self) -> None:
+        """Every action and message of the row."""
+
+
+class DoubleRun:
+    """
+    The two runs of one rank's step.
+
+    Args:
+        runtime: The rank's runtime.
+        every: A step runs twice after each `every - 1` others.
+        names: By rank, what `compared` returned there.
+        rank: This rank.
+        log: The digests that a step's log gets, if there are any: those of the second run.
+
+    Attributes:
+        differs: Scalar of float64 on the device, after the second run: 0 if no gradient differs,
+            else 1 plus the first one's place plus, for each further one, the number of gradients.
+        between: Called between the two runs of a guarded step; for tests.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        every: int,
+        names: Sequence[Sequence[tuple[int, str]]],
+        rank: int,
+        log: GradientDigests | None = None,
+    ) -> None:
+        device = runtime.domain.device
+        self.runtime, self.every, self.names, self.rank = runtime, every, names, rank
+        self.log = log
+        own, weights = names[rank], _weights(runtime)
+        self._before, self._after = (GradientDigests(weights, device) for _ in range(2))
+        rest = own[len(weights) :]
+        self.first, self.second = (GradientDigests(rest, device) for _ in range(2))
+        self._scaling = list(_by_stage(runtime).values())
+        live = list(live_state(runtime.domain).values())
+        if runtime.counters is not None:
+            live.append(runtime.counters.values)
+        self._state = Snapshot(live)
+        self._places = torch.arange(len(own), dtype=torch.float64, device=device)
+        self.differs = torch.zeros((), dtype=torch.float64, device=device)
+        self._unlike = torch.zeros(len(own), dtype=torch.bool, device=device)
+        # The host reads this copy without waiting for a launch that still runs.
+        self._told = torch.zeros(len(own), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.repeat = SecondRun(runtime)
+        self.between: Callable[[], None] = lambda: None
+
+    def due(self, epoch: int) -> bool:
+        """Whether the step of an epoch runs twice."""
+        return is_due(self.every, epoch)
+
+    # The device's part; a graph can hold each call
+
+    def begin(self) -> None:
+        """Keep the state before the first run, and the digests of the weights."""
+        self._state.take()
+        self._before.take(self._weights())
+
+    def _weights(self) -> dict[int, Mapping[str, Tensor]]:
+        return {index: parameters(stage) for index, stage in self.runtime.stages.items()}
+
+    def keep_first(self, gradients: Gradients) -> None:
+        """Take the digests of the first run's gradients, and of the state that it leaves."""
+        self.first.take(gradients, self._state_bytes())
+
+    def _state_bytes(self) -> list[Tensor]:
+        return [torch.cat([*map(raw_bits, own)]) for own in self._scaling]
+
+    def restore(self) -> None:
+        """Put the state before the first run back."""
+        self._state.restore()
+
+    def compare(self, gradients: Gradients) -> None:
+        """Take the second run's digests, and compare them with the first run's."""
+        self.second.take(gradients, self._state_bytes())
+        if self.log is not None:
+            self.log.values.copy_(self.second.values[: self.log.values.numel()])
+        self._after.take(self._weights())
+        before = torch.cat([self._before.values, self.first.values])
+        now = before != torch.cat([self._after.values, self.second.values])
+        count, size = now.sum(), len(self.names[self.rank])
+        place = (self._places + (~now).double() * size).amin()
+        self.differs.copy_((count > 0) * (1 + place + (count - 1) * size))
+        self._unlike.logical_or_(now)
+        self._told.copy_(self._unlike, non_blocking=True)
+
+    def forget(self) -> None:
+        """Forget earlier differences: the epoch restarts."""
+        self._unlike.zero_()
+        self._told.zero_()
+        self.differs.zero_()
+
+    def warm(self, gradients: Gradients) -> None:
+        """Run every kernel once, since a capture can load none; nothing changes."""
+        self.begin()
+        self.keep_first(gradients)
+        self.restore()
+        kept, self.log = self.log, None
+        self.compare(gradients)
+        self.log = kept
+        self.forget()
+
+    def again(self, pipeline: Walk) -> Gradients:
+        """Run the walk and the reductions once more, and return the gradients."""
+        with self._repeating(pipeline):
+            self.repeat.begin()
+            pipeline.actions()
+            return self.repeat.finalize()
+
+    @contextmanager
+    def _repeating(self, pipeline: Walk) -> Iterator[None]:
+        """A context in which the pipeline asks no contract and writes no rank log."""
+        before = pipeline.runtime, pipeline.log, pipeline.channels.log
+        reports = [memory.reports for memory in self.runtime.memories.values()]
+        updates = [report.updates() for report in reports]
+        pipeline.runtime = self.repeat
+        pipeline.log = pipeline.channels.log = None
+        try:
+            yield
+        finally:
+            pipeline.runtime, pipeline.log, pipeline.channels.log = before
+            for report, count in zip(reports, updates, strict=True):
+                report.pass_over(count)  # the contract counts the first run's scaling updates
+            # An error in the second run is at the commit: the contract has the whole row.
+            pipeline.position = len(pipeline.program)
+
+    # The host's part
+
+    def of_guarded(self, pipeline: Walk, gradients: Gradients) -> Gradients:
+        """
+        The second run of a guarded step, after its first run; the device compares, nobody waits.
+
+        Args:
+            pipeline: The pipeline.
+            gradients: Those of the first run.
+
+        Returns:
+            The gradients of the second run.
+        """
+        self.forget()
+        self.keep_first(gradients)
+        self.between()
+        self.restore()
+        found = self.again(pipeline)
+        self.compare(found)
+        counters = self.runtime.counters
+        if counters is not None and not self.runtime.config.counts_late:
+            counters.read()
+        return found
+
+    def require_equal(self) -> None:
+        """
+        Require that the two runs of a guarded step are equal; waits for the device.
+
+        Raises:
+            MismatchError: A gradient of this rank differs.
+        """
+        if float(self.differs):
+            raise _mismatch(self._own())
+
+    def _own(self) -> list[Difference]:
+        names, told = self.names[self.rank], self._told.tolist()
+        found = [Difference(self.rank, *name) for name, one in zip(names, told, strict=True) if one]
+        return found
+
+    def require_told_equal(self, words: Mapping[int, int]) -> None:
+        """
+        Require that no gate published that two runs differ.
+
+        Args:
+            words: By rank, what its gate published.
+
+        Raises:
+            MismatchError: A rank's two runs differ. The first gradient of each such rank is named,
+                and all of this rank's.
+        """
+        found: list[Difference] = []
+        for rank, word in words.items():
+            if word >= WORD and rank == self.rank and any(self._told.tolist()):
+                found += self._own()
+            elif word >= WORD:
+                first, count = first_of(word, len(self.names[rank]))
+                found.append(Difference(rank, *self.names[rank][first], count))
+        if found:
+            raise _mismatch(found)
+
+
+def _mismatch(found: Sequence[Difference]) -> MismatchError:
+    """The error; a step whose weights have changed cannot be restarted."""
+    error = MismatchError(found)
+    error.unrecoverable = any(one.name.startswith(WEIGHT) for one in found)
+    return error

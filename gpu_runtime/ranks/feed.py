@@ -1,0 +1,41 @@
+"""
+What brings a pipeline its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ..backends.protocol import StageBackend
+
+__all__ = ["Feed"]
+
+
+class Feed(Protocol):
+    """
+    The pipeline's data from outside, and its outputs to the outside.
+
+    A step in mode ``one launch`` asks for all its data before it uses any. On a GPU, inputs and
+    gradients are asked for on a separate stream that does not wait for any other stream. So the
+    returned tensors must not be written again, and must not depend on the `outputs` of the same
+    step.
+    """
+
+    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """
+        Return the inputs of a stage that do not come from another stage.
+
+        For the first stage: all inputs. For every other stage: the inputs behind its first,
+        such as targets.
+        """
+
+    def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """The gradients of the last stage's outputs; 1 for a scalar loss."""
+
+    def outputs(
+        self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
+    ) -> None:
+        """Look at the last stage's outputs; copy them to keep them, as they are overwritten."""

@@ -1,0 +1,44 @@
+"""
+Faults that a rank sees late, told to its contract before the rank stops.
+
+An error of a device, and a difference between two runs of a step, are seen after the contract has
+accepted the actions that they concern. The contract then refuses the commit of that epoch, and a
+checkpoint over weights that the fault may have reached.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..runtime import Runtime
+from .causes import WEIGHT, MismatchError
+
+__all__ = ["record_fault"]
+
+
+def record_fault(runtime: Runtime, error: BaseException, epoch: int, rank: int) -> None:
+    """
+    Tell the contract which stages an error makes doubtful; other errors change nothing.
+
+    An error of a device (`torch.AcceleratorError`) may be of the last update, since the host does
+    not wait for it, and no later work of the process runs. So the last committed epoch counts as
+    failed, every action and checkpoint is refused until a `restore`, and the error is marked as
+    unrecoverable. If a weight changed between two runs of a step, the last epoch counts as failed
+    too. Any other difference between two runs spoils the step, unless a device's gate has already
+    skipped its update.
+
+    Args:
+        runtime: The rank's runtime.
+        error: Why the rank stops.
+        epoch: The epoch of the error.
+        rank: The rank; differences of other ranks are not its own faults.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        error.unrecoverable = True  # type: ignore[attr-defined]
+        runtime.device_failed()
+    elif isinstance(error, MismatchError):
+        for one in error.found:
+            if one.rank == rank and one.name.startswith(WEIGHT):
+                runtime.fail(one.stage, max(epoch - 1, 0))
+            elif one.rank == rank and epoch == runtime.epoch:
+                runtime.fail(one.stage, epoch)

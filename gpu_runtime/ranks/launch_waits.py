@@ -1,0 +1,109 @@
+"""
+The host's waits for launches, and the verdict of each: what its device counted and all ranks voted.
+
+No wait is longer than the deadline: a device may wait for a rank that has died.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from .consent import DisagreementError, wait_for
+from .gate import UNLIKE, UpdateGate
+from .pipeline import Pipeline
+from .worker import Worker
+
+__all__ = ["LaunchWaits", "log_event"]
+
+
+@attrs.define(eq=False, slots=False)
+class LaunchWaits:
+    """
+    The launches of one rank that have no verdict yet.
+
+    Args:
+        worker: The rank's worker.
+        gate: Where the device publishes its counts and the votes.
+
+    Attributes:
+        under_way: The events of launches without a verdict, in their order.
+        spare: Events of launches that have ended.
+        asking: How many verdicts are awaited at this moment.
+    """
+
+    worker: Worker
+    gate: UpdateGate
+    under_way: list[Any] = attrs.field(factory=list, init=False)
+    spare: list[Any] = attrs.field(factory=list, init=False)
+    asking: int = attrs.field(default=0, init=False)
+    pipeline: Pipeline = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.pipeline = self.worker.pipeline
+
+    def record(self) -> None:
+        """Record the end of the launch that was just queued."""
+        done = self.spare.pop() if self.spare else _event()
+        self.pipeline.runtime.handoff.record(done)
+        self.under_way.append(done)
+
+    def confirm(self) -> None:
+        """
+        Wait for the oldest launch, and read its verdict, if the contract awaits its counts.
+
+        Raises:
+            Refused: The device ran something else than was committed.
+            DisagreementError: A rank voted no, or its vote is missing.
+        """
+        if self.pipeline.runtime.contract.counts_awaited:
+            self._confirm(self.under_way.pop(0))
+
+    def _confirm(self, done: Any) -> None:
+        """Read what the device published of the step before the latest launch."""
+        runtime, double = self.pipeline.runtime, self.pipeline.double
+        self.asking = 1
+        self.wait(done)
+        self.spare.append(done)
+        counted, said = self.gate.read()
+        log_event(
+            self.pipeline, "votes", runtime.epoch - 1, votes=said
+        )  # of the step before this one
+        runtime.contract.present_counts({runtime.domain_name: counted})
+        if double is not None:
+            double.require_told_equal(dict(enumerate(said)))
+        if odd := [rank for rank, word in enumerate(said) if word == 1]:
+            raise DisagreementError(
+                f"the device of rank {odd[0]} did not run what was committed, or its vote is "
+                "missing"
+            )
+        if unlike := [rank for rank, word in enumerate(said) if word == UNLIKE]:
+            raise DisagreementError(
+                f"the reduced gradients of the replica of rank {unlike[0]} differ from the first "
+                "replica's (sum of squares)"
+            )
+        self.asking = 0
+
+    def quiet(self) -> None:
+        """Wait until the device has done all work."""
+        done = _event()
+        self.pipeline.runtime.handoff.record(done)
+        self.wait(done)
+        torch.cuda.synchronize()  # other streams wait for no other rank
+
+    def wait(self, done: Any) -> None:
+        """Wait for an event, until another rank has stopped or the deadline has passed."""
+        limits = self.worker.limits
+        wait_for(done, self.pipeline.consent, deadline=limits.commit, grace=limits.grace)
+
+
+def log_event(pipeline: Pipeline, event: str, epoch: int | None = None, **fields: Any) -> None:
+    """Write an event of this step, or of another epoch, in the rank log, if there is a log."""
+    if pipeline.log is not None:
+        pipeline.log(event, epoch=pipeline.runtime.epoch if epoch is None else epoch, **fields)
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,0 +1,165 @@
+"""
+The capture of a rank's whole step: one graph, or two launches of a step that runs twice.
+
+All ranks capture at once, or none. A capture is a guarded step: the contract is asked action by
+action while the work is recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..backends.epoch_scales import move_scales
+from ..step.graphs import no_collection
+from ..step.optimizer import Gradients
+from .baked_optimizer import BakedOptimizer
+from .double_run import DoubleRun
+from .gate import UpdateGate
+from .launch_waits import LaunchWaits, log_event
+from .pipeline import Pipeline
+from .staged_feed import StagedFeed
+from .worker import Worker
+
+__all__ = ["CapturedStep", "StepCapture", "post_by_graph"]
+
+
+@attrs.frozen
+class CapturedStep:
+    """
+    What a capture made.
+
+    Args:
+        graph: The graph of the step.
+        twice: Both launches of a step that runs twice; empty if no step does.
+        optimizer: The optimizer as the graph holds it.
+        seconds: Host time of the capture.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    twice: tuple[torch.cuda.CUDAGraph, ...]
+    optimizer: BakedOptimizer
+    seconds: float
+
+
+@attrs.define(eq=False, slots=False)
+class StepCapture:
+    """
+    Captures the step of one rank, in the rank's connections of the moment.
+
+    Args:
+        worker: The rank's worker.
+        feed: The step's data, in the places that the graph reads.
+        gate: The vote on the update.
+        waits: Waits for the device.
+        epoch: The epoch of the captured step, from which all ranks rebuild; None before.
+    """
+
+    worker: Worker
+    feed: StagedFeed
+    gate: UpdateGate
+    waits: LaunchWaits
+    epoch: int | None = None
+    pipeline: Pipeline = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.pipeline = self.worker.pipeline
+
+    def run(self, release: Callable[[], None]) -> CapturedStep:
+        """
+        Capture this step while its guards are asked; it is launched like every later step.
+
+        Every rank calls it.
+
+        Args:
+            release: Called after a stop, before the connections that the graph holds are closed.
+        """
+        pipeline, runtime = self.pipeline, self.pipeline.runtime
+        contract = runtime.contract
+        self.waits.quiet()
+        runtime.confirm()
+        domain = runtime.domain_name
+        before = contract.committed_counts()[domain]
+        pipeline.feed = self.feed
+        if pipeline.consent is not None:
+            # The host waits for the gate's first collective, which needs every rank.
+            pipeline.consent.agree(runtime.epoch)
+            pipeline.consent.release = release
+        self.gate.warm()
+        self.waits.quiet()
+        if pipeline.consent is not None:
+            # All ranks capture at once, or none; a stop ends this connection.
+            pipeline.consent.agree(runtime.epoch)
+        self.epoch = runtime.epoch
+        log_event(pipeline, "capture")
+        began = time.perf_counter()
+        graph = _recorded(self._whole)
+        double = pipeline.double
+        twice: tuple[torch.cuda.CUDAGraph, ...] = ()
+        if double is not None:
+            twice = (
+                _recorded(partial(self._first_run, double)),
+                _recorded(partial(self._second_run, double)),
+            )
+        seconds = time.perf_counter() - began
+        contract.check_commit(caller="main")
+        log_event(pipeline, "finish")
+        log_event(pipeline, "consent")
+        if pipeline.consent is not None:
+            pipeline.consent.agree(runtime.epoch)
+        log_event(pipeline, "captured")
+        self.gate.begin(before, contract.committed_counts()[domain])
+        self.waits.quiet()
+        optimizer = BakedOptimizer(self.worker.optimizer)
+        post_by_graph(pipeline, True)
+        return CapturedStep(graph, twice, optimizer, seconds)
+
+    def _whole(self) -> None:
+        """The work of a step, the vote and the update; the contract is asked."""
+        self.pipeline.actions()
+        self._update(self.pipeline.finalize())
+
+    def _update(self, gradients: Gradients, differs: Tensor | None = None) -> None:
+        move_scales(self.worker.runtime.domain)  # before the gate keeps the state after the step
+        skip = self.gate.capture(gradients, differs)
+        self.worker.optimizer.step(gradients, skip=skip, scale=self.gate.scale)
+
+    def _first_run(self, double: DoubleRun) -> None:
+        """The first launch of a step that runs twice: its work, without vote and update."""
+        double.begin()
+        double.keep_first(double.again(self.pipeline))
+
+    def _second_run(self, double: DoubleRun) -> None:
+        """The second launch: the same work from the same state, the comparison, vote and update."""
+        double.restore()
+        gradients = double.again(self.pipeline)
+        double.compare(gradients)
+        self._update(gradients, double.differs)
+
+
+def post_by_graph(pipeline: Pipeline, by_graph: bool) -> None:
+    """Say whether the graph posts the messages; the rank log has those of the capture only."""
+    pipeline.launched = by_graph
+    pipeline.channels.log = None if by_graph else pipeline.log
+
+
+def _recorded(work: Callable[[], None]) -> Any:
+    """Capture what is queued on the current stream as one graph, in memory of its own."""
+    graph = torch.cuda.CUDAGraph()
+    with no_collection():
+        graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is the one to report
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph

@@ -1,0 +1,97 @@
+"""
+How a step runs, and which mode is possible: `Mode`, and the one list of obstacles to one launch.
+
+`mode_on` says what a device can run. `one_launch_obstacles` lists every obstacle that is a fact of
+a configuration, each with what to change. `ranks/obstacles.py` takes these facts from a worker. If
+the capture itself fails, the stop of the step reports it (`ranks/fallback.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from ..step.nested_graphs import nesting_obstacle
+
+__all__ = ["MODES", "Mode", "mode_on", "one_launch_obstacles", "walks_obstacle", "without_launches"]
+
+Mode = Literal["eager", "replays", "one launch"]
+"""How a step runs: calls of the backend, replays of one graph per action, or one graph in all."""
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def mode_on(device: torch.device | str, mode: Mode = "replays") -> Mode:
+    """
+    The mode that a device can run: ``eager`` on a CPU, which has no graphs.
+
+    >>> mode_on("cpu", "one launch"), mode_on("cuda:0")
+    ('eager', 'replays')
+    """
+    return "eager" if torch.device(device).type == "cpu" else mode
+
+
+def without_launches(mode: Mode) -> Mode:
+    """
+    The mode in which a step that cannot be one launch runs: ``replays`` for ``one launch``.
+
+    >>> without_launches("one launch"), without_launches("eager")
+    ('replays', 'eager')
+    """
+    return "replays" if mode == "one launch" else mode
+
+
+def walks_obstacle(walks: int) -> str | None:
+    """Why a step of several walks cannot be one launch; None for one walk."""
+    if walks == 1:
+        return None
+    return (
+        f"a step has {walks} walks, each with graphs of its own: take one walk over a table of "
+        "all microbatches"
+    )
+
+
+def one_launch_obstacles(
+    device: torch.device,
+    rule: str,
+    walks: int = 1,
+    *,
+    mode: Mode = "one launch",
+    capturable: bool = True,
+    keeps_gradients: bool = False,
+) -> list[str]:
+    """
+    Why no step of a configuration can be one launch.
+
+    Args:
+        device: Where the step runs.
+        rule: Where dW writes.
+        walks: Walks over the table in a step.
+        mode: The mode of the runtime; left out before a runtime is made.
+        capturable: Whether the optimizer's update can be captured; left out before it is made.
+        keeps_gradients: Whether gradients of single microbatches are kept outside of the slots'
+            graphs; left out before a runtime is made.
+
+    Returns:
+        One sentence per obstacle, which says what to change; empty without obstacles.
+    """
+    found = []
+    if mode != "one launch":
+        found.append(
+            f"the runtime's mode is {mode!r}: make it with RuntimeConfig(mode='one launch')"
+        )
+    if not capturable:
+        found.append("the update cannot be captured: make the optimizer with capturable=True")
+    if rule == "copied":
+        found.append(
+            "rule is 'copied', which copies gradients outside of the slots' graphs: take "
+            "'accumulate' or 'per_microbatch'"
+        )
+    if keeps_gradients:
+        found.append(
+            "the scales move once an epoch and the table's dI are not in the order of "
+            "microbatches, so gradients are kept outside of the slots' graphs: take a table in "
+            "that order"
+        )
+    found += filter(None, (walks_obstacle(walks), nesting_obstacle(device)))
+    return found

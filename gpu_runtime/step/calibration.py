@@ -1,0 +1,89 @@
+"""
+Calibration: scales of epochs before the first step of a run.
+
+A new run has scales of 1, at which gradients underflow in E5M2. Scales that move at every F and dI
+recover within a step; scales that move once an epoch would spoil a whole step, and more of them
+where a gradient that has become zero hides those behind it. So a run begins with walks over the
+microbatches of its first step, whose gradients and losses are dropped and after which nothing is
+updated:
+
+1. Empty every history.
+2. Run F, dI and dW of every microbatch of the first step, on every replica.
+3. Move the scales once, as after a step.
+4. Stop if, in all processes, no tensor's amax was zero and no scale moved by more than a factor of
+   2; otherwise begin again, up to `MOST_WALKS` times.
+
+The histories then hold one entry, that of the last walk. The rule follows from the model, the data
+and the number of replicas alone, so every mapping calibrates alike. A run that resumes has its
+scales already and never calibrates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..backends.epoch_scales import move_scales
+from ..backends.protocol import StateDomain
+from .memory.numerical_state import live_state
+
+__all__ = ["MOST_WALKS", "SETTLED", "Calibration", "calibrate"]
+
+MOST_WALKS: Final = 16
+"""Most walks; a tensor that is always zero would keep a calibration from ever settling."""
+SETTLED: Final = 2.0
+"""Largest factor by which a scale may move in the last walk."""
+
+
+@attrs.frozen
+class Calibration:
+    """
+    The result of a calibration, equal on all ranks.
+
+    Args:
+        walks: Number of walks.
+        converged: Whether the last walk met the rule; if not, training begins all the same.
+    """
+
+    walks: int
+    converged: bool
+
+
+def calibrate(
+    domain: StateDomain,
+    walk: Callable[[], None],
+    agree: Callable[[bool], bool] = lambda converged: converged,
+) -> Calibration:
+    """
+    Move the scales of a new run until they fit the first step.
+
+    Args:
+        domain: A domain of epoch scales.
+        walk: Runs F, dI and dW of every microbatch of the first step, and drops the gradients.
+        agree: Given whether the scales of this process have converged, returns whether those of all
+            processes have.
+    """
+    live = live_state(domain)
+    histories = [tensor for name, tensor in live.items() if name.endswith("amax_history")]
+    scales = {name: tensor for name, tensor in live.items() if name.endswith("scale")}
+    for number in range(1, MOST_WALKS + 1):
+        with torch.no_grad():
+            for history in histories:
+                history.zero_()
+        walk()
+        seen = all(bool((history[0] > 0).all()) for history in histories)
+        before = {name: scale.clone() for name, scale in scales.items()}
+        move_scales(domain)
+        if agree(seen and _near(before, scales)):
+            return Calibration(number, True)
+    return Calibration(MOST_WALKS, False)
+
+
+def _near(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether no scale moved by more than the factor `SETTLED`."""
+    moved = (after[name] / before[name] for name in before)
+    return all(bool(((r <= SETTLED) & (r >= 1 / SETTLED)).all()) for r in moved)

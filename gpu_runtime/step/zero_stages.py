@@ -1,0 +1,54 @@
+"""
+Which stages of a rank have only gradients that are zero, found where the gradients are: no host
+waits, and a graph can hold it. A norm of all gradients tells the same; this is for steps without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["ZeroStages"]
+
+
+class ZeroStages:
+    """
+    Whether every gradient of a stage is zero, for each stage of one rank.
+
+    Args:
+        stages: The rank's stages.
+        device: Where the gradients are.
+        elsewhere: Gradients to leave out, by stage and name: another copy of the weight counts.
+
+    Attributes:
+        stages: The stages, in order.
+        values: For each stage 1 if its gradients are all zero, else 0; float32. Each `take`
+            overwrites them.
+
+    >>> kept = ZeroStages([0, 1], torch.device("cpu"))
+    >>> kept.take({0: {"w": torch.zeros(2)}, 1: {"w": torch.tensor([0.0, -1.0])}})
+    >>> kept.values.tolist()
+    [1.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[int],
+        device: torch.device,
+        elsewhere: Collection[tuple[int, str]] = (),
+    ) -> None:
+        self.stages = tuple(sorted(stages))
+        self.values = torch.zeros(len(self.stages), device=device)
+        self._elsewhere = frozenset(elsewhere)
+
+    def take(self, gradients: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Queue the look at a step's finalized and reduced gradients on the current stream."""
+        largest = []
+        for stage in self.stages:
+            named = gradients[stage].items()
+            own = [gradient for name, gradient in named if (stage, name) not in self._elsewhere]
+            each = torch._foreach_norm(own, torch.inf)
+            largest.append(torch.stack([one.float() for one in each]).max())
+        self.values.copy_(torch.stack(largest) == 0)

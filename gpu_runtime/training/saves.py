@@ -1,0 +1,321 @@
+"""
+The checkpoints of one run: its folder and lock, loads, saves, and the status file beside them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from qeffect.report import UnusableError
+from qeffect.text import counted
+
+from ..backends.protocol import BackendError
+from ..ranks.membership import Member, agree_on
+from ..ranks.worker import Worker
+from .checkpoint import Checkpoints, EarlierSaveError, NonFiniteError
+from .checkpoint.files import clear
+from .checkpoint.identity import identity_of
+from .checkpoint.lock import FolderLock
+from .checkpoint.status import facts_of_run, write_status
+from .config import Config
+from .config_file import differences
+from .data import DataError
+from .divergence import diverged
+from .language_model import LanguageJob
+from .metrics import Log
+
+__all__ = ["Saves"]
+
+#: Tables that say what a run trains. The others say how, how long, and where results go.
+_TRAINING = ("model", "data", "optimizer")
+
+
+class Saves:
+    """
+    The checkpoints of one run, if its configuration names a folder. Every rank makes a `Saves` and
+    calls the same methods.
+
+    Args:
+        member: This process.
+        config: The run.
+        lock: The lock of the folder, on rank 0; `open` takes it by default.
+
+    Attributes:
+        checkpoints: The folder of checkpoints; None without one.
+        found: The checkpoint from which the run continues; None if it begins.
+        warnings: What `open` found, in sentences.
+        log: The run's log, on rank 0; the trainer sets it.
+    """
+
+    def __init__(self, member: Member, config: Config, lock: FolderLock | None) -> None:
+        self.member, self.config, self.lock = member, config, lock
+        self.checkpoints: Checkpoints | None = None
+        self.found: Path | None = None
+        self.warnings: list[str] = []
+        self._adopt = False
+        self.log: Log | None = None
+
+    def open(self, *, resume: bool, adopt: bool) -> None:
+        """
+        Open the folder of checkpoints and find the newest checkpoint.
+
+        Args:
+            resume: Continue from the newest checkpoint, if there is one.
+            adopt: Continue also from another run's checkpoint.
+
+        Raises:
+            UnusableError: The folder cannot be used, or has checkpoints and `resume` is not given.
+        """
+        given = self.config.checkpoint
+        where = f"{self.config.source}: [checkpoint] folder"
+        if not given.folder:
+            if resume:
+                raise UnusableError(f"{where}: --resume needs a folder of checkpoints; name it")
+            return
+        made = Checkpoints(
+            self.config.path(given.folder),
+            keep=given.keep,
+            keep_every=given.keep_every,
+            asynchronous=given.asynchronous,
+        )
+        newest, problem = None, ""
+        try:
+            made.prepare()
+            if self.member.rank == 0:
+                self.lock = self.lock or FolderLock(made.folder)
+                self.warnings += [self.lock.problem] if self.lock.problem else clear(made.folder)
+                made.lock = self.lock
+            newest = made.latest()
+            if newest is None or resume:
+                made.run, odd = identity_of(made.folder, newest, given.run, adopt=adopt)
+                self.warnings += [odd] if odd else []
+        except BackendError as error:
+            problem = f"{where}: {error}"
+        agree_on(self.member, problem)
+        if newest is not None and not resume:
+            raise UnusableError(
+                f"{where}: {newest} exists; continue from it with --resume, or name another folder"
+            )
+        self.checkpoints, self.found, self._adopt = made, newest, adopt
+
+    def begin(self) -> None:
+        """Write the run's name into the lock: nothing else can keep the run from starting."""
+        if self.lock is not None and self.checkpoints is not None:
+            self.lock.say(run=self.checkpoints.run[0])
+
+    def load(self, worker: Worker, job: LanguageJob) -> LanguageJob:
+        """
+        Load the checkpoint that `open` found into the worker, and move the data to its place.
+
+        Returns:
+            The job, with the curve of learning rates of the run that began.
+
+        Raises:
+            BackendError: The checkpoint cannot be loaded.
+            StoppedError: A rank is gone.
+            UnusableError: The data are not those of the checkpoint, or it is of another training
+                file and `open` was not asked to adopt it.
+        """
+        checkpoints, path = self.checkpoints, self.found
+        assert checkpoints is not None
+        assert path is not None
+        whose: Any = self.config.checkpoint.replicas
+        run = checkpoints.run
+        free = checkpoints.load(path, worker, job.name_of, self._must(job), replicas=whose)
+        began = worker.runtime.epoch
+        problem, saved = "", free["configuration"]
+        try:
+            assert job.loader is not None
+            job.loader.load(free["data"], began)
+        except DataError as error:
+            problem = f"{self.config.source}: [data] train: {error}"
+        odd = self._other_run(free.get("source"), saved)
+        if odd and self._adopt:
+            run = [secrets.token_hex(8), *run]
+        elif odd:
+            problem = problem or f"{self.config.source}: {path} is of {odd}"
+        agree_on(self.member, problem)
+        checkpoints.run = run
+        steps = saved["optimizer"]["decay_steps"] or saved["run"]["steps"]
+        saved["optimizer"]["decay_steps"] = steps
+        if not self.config.optimizer.decay_steps:
+            job = attrs.evolve(job, rate=attrs.evolve(job.rate, steps=steps))
+        if self.log is not None:
+            changed = [*checkpoints.changed, *differences(saved, self._configuration(job))]
+            if "sha256" not in free["data"]:
+                changed.append(
+                    "[data] train: the checkpoint has no hash of the whole file; only its length "
+                    "and its ends were compared"
+                )
+            if "source" not in free:
+                changed.append(
+                    "the checkpoint does not name its training file; whether it is this run's was "
+                    "not compared"
+                )
+            line = {"resumed": str(path), "step": began, "changed": changed}
+            self.log({**line, "run": run[0]})
+            for one in changed:
+                self.log.note(f"since {path.name}: {one}")
+        return job
+
+    def _other_run(self, source: str | None, saved: Mapping[str, Any]) -> str:
+        """
+        Say in words that a checkpoint is of another training file; empty if it is of this one.
+
+        A file may be edited or renamed between two starts. A file that has another name and trains
+        something else is another run's, unless `[checkpoint] run` says that both are one.
+        """
+        own = self.config.source.name
+        if source is None or source == own or self.config.checkpoint.run:
+            return ""
+        odd = differences(_training(saved), _training(self.config.record()))
+        if not odd:
+            return ""
+        more = f", and {counted(len(odd) - 1, 'more field')}" if odd[1:] else ""
+        return (
+            f"the run of {source}, and {own} differs from it ({odd[0]}{more}); name another "
+            "folder, or continue this checkpoint with --adopt"
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this number of steps."""
+        every = self.config.checkpoint.every
+        due = step == self.config.run.steps or (every and step % every == 0)
+        return self.checkpoints is not None and bool(due)
+
+    def save(self, worker: Worker, job: LanguageJob) -> None:
+        """
+        Write a checkpoint between two steps.
+
+        Raises:
+            BackendError: It cannot be written; earlier checkpoints are unchanged.
+            StoppedError: A rank has live state, or is gone.
+            DivergedError: A weight, a moment or a scale is not finite.
+        """
+        if self.checkpoints is None:
+            return
+        step = worker.runtime.epoch
+        assert job.loader is not None
+        free = {
+            "data": job.loader.state(job.position(step)),
+            "configuration": self._configuration(job),
+            "source": self.config.source.name,
+        }
+        try:
+            self.checkpoints.save(worker, job.name_of, self._must(job), free)
+        except NonFiniteError as error:
+            if (found := diverged(error.said, step - 1, "save")) is not None:
+                raise found from None
+        if self.log is not None and self.checkpoints.untidy:
+            self.log({"step": step - 1, "not_removed": list(self.checkpoints.untidy)})
+
+    def attempt(
+        self,
+        worker: Worker,
+        job: LanguageJob,
+        step: int,
+        all_gather: Callable[[Sequence[float]], list[list[float]]],
+        *,
+        last: bool,
+    ) -> None:
+        """
+        Save after `step` steps and log the time; a failure is only logged, but for the last save.
+
+        Args:
+            worker: The pipeline.
+            job: What it trains.
+            step: Steps taken.
+            all_gather: Brings each rank's milliseconds together.
+            last: Whether the run ends with this save.
+
+        Raises:
+            BackendError: The last checkpoint cannot be written.
+            StoppedError, DivergedError: As `save`.
+        """
+        told = self.checkpoints is not None and self.checkpoints.told
+        began = time.perf_counter()
+        try:
+            self.save(worker, job)
+        except BackendError as error:
+            earlier = isinstance(error, EarlierSaveError)
+            if last and not earlier:
+                raise
+            if self.log is not None and not (earlier and told):
+                self.log({"step": step - 1, "not_saved": str(error)})
+        spent = all_gather([(time.perf_counter() - began) * 1e3])
+        if self.log is not None:
+            self.log({"step": step - 1, "save_ms": [round(ms, 3) for (ms,) in spent]})
+
+    def log_failure(self, step: int) -> None:
+        """Log that an asynchronous save has failed, at the first step after the failure."""
+        if self.checkpoints is None or self.log is None:
+            return
+        if problem := self.checkpoints.failure():
+            self.log({"step": step, "not_saved": problem})
+
+    def wait(self) -> None:
+        """
+        Wait for the save that still runs.
+
+        Raises:
+            BackendError: The last checkpoint was not saved.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    def facts(self, state: str, **told: Any) -> dict[str, Any]:
+        """How the run stands (`facts_of_run`); every rank can say it."""
+        made, given = self.checkpoints, self.config.checkpoint.folder
+        folder = self.config.path(given) if given else None
+        run = self.config.checkpoint.run or None if made is None else made.run[0]
+        return facts_of_run(folder, state, run=run, steps=self.config.run.steps, **told)
+
+    def write_status(self, facts: Mapping[str, Any]) -> None:
+        """Write the status file; only rank 0 does, and only beside checkpoints."""
+        if self.checkpoints is None or self.member.rank:
+            return
+        if self.lock is not None and self.lock.lost():
+            return  # the folder is another run's by now
+        problem = write_status(self.checkpoints.folder, facts)
+        if problem and self.log is not None:
+            self.log.note(f"WARNING: {problem}")
+
+    def close(self) -> None:
+        """Close the folder and release its lock."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        self.release()
+
+    def release(self) -> None:
+        """Release the folder's lock, if this process has it."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _must(self, job: LanguageJob) -> dict[str, Any]:
+        """The facts that must be equal in the saving run and the loading run."""
+        model = attrs.asdict(self.config.model)
+        del model["seed"], model["start"], model["start_names"]
+        if not model["dropout"]:
+            del model["dropout"]  # as in checkpoints of earlier releases
+        if model["scales"] == "action":
+            del model["scales"]
+        return {"model": model, "master": job.master}
+
+    def _configuration(self, job: LanguageJob) -> dict[str, Any]:
+        """The tables of this run, with the number of decay steps that is in force."""
+        tables = self.config.record()
+        tables["optimizer"]["decay_steps"] = job.rate.steps
+        return tables
+
+
+def _training(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables that make a run another run, without what a resume fills in."""
+    found = {name: dict(tables.get(name, {})) for name in _TRAINING}
+    found["optimizer"].pop("decay_steps", None)
+    return found

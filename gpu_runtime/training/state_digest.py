@@ -1,0 +1,77 @@
+"""
+One SHA-256 over the state of a run: its weights, AdamW's state and its scaling state, by the names
+that a checkpoint has for them.
+
+With `[model] scales = "epoch"` two runs of one model, recipe, number of microbatches and replicas
+have the same digest, whatever their schedule and mapping.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..backends.protocol import BackendError
+from ..ranks.membership import all_gather
+from ..ranks.worker import Worker
+from ..step.memory.numerical_state import raw_bits
+from .state import NUMERICAL, Naming, PersistentTensors
+
+__all__ = ["digest_of", "state_digest", "tensor_hashes"]
+
+
+def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return type, shape and the SHA-256 of the raw bits of each tensor, as one word."""
+    return {
+        name: f"{tensor.dtype}{list(tensor.shape)}:"
+        + hashlib.sha256(raw_bits(tensor).cpu().numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+def digest_of(hashes: Mapping[str, str]) -> str:
+    """
+    Return the SHA-256 of all tensors' hashes, in the order of their names.
+
+    >>> digest_of({"b": "2", "a": "1"}) == digest_of({"a": "1", "b": "2"})
+    True
+    """
+    return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
+
+
+def state_digest(worker: Worker, naming: Naming) -> str:
+    """
+    Return the digest of a run's state; every rank calls it between two steps.
+
+    States of random generators, which belong to processes, do not count.
+
+    Args:
+        worker: This rank.
+        naming: The model's names.
+
+    Raises:
+        BackendError: A tensor of one name differs between two ranks, or between two copies of a
+            tied weight; every rank raises the former.
+    """
+    worker.runtime.drain()
+    place = worker.member.rank % worker.pp
+    held = PersistentTensors.of(worker.runtime, worker.optimizer, naming, worker.replica, place)
+    held.require_alike()
+    own = tensor_hashes({name: one for name, one in held.tensors.items() if not _of_process(name)})
+    merged: dict[str, str] = {}
+    for rank, said in enumerate(all_gather(worker.member, own)):
+        for name, word in said.items():
+            if merged.setdefault(name, word) != word:
+                raise BackendError(
+                    f"{name} of rank {rank} differs from that of an earlier rank, so the run has "
+                    "no digest: the replicas drifted apart"
+                )
+    return digest_of(merged)
+
+
+def _of_process(name: str) -> bool:
+    kind, _, rest = name.partition(".")
+    return kind == NUMERICAL and rest.partition(".")[2].startswith("process")

@@ -1,0 +1,111 @@
+"""
+The promises of a step in one call (chapter *A step in one call*), and what shows each.
+
+They are about the calls `check_step` and `commit_step`, which are not transitions. So none of
+them is a predicate over a transition. One is proved over all transitions; the others are shown by
+tests, each of which fails without the comparison that it is about.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+__all__ = ["STEP_PROMISES", "StepPromise"]
+
+
+@frozen
+class StepPromise:
+    """
+    A promise of a step in one call.
+
+    Args:
+        name: Its name.
+        text: What it says.
+        proof: The file of its proof, whose obligations have the promise's name; empty if tests
+            alone show it.
+        tests: Tests that show it, or that it fails without a comparison, as ``file: test``.
+    """
+
+    name: str
+    text: str
+    proof: str = ""
+    tests: tuple[str, ...] = ()
+
+
+_KERNEL: Final = "tests/kernel/test_steps.py"
+_PROOFS: Final = "tests/verification/test_recurring_proofs.py"
+_RANKS: Final = "tests/ranks/test_recurring.py"
+_LOGS: Final = "tests/eventlog/test_steps.py"
+
+STEP_PROMISES: Final = (
+    StepPromise(
+        "steps.moved-alike",
+        "If all numbers of one family advance by one amount, a transition takes the same path and "
+        "leaves the same state, moved by that amount.",
+        "verification/proofs/recurring.py",
+        (
+            f"{_PROOFS}: test_no_column_may_stand_still_while_its_family_moves",
+            f"{_PROOFS}: test_every_path_of_a_steps_transitions_is_asked_for_every_family",
+        ),
+    ),
+    StepPromise(
+        "steps.same-end",
+        "A step that is committed in one call leaves what its transitions leave one by one: every "
+        "column, the free slots in their order, the reservations and the counts.",
+        tests=(
+            f"{_RANKS}: test_the_whole_state_is_that_of_action_by_action",
+            f"{_KERNEL}: test_a_step_as_one_leaves_what_its_actions_leave",
+        ),
+    ),
+    StepPromise(
+        "steps.same-start",
+        "No state is taken for the recorded one from which a transition of the step would be "
+        "refused, or would leave something else.",
+        tests=(
+            f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
+            f"{_RANKS}: test_each_compared_column_is_needed",
+            f"{_RANKS}: test_each_look_is_needed",
+            f"{_KERNEL}: test_what_a_contract_holds_beside_its_memory_is_looked_at",
+        ),
+    ),
+    StepPromise(
+        "steps.one-incarnation",
+        "A step is checked and committed only in the incarnation that recorded it. This alone "
+        "refuses steps whose transitions would be accepted.",
+        tests=(
+            f"{_KERNEL}: test_a_step_is_of_one_contract_and_incarnation",
+            f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
+        ),
+    ),
+    StepPromise(
+        "steps.first-refusal",
+        "The clause that a difference names is the one by which the first refused transition of "
+        "the step is refused; without a clause none is refused.",
+        tests=(
+            f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
+            f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
+        ),
+    ),
+    StepPromise(
+        "steps.check-is-commit",
+        "`check_step` asks what `commit_step` asks, the counts of the last commit among it.",
+        tests=(f"{_KERNEL}: test_counts_of_the_last_commit_are_asked_for_at_the_check",),
+    ),
+    StepPromise(
+        "steps.no-checkpoint-within",
+        "No checkpoint is taken between an accepted `check_step` and its end.",
+        tests=(f"{_KERNEL}: test_between_the_check_and_the_commit",),
+    ),
+    StepPromise(
+        "steps.replayed",
+        "An event log has a step in one call as one line, and its replayer refuses every line "
+        "whose transitions would be refused.",
+        tests=(
+            f"{_LOGS}: test_each_step_as_one_is_one_line_and_the_log_is_accepted",
+            f"{_LOGS}: test_a_forged_step_is_refused",
+            f"{_LOGS}: test_a_repeated_step_whose_action_is_refused_is_refused_by_its_clause",
+        ),
+    ),
+)

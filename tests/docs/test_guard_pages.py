@@ -1,0 +1,91 @@
+"""
+The pages of the guards: what is seen, what is on trust and what is never seen, as a table each.
+
+The table of trust is made of the sentences of `on_trust` (`test_generated_blocks_are_current`).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from qeffect.guards import deepspeed, megatron, pipelining, trust
+from tests.deepspeed.stand_in import PipelineEngine
+from tests.docs.blocks import ROOT
+from tests.docs.trust_block import PAGES
+
+GUARDS = {
+    "pipelining": (pipelining.GuardedSchedule.on_trust, trust.PIPELINING),
+    "deepspeed": (deepspeed.GuardedEngine.on_trust, trust.DEEPSPEED),
+    "megatron": (megatron.GuardedMegatron.on_trust, trust.MEGATRON),
+}
+TABLES = {
+    "## What it sees": "| fact | seen by | clauses |",
+    "## What it takes on trust": "| taken on trust | when |",
+    "## What it cannot see": "| never seen | more |",
+}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+
+
+def part(page: Path, heading: str) -> list[str]:
+    """The lines below a heading, up to the next."""
+    text = page.read_text(encoding="utf-8")
+    assert f"\n{heading}\n" in text
+    return text.partition(f"\n{heading}\n")[2].partition("\n## ")[0].splitlines()
+
+
+@each_page
+@pytest.mark.parametrize("heading", TABLES)
+def test_a_page_has_a_table_of_each(page: Path, heading: str) -> None:
+    """With at least three rows; a list would be easier to leave out of date."""
+    lines = part(page, heading)
+    assert lines.count(TABLES[heading]) == 1
+    begin = lines.index(TABLES[heading])
+    rows = [line for line in lines[begin + 2 :] if line.startswith("|")]
+
+    assert len(rows) >= 3
+    assert not [line for line in lines if line.startswith("- ")]
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_on_trust_says_what_the_table_says(name: str) -> None:
+    """Each sentence of the table is said by the guard's code, and no other sentence is."""
+    _, sentences = GUARDS[name]
+    table, used, loose = name.upper(), set[str](), list[str]()
+    for path in sorted((ROOT / "gpu_runtime" / "guards").glob(f"{name}*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if not any(isinstance(n, ast.Name) and n.id == table for n in ast.walk(tree)):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "on_trust":
+                constants = [
+                    n.value
+                    for statement in node.body[1:]
+                    for n in ast.walk(statement)
+                    if isinstance(n, ast.Constant) and isinstance(n.value, str)
+                ]
+                used |= set(constants) & sentences.keys()
+                loose += [text for text in constants if len(text.split()) > 2]
+
+    assert sentences.keys() == used
+    assert [] == loose
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_sentences_differ(name: str) -> None:
+    """No sentence is said twice, whatever its stage and kind."""
+    _, sentences = GUARDS[name]
+    said = [re.sub(r"{\w+}", "X", each.text) for each in sentences.values()]
+
+    assert len(said) == len(set(said))
+
+
+def test_what_a_guard_says_is_in_the_table() -> None:
+    """A guard's claims, asked of a guard, are sentences of the table."""
+    said = deepspeed.guard(PipelineEngine()).on_trust()
+    assert said
+    assert set(said) <= {each.text for each in trust.DEEPSPEED.values()}

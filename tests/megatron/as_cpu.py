@@ -1,0 +1,73 @@
+"""
+Lets Megatron-core run on a CPU, in tests alone: it writes ``device="cuda"`` into its loops.
+
+From 0.18 on it imports Triton, whose kernels no test calls; a module that is named so stands in.
+"""
+
+from __future__ import annotations
+
+import builtins
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["install"]
+
+
+class _AsCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        found = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.")  # the optimizers ask for it
+        return found
+
+
+class _Triton(ModuleType):
+    """A module that has every attribute; as a decorator it returns the function."""
+
+    __version__ = "0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Triton(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]
+        return lambda function: function
+
+
+class _Stream:
+    """A stream without a device: what is enqueued on it runs at once."""
+
+    def __init__(self, device: Any = None) -> None:
+        """On any device."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Everything has run already."""
+
+
+def install() -> None:
+    """Read ``cuda`` as the CPU from now on, in this process."""
+    load = builtins.__import__
+
+    def imported(name: str, names: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        by = (names or kwargs.get("globals") or {}).get("__name__", "")
+        if name.partition(".")[0] == "triton" and by.startswith("megatron."):
+            return _Triton("triton")
+        return load(name, *(() if names is None else (names,)), *rest, **kwargs)
+
+    builtins.__import__ = imported
+    _AsCpu().__enter__()
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda *_, **__: _Stream()  # type: ignore[assignment,return-value]
+    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment,return-value]

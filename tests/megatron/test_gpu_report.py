@@ -1,0 +1,63 @@
+"""
+What `tests.gpu.guard_megatron` concludes from its runs, without GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.gpu.guard_megatron import RUNS, STEPS, found
+
+RIGHT, STALE = ["right"] * STEPS, ["right", "right", *["stale"] * (STEPS - 2)]
+
+
+def runs() -> dict[str, list[dict[str, Any]]]:
+    """What two ranks say if everything is as it should be."""
+    said: dict[str, list[dict[str, Any]]] = {}
+    for mode, manner, what in RUNS:
+        one: dict[str, Any] = {"losses": STALE if mode == "local" else RIGHT}
+        if what == "price":
+            one = {"price": 0.004}
+        elif (mode, manner) == ("local", "report"):
+            one["violations"] = ["version.stale-cache on pipeline rank 0, step 2, ..."]
+        said[f"{mode} {manner} {what}"] = [one, dict(one)]
+    said["local refuse losses"] = [{"refused": ["version.stale-cache", 2, ""]}, {"tail": []}]
+    return said
+
+
+def test_everything_is_found() -> None:
+    assert all(found(runs()).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "missing"),
+    [
+        ("none off losses", {"losses": STALE}, "the guard keeps the losses"),
+        ("full_iteration refuse losses", {"refused": ["x", 3]}, "legal modes are not refused"),
+        ("transformer_engine refuse losses", {"losses": []}, "legal modes are not refused"),
+        ("full_iteration refuse losses", {"losses": STALE}, "legal modes have the same losses"),
+        ("local off losses", {"losses": RIGHT}, "local graphs fall behind unguarded"),
+        ("local report losses", {"violations": []}, "reported stale"),
+        ("local report losses", {"losses": RIGHT}, "reporting keeps the losses"),
+        ("local refuse losses", {"refused": ["order.reordered", 2]}, "refused stale"),
+        ("none refuse price", {"price": 0.02}, "price at most 1%"),
+    ],
+)
+def test_what_is_missing_is_named(name: str, change: dict[str, Any], missing: str) -> None:
+    said = runs()
+    for rank in said[name]:
+        rank.update(change)
+
+    assert found(said)[missing] is False
+
+
+@pytest.mark.parametrize("name", [name for name in runs() if name != "local refuse losses"])
+def test_a_rank_without_a_report_counts_as_missing(name: str) -> None:
+    """A run that timed out has said nothing."""
+    said: dict[str, Callable[[], Any] | Any] = runs()
+    said[name] = [{"tail": ["no end"]}, {"tail": ["no end"]}]
+
+    assert not all(found(said).values())

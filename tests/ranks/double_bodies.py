@@ -1,0 +1,402 @@
+"""What ranks of the tests of steps that run twice run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.ranks.causes import StoppedError
+from qeffect.gpu_runtime.ranks.double_run import DoubleRun
+from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.membership import Limits, join
+from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from tests.ranks import recorded
+from tests.ranks.bodies import bits, parameters_of
+
+LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=4.0)
+
+
+def made(job: Job, every: int, mode: str, **options: Any) -> Worker:
+    """A worker whose steps run twice after each `every - 1` others."""
+    member = join("cpu", LIMITS)
+    return Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, "reference"),
+        lambda replica: Batches(job.batch(member.device, replica), member.device),
+        RuntimeConfig(
+            rule=job.rule,
+            provisioning=job.provisioning,
+            mode=mode,  # type: ignore[arg-type]
+            counts=options.pop("counts", None if mode == "eager" else "next step"),
+            amax=job.amax,
+            walks=job.walks,
+            weights_sum=(1, job.dp),  # also where a mean divides once more
+        ),
+        limits=LIMITS,
+        ties=job.ties,
+        replay_every=every,
+        **options,
+    )
+
+
+def flip(tensor: Tensor, bit: int = 6, place: int = 3) -> None:
+    """Flip a bit of an element of the first row, unseen by autograd."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    held = tensor.data.view(words[tensor.element_size()])
+    index = (0,) * (held.dim() - 1) + (min(place, held.shape[-1] - 1),) * (held.dim() > 0)
+    held[index] ^= 1 << bit
+
+
+class Flips:
+    """
+    An executor that flips one bit behind one action of one run of one step.
+
+    Args:
+        worker: The rank's worker.
+        epoch: The step.
+        run: 1 or 2.
+        kind: `output`, `input gradient`, `destination`, `scale`, `history` or `cache`.
+        call: Behind which call of the kind's action in the run, from 0.
+    """
+
+    ACTIONS = {
+        "output": "forward",
+        "input gradient": "dgrad",
+        "destination": "wgrad",
+        "scale": "refresh",
+        "history": "forward",
+        "cache": "refresh",
+    }
+
+    def __init__(self, worker: Worker, epoch: int, run: int, kind: str, call: int) -> None:
+        self.worker, self.epoch, self.run, self.kind, self.call = worker, epoch, run, kind, call
+        self.now, self.calls, self.done = 1, 0, 0
+        executor: Any = worker.runtime.executor
+        name = self.ACTIONS[kind]
+        self._act: Callable[..., Any] = getattr(type(executor), name).__get__(executor)
+        for other in self.ACTIONS.values():  # what an earlier flip has replaced
+            vars(executor).pop(other, None)
+        setattr(executor, name, self)
+        double = worker.double
+        if double is not None:
+            double.between = self._second
+
+    def _second(self) -> None:
+        self.now, self.calls = 2, 0
+
+    def __call__(self, memory: Any, *given: Any) -> Any:
+        found = self._act(memory, *given)
+        if self.worker.runtime.epoch == self.epoch and self.now == self.run and not self.done:
+            if self.calls == self.call and self._flipped(memory, *given):
+                self.done += 1
+            self.calls += 1
+        return found
+
+    def _flipped(self, memory: Any, slot: Any = None, variant: Any = None) -> bool:
+        stage = memory.stage
+        if self.kind == "output":
+            flip(slot.outputs[0])
+        elif self.kind == "input gradient":
+            if not slot.dgrads:
+                return False
+            flip(slot.dgrads[0])
+        elif self.kind == "destination":
+            flip(next(iter(memory.arena.buffers(variant.destination).values())))
+        elif self.kind == "cache":
+            flip(next(iter(stage.cached_weights().values())), bit=5)
+        else:
+            wanted = "scale" if self.kind == "scale" else "amax_history"
+            (name, *_) = [n for n in stage.numerical_state() if n.endswith(f"forward.{wanted}")]
+            flip(stage.numerical_state()[name], bit=22, place=0)
+        return True
+
+
+def undisturbed(job: Job, steps: int, every: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The same steps, running once, then running twice: what both leave."""
+    found = []
+    for each in (0, every):
+        worker = made(job, each, "eager", **options)
+        norms = []
+        for _ in range(steps):
+            worker.step()
+            norms.append(repr(worker.norm))
+        losses = [worker.feed.losses_of(n) for n in range(steps)]  # type: ignore[attr-defined]
+        found.append({"left": bits(worker), "losses": losses, "norms": norms})
+        worker.close()
+    return {"same": found[0] == found[1], "of": len(found[0]["left"]), "losses": found[0]["losses"]}
+
+
+def _removed() -> Callable[[], None]:
+    """Let no comparison of two runs refuse."""
+    real = DoubleRun.require_equal
+    DoubleRun.require_equal = lambda _: None  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        DoubleRun.require_equal = real  # type: ignore[method-assign]
+
+    return put_back
+
+
+def flipped(
+    job: Job, flips: list[dict[str, Any]], options: dict[str, Any], removed: bool = False
+) -> list[dict[str, Any]]:
+    """
+    Guarded steps that all run twice, with a bit that flips in one run of each.
+
+    Args:
+        job: What to train.
+        flips: For each step, arguments of `Flips`, and the rank.
+        options: Of the worker.
+        removed: Whether no comparison refuses.
+
+    Returns:
+        For each step: whether a bit flipped on this rank, what stopped the ranks, the parameters
+        that a stopped step moved, and what differs from undisturbed steps in the end of the step.
+    """
+    plain, clean = made(job, 0, "eager", **options), []
+    for _ in flips:
+        plain.step()
+        clean.append(bits(plain))
+    plain.close()
+    put_back = _removed() if removed else lambda: None
+    worker = made(job, 1, "eager", **options)
+    said = []
+    for epoch, case in enumerate(flips):
+        own = worker.member.rank == case.pop("rank")
+        flip = Flips(worker, epoch, **case) if own else None
+        causes, moved = [], []
+        while worker.runtime.epoch == epoch:
+            before = parameters_of(worker)
+            try:
+                worker.step()
+            except StoppedError as stopped:
+                after = parameters_of(worker)
+                moved += [name for name in before if before[name] != after[name]]
+                causes.append(attrs.asdict(stopped.cause))
+                worker.rebuild(stopped)
+        left = bits(worker)
+        said.append(
+            {
+                "done": 0 if flip is None else flip.done,
+                "causes": causes,
+                "moved": moved,
+                "differ": [name for name in left if clean[epoch][name] != left[name]],
+            }
+        )
+    worker.close()
+    put_back()
+    return said
+
+
+# Launches
+
+
+def launched(job: Job, steps: int, every: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Launches that run once, then launches that run twice: what both leave."""
+    recorded.install()
+    found = []
+    for each in (0, every):
+        worker = made(job, each, "one launch", **options)
+        runner = OneLaunch(worker)
+        norms, launches = [], []
+        for _ in range(steps):
+            runner.step()
+            recorded.STREAM.synchronize()
+            norms.append(repr(runner.norm))
+            launches.append(len(runner.twice))
+        runner.leave()
+        losses = {str(m): float(one) for m, one in runner.feed.losses.items()}
+        found.append({"left": bits(worker), "losses": losses, "norms": norms})
+        runner.close()
+        worker.close()
+    return {"same": found[0] == found[1], "of": len(found[0]["left"]), "twice": launches}
+
+
+def _inside(runner: OneLaunch, launch: int, ends: list[int], draw: random.Random) -> list[int]:
+    """
+    Let the output of one operation of one of the two launches get another bit, once.
+
+    Args:
+        runner: The launches; both are captured.
+        launch: Which of the two.
+        ends: How many operations of the second launch come before its comparison.
+        draw: Chooses the operation and the bit.
+
+    Returns:
+        A list that gets an entry once the bit has flipped.
+    """
+    nodes = runner.twice[launch].tape.nodes  # type: ignore[attr-defined]
+    last = ends[-1] if launch else len(nodes)
+    places = [
+        n
+        for n, (kind, *_, out) in enumerate(nodes[:last])
+        if kind == "op"
+        and isinstance(out, Tensor)
+        and out.numel()
+        and (out.is_floating_point() or out.dtype == torch.uint8)
+        and out.is_contiguous()
+    ]
+    at = draw.choice(places)
+    out, bit = nodes[at][-1], draw.randrange(8 * nodes[at][-1].element_size())
+    place, done = draw.randrange(out.numel()), []
+
+    def act() -> None:
+        if not done:
+            done.append(at)
+            words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+            flat = out.data.view(-1).view(words[out.element_size()])
+            flat[place] ^= torch.ones((), dtype=flat.dtype) << bit
+
+    nodes.insert(at + 1, ("call", act, (), {}, None))
+    return done
+
+
+def launches_flipped_inside(job: Job, steps: int, seed: int) -> dict[str, Any]:
+    """
+    Launches that all run twice, each with a bit of some operation flipped in one of its two runs.
+
+    Returns:
+        How many flips there were, the causes of those that stopped the ranks, which parameters a
+        stopped step moved, and what differs from undisturbed steps at the end.
+    """
+    recorded.install()
+    plain = made(job, 0, "eager", counts="next step")
+    for _ in range(steps):
+        plain.step()
+    clean = bits(plain)
+    plain.close()
+    ends: list[int] = []
+    compare = DoubleRun.compare
+
+    def noting(self: DoubleRun, gradients: Any) -> None:
+        tape = recorded._Tape.current
+        if tape is not None:
+            ends.append(len(tape.nodes))
+        compare(self, gradients)
+
+    DoubleRun.compare = noting  # type: ignore[method-assign]
+    draw = random.Random(seed)
+    worker = made(job, 1, "one launch")
+    runner = OneLaunch(worker)
+    flips, causes, moved = 0, [], []
+    while worker.runtime.epoch < steps:
+        victim, launch = draw.randrange(job.world), draw.randrange(2)
+        done: list[int] = []
+        if runner.twice and worker.member.rank == victim:
+            done = _inside(runner, launch, ends, random.Random(draw.random()))
+        else:
+            draw.random()
+        before = parameters_of(worker)
+        try:
+            runner.step()
+            recorded.STREAM.synchronize()
+            flips += len(done)
+            runner.leave()  # reads the verdict of this step, before the next one's flip
+        except StoppedError as stopped:
+            recorded.STREAM.synchronize()
+            after = parameters_of(worker)
+            moved += [name for name in before if before[name] != after[name]]
+            causes.append(attrs.asdict(stopped.cause))
+            runner.rebuild(stopped)
+        else:
+            if worker.runtime.epoch < steps:
+                runner.resume()
+    left = bits(worker)
+    runner.close()
+    worker.close()
+    return {
+        "flips": flips,
+        "causes": causes,
+        "moved": moved,
+        "differ": [name for name in clean if clean[name] != left[name]],
+    }
+
+
+def _place(worker: Worker, kind: str) -> Tensor:
+    """The tensor of the last stage of this rank whose bit flips between two launches."""
+    memory = worker.runtime.memories[max(worker.runtime.memories)]
+    stage = memory.stage
+    if kind == "destination":
+        return next(iter(memory.arena.buffers(0).values()))  # type: ignore[union-attr]
+    if kind == "cache":
+        return next(iter(stage.cached_weights().values()))
+    if kind == "weight":
+        return next(m.parameter for unit in stage.units for m in unit.matrices)
+    state: Any = stage.numerical_state()
+    return next(t for n, t in state.items() if n.endswith(f"forward.{kind}"))
+
+
+def launches_flipped(job: Job, kinds: dict[str, int], rank: int) -> dict[str, Any]:
+    """
+    Launches that all run twice, with a bit that flips between the two launches of some steps.
+
+    Args:
+        job: What to train.
+        kinds: What flips, as for `_place`, before which step; `digest` is the first run's digest,
+            as if that run had computed another gradient. A `weight` flips in the last step.
+        rank: The rank where it flips.
+
+    Returns:
+        The causes; what differs from undisturbed steps before the last step; and which parameters
+        the last step moved.
+    """
+    recorded.install()
+    steps = kinds["weight"]
+    plain = made(job, 0, "eager", counts="next step")
+    for _ in range(steps):
+        plain.step()
+    clean = bits(plain)
+    plain.close()
+    worker = made(job, 1, "one launch")
+    runner = OneLaunch(worker)
+    due = {epoch: kind for kind, epoch in kinds.items()}
+    flips = 0
+
+    def between() -> None:
+        nonlocal flips
+        kind = due.pop(worker.runtime.epoch, "")
+        if kind and worker.member.rank == rank:
+            flips += 1
+            double = worker.double
+            own = double.first.values if double and kind == "digest" else _place(worker, kind)
+            recorded.STREAM.submit(lambda: flip(own, bit=5, place=0))
+
+    causes, moved = [], []
+    left = before = {}
+    while True:
+        runner.between = between
+        epoch = worker.runtime.epoch
+        if epoch == steps and not left:
+            runner.leave()
+            left, before = bits(worker), parameters_of(worker)
+            runner.resume()
+        try:
+            runner.step()
+            if epoch == steps:
+                runner.leave()
+                break
+        except StoppedError as stopped:
+            recorded.STREAM.synchronize()
+            causes.append(attrs.asdict(stopped.cause))
+            if not stopped.cause.recoverable:
+                after = parameters_of(worker)
+                moved = [name for name in before if before[name] != after[name]]
+                break
+            runner.rebuild(stopped)
+    runner.close()
+    worker.close()
+    return {
+        "flips": flips,
+        "causes": causes,
+        "moved": moved,
+        "differ": [name for name in clean if clean[name] != left[name]],
+    }

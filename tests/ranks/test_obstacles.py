@@ -1,0 +1,115 @@
+"""What keeps a step from being one launch: every obstacle, wherever it is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.ranks.obstacles import obstacles
+from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
+from qeffect.gpu_runtime.runtime import (
+    MODES,
+    RuntimeConfig,
+    one_launch_obstacles,
+    step_mode,
+    without_launches,
+)
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+MISSING = "cuda.bindings cannot be imported (none): pip install cuda-bindings"
+#: Every obstacle: the facts that make it, and its sentence.
+OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
+    "mode": (
+        {"mode": "replays"},
+        "the runtime's mode is 'replays': make it with RuntimeConfig(mode='one launch')",
+    ),
+    "optimizer": (
+        {"capturable": False},
+        "the update cannot be captured: make the optimizer with capturable=True",
+    ),
+    "rule": (
+        {"rule": "copied"},
+        "rule is 'copied', which copies gradients outside of the slots' graphs: take 'accumulate' "
+        "or 'per_microbatch'",
+    ),
+    "gradients": (
+        {"keeps_gradients": True},
+        "the scales move once an epoch and the table's dI are not in the order of microbatches, so "
+        "gradients are kept outside of the slots' graphs: take a table in that order",
+    ),
+    "walks": (
+        {"walks": 3},
+        "a step has 3 walks, each with graphs of its own: take one walk over a table of all "
+        "microbatches",
+    ),
+    "device": ({"device": CPU}, "a CPU has no CUDA graphs: run on cuda"),
+    "driver": ({"driver": MISSING}, MISSING),
+}
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> list[str]:
+    """The obstacles of a configuration without any, changed by the given facts."""
+    driver, real = facts.pop("driver", None), step_mode.nesting_obstacle
+    monkeypatch.setattr(
+        step_mode, "nesting_obstacle", lambda d: real(d) if d.type == "cpu" else driver
+    )
+    given = {"device": CUDA, "rule": "accumulate"} | facts
+    return one_launch_obstacles(**given)
+
+
+def test_without_an_obstacle_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With either rule that writes inside of the graphs."""
+    assert found(monkeypatch) == found(monkeypatch, rule="per_microbatch") == []
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_each_obstacle_has_its_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to change, and no other obstacle is named."""
+    facts, sentence = OBSTACLES[name]
+
+    assert found(monkeypatch, **facts) == [sentence]
+
+
+@pytest.mark.parametrize("last", ["device", "driver"])
+def test_all_obstacles_are_named_at_once(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the list; a CPU's driver is not asked for."""
+    chosen = [name for name in OBSTACLES if name not in {"device", "driver"} - {last}]
+    facts = {k: v for name in chosen for k, v in OBSTACLES[name][0].items()}
+
+    assert found(monkeypatch, **facts) == [OBSTACLES[name][1] for name in chosen]
+
+
+def test_a_worker_has_the_obstacles_of_its_configuration() -> None:
+    """All at once, and a launch is refused with them; its walks and its mode exclude each other."""
+    config = RuntimeConfig(rule="copied")
+    kept = SimpleNamespace(kept=[])
+    domain = SimpleNamespace(device=CPU)
+    runtime = SimpleNamespace(config=config, domain=domain, memories={0: kept})
+    worker: Any = SimpleNamespace(runtime=runtime, optimizer=SimpleNamespace(capturable=False))
+    named = ["mode", "optimizer", "rule", "gradients", "device"]
+    wanted = [OBSTACLES[name][1].replace("'replays'", "'eager'") for name in named]
+
+    assert obstacles(worker) == wanted
+    kept.kept = None
+    runtime.config = RuntimeConfig(mode="replays", walks=3)
+    assert obstacles(worker) == [OBSTACLES[n][1] for n in ("mode", "optimizer", "walks", "device")]
+    with pytest.raises(BackendError) as caught:
+        OneLaunch(worker)
+    assert str(caught.value) == f"the step cannot be one launch: {'; '.join(obstacles(worker))}"
+
+
+def test_a_configuration_refuses_walks_by_the_same_sentence() -> None:
+    """It is refused as soon as it is made."""
+    with pytest.raises(BackendError) as caught:
+        RuntimeConfig(mode="one launch", walks=3)
+    said = f"mode is 'one launch', but {OBSTACLES['walks'][1]}, or set mode='replays'"
+    assert str(caught.value) == said
+
+
+def test_a_step_that_cannot_be_one_launch_is_replayed() -> None:
+    """The other modes stay."""
+    assert [without_launches(mode) for mode in MODES] == ["eager", "replays", "replays"]

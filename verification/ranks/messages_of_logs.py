@@ -1,0 +1,111 @@
+"""
+Messages in rank logs, and what a device did not reach because a message never came.
+
+On a GPU the host does not wait for a transfer: it queues work behind it (`behind_send`,
+`behind_receive`) and goes on, up to its consent. If the other rank ends before it posts its end of
+the message, the device never comes past this place. Then nothing that the host logged behind it in
+this step has happened, except that the rank stopped. A send that was posted behind it did not
+leave either, so that the other rank's device may stand still in its turn.
+
+This is so only in a step that the rank did not commit. A commit needs the consent of all ranks, and
+each of them has then posted all its messages. Where the host waits itself (`sent`, `received`), all
+that it logged has happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["ENDED", "MESSAGE_EVENTS", "SENT", "action_of", "reached"]
+
+SENT: Final = frozenset({"sent", "behind_send"})
+ENDED: Final = frozenset({*SENT, "received", "behind_receive"})
+MESSAGE_EVENTS: Final = frozenset({"post_send", "post_receive", *ENDED})
+_QUEUED: Final = frozenset({"behind_send", "behind_receive"})
+#: What the host logs ahead of its device; a rank whose host waits for messages is never ahead.
+_AHEAD: Final = frozenset(
+    {"post_send", "post_receive", *_QUEUED, "second_run", "finish", "consent"}
+)
+
+_Event = Mapping[str, Any]
+_Events = tuple[_Event, ...]
+
+
+def action_of(event: _Event) -> str:
+    """Return a posted message as torch writes it at its end: the action of `post_send` or
+    `post_receive`."""
+    stage, microbatch, gradient = event["message"]
+    what = "B" if gradient else "F"
+    if event["event"] == "post_send":
+        return f"{stage}SEND_{what}{microbatch}"
+    return f"{stage - 1 if gradient else stage + 1}RECV_{what}{microbatch}"
+
+
+def reached(events: Mapping[int, _Events]) -> dict[int, _Events]:
+    """
+    Leave out what no device reached, as far as the logs tell.
+
+    Args:
+        events: By rank, the events of its part in an attempt.
+
+    Returns:
+        By rank, the events that happened.
+    """
+    left = dict(events)
+    moved = True
+    while moved:  # what one rank did not post, the next one waits for
+        moved = False
+        for rank, own in left.items():
+            if (place := _stands(rank, left)) is not None:
+                kept = (event for event in own[place:] if event["event"] not in _AHEAD)
+                left[rank] = (*own[:place], *kept)
+                moved = True
+    return left
+
+
+def _step(own: _Events, epoch: int | None = None) -> tuple[int, int]:
+    """The places where a guarded step begins and ends; of an epoch, or the last one."""
+    begins = [
+        place
+        for place, event in enumerate(own)
+        if event["event"] in ("begin_step", "capture") and epoch in (None, event["epoch"])
+    ]
+    if not begins:
+        return 0, 0
+    first = begins[-1]
+    for place in range(first + 1, len(own)):
+        if own[place]["event"] in ("begin_step", "capture", "commit", "captured"):
+            return first, place
+    return first, len(own)
+
+
+def _stands(rank: int, events: Mapping[int, _Events]) -> int | None:
+    """The place of the first message in a rank's last step that its device never came past."""
+    own = events[rank]
+    first, last = _step(own)
+    if last < len(own) or not own or own[first]["event"] != "begin_step":
+        return None  # the step was committed, or is a capture, in which no device moves
+    epoch = own[first]["epoch"]
+    posted: dict[tuple[str, int], int] = {}
+    places: dict[tuple[str, int, str], int] = {}
+    for place in range(first, last):
+        event = own[place]
+        what = event["event"]
+        if what in ("post_send", "post_receive"):
+            end = what, event["peer"]
+            posted[end] = posted.get(end, 0) + 1
+            places[(*end, action_of(event))] = posted[end]
+        elif what in _QUEUED:
+            mine, other = ("post_send", "post_receive")[:: 1 if what in SENT else -1]
+            number = places.get((mine, event["peer"], event["action"]))
+            if number is not None and number > _posts(other, rank, epoch, event["peer"], events):
+                return place
+    return None
+
+
+def _posts(what: str, rank: int, epoch: int, peer: int, events: Mapping[int, _Events]) -> int:
+    """How many messages with a rank its peer posted in the step of an epoch."""
+    own = events.get(peer, ())
+    first, last = _step(own, epoch)
+    return sum(event["event"] == what and event["peer"] == rank for event in own[first:last])

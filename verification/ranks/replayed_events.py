@@ -1,0 +1,200 @@
+"""
+What each event of an attempt's logs is in the model of ranks.
+
+Messages, checkpoints, stops and launches have modules of their own; here is how ranks meet, and
+their steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from qeffect.log.rank_log import RankLines
+from qeffect.spec.ranks import BETWEEN
+
+from .messages_of_logs import ENDED
+from .order_search import LoggedStep
+from .protocol import TRANSITIONS
+from .replayed_launches import LAUNCH_EVENTS, LaunchesOfRank
+from .replayed_messages import ReplayedMessages
+from .replayed_saves import ReplayedSaves
+from .replayed_spans import Span
+from .replayed_state import ReplayedState, same
+from .replayed_stops import ReplayedStops
+
+__all__ = ["EventsOfAttempt", "step_of"]
+
+#: Makes a step of a rank: an event, the transition's name, and what it does if not the transition.
+_Make = Callable[..., LoggedStep]
+
+
+def step_of(
+    span: Span, event: Mapping[str, Any] | None, name: str, run: Callable[[], None]
+) -> LoggedStep:
+    """Make a step of a rank's part in an attempt."""
+    return LoggedStep(name, run, span.log, event)
+
+
+@attrs.define
+class EventsOfAttempt:
+    """
+    The steps of all ranks in one attempt.
+
+    Args:
+        state: The state of all ranks.
+        tally: Counts commits.
+        attempts: The logs of all attempts of the job.
+        names: Numbers the names under which ranks meet.
+        launches: For each rank, which of its steps were one launch.
+        messages: The job's messages.
+        saves: The job's checkpoints.
+    """
+
+    state: ReplayedState
+    tally: Counter[str]
+    attempts: Sequence[Sequence[RankLines]]
+    names: dict[str, int]
+    launches: Mapping[int, LaunchesOfRank]
+    messages: ReplayedMessages
+    saves: ReplayedSaves
+    _stops: ReplayedStops = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._stops = ReplayedStops(self.state, self.launches, self.tally)
+
+    def rows(self, r: int, span: Span, number: int) -> list[list[LoggedStep]]:
+        """
+        Return the steps of a rank, of its saves, and of its device: three rows.
+
+        Args:
+            r: The rank.
+            span: Its part in the attempt.
+            number: Which of the parts of its log this is.
+        """
+        own: list[LoggedStep] = []
+        saver: list[LoggedStep] = []
+        for step in self._steps(r, span, number):
+            (saver if step.name == "publish" else own).append(step)
+        return [own, saver, list(self.launches[r].device(partial(step_of, span)))]
+
+    def _steps(self, r: int, span: Span, number: int) -> Iterator[LoggedStep]:
+        st = self.state
+
+        def op(event: Any, name: str, run: Callable[[], None] | None = None) -> LoggedStep:
+            return step_of(span, event, name, run or partial(TRANSITIONS[name].run, st, r))
+
+        name = "start_again" if span.again else "start"
+        began = span.load or span.first
+        yield op(began, name)
+        yield op(began, "epoch", lambda: same("epoch", st.epoch[r], span.epoch))
+        yield op(began, "generations", lambda: self.messages.restart(st, r))
+        if not any(event["event"] == "connect" for event in span.events):
+            yield from self._meet(r, span, number, op)
+        for event in span.events:
+            yield from self._event(r, event, op)
+        if span.leaves:
+            died = self.launches[r].takes_part
+            yield op(None, "gone", lambda: self._stops.gone(r, died))
+
+    def _meet(self, r: int, span: Span, number: int, op: _Make) -> Iterator[LoggedStep]:
+        """How ranks meet without events of their own: in a rebuild, or by another library."""
+        event, st = span.first, self.state
+        name = f"{span.log.header['attempt']}/{number}"
+        if any(event["event"] in ("offer", "take_seat") for event in span.events):
+            return  # it met nobody
+        a = self._named(name)
+        if r == st.lead[0]:
+            yield op(event, "offer", lambda: TRANSITIONS["offer"].run(st, r, a))
+            yield op(event, "confirm", lambda: TRANSITIONS["confirm"].run(st, r, a))
+        else:
+            yield op(event, "take_seat", lambda: TRANSITIONS["take_seat"].run(st, r, a))
+        yield op(event, "connect", lambda: TRANSITIONS["connect"].run(st, r, a))
+
+    def _named(self, name: str) -> int:
+        return self.names.setdefault(name, len(self.names))
+
+    def _event(self, r: int, event: Mapping[str, Any], op: _Make) -> Iterator[LoggedStep]:
+        st, what, part = self.state, event["event"], self.launches[r]
+        if part.leaves_out(event):
+            return
+        if what in ("begin_step", "write_shard"):
+            yield from part.before_step(event, op)
+        if what in LAUNCH_EVENTS or (what == "commit" and part.phase == "launches"):
+            yield from part.events(event, op)
+        elif what in ("offer", "take_seat", "confirm", "connect"):
+            if what == "take_seat" and not self._offered(event["name"]):
+                return  # under the name of an attempt whose ranks left no log
+            yield op(event, what, partial(TRANSITIONS[what].run, st, r, self._named(event["name"])))
+        elif what in ("begin_step", "capture"):
+            if what == "capture":
+                yield op(event, "launches", part.begin)
+            yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
+            yield op(event, "begin_step")
+            yield op(event, "act")
+            yield op(event, "forget", lambda: self.messages.forget(r))
+        elif what in ("post_send", "post_receive"):
+            yield op(event, "release", lambda: self.messages.release(st, r, event))
+            yield op(event, what, lambda: self.messages.post(st, r, event))
+        elif what in ENDED:
+            yield op(event, what, lambda: self.messages.end(st, r, event))
+        elif what == "finish":
+            yield op(event, "end_act")
+            yield op(event, "finish")
+        elif what == "second_run":
+            yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
+        elif what in ("consent", "commit"):
+            yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
+            yield op(event, what)
+            if what == "commit":
+                yield op(event, "count", self._committed)
+        elif what == "write_shard":
+            yield op(event, "epoch", lambda: same("epoch", st.epoch[r], event["epoch"]))
+            yield op(event, "write_shard", lambda: self.saves.write(st, r, event))
+        elif what == "publish":
+            yield op(event, "publish", lambda: self.saves.publish(st, r, event))
+        elif what == "stop":
+            if part.takes_part:
+                yield op(event, "fail_host", lambda: part.quit(event))
+            yield from self._stops.stop(r, event, op)
+        elif what in ("say", "close"):
+            yield op(event, what)
+            if what == "close" and part.takes_part:
+                yield op(event, "cut_connections", part.cut)
+        elif what == "end":
+            yield op(event, "end", lambda: self._stops.end(r, event))
+
+    def _offered(self, name: str) -> bool:
+        return any(
+            event["event"] == "offer" and event["name"] == name
+            for logs in self.attempts
+            for log in logs
+            for event in log.events
+        )
+
+    def _committed(self) -> None:
+        self.tally["commits"] += 1
+        st = self.state
+        if all(st.phase[q] == BETWEEN and st.up[q] for q in st.ranks):
+            self._count_anew()
+
+    def _count_anew(self) -> None:
+        """
+        Count steps and messages from here, as the protocol compares only differences of counts.
+
+        All ranks are between two steps, and no message is under way.
+        """
+        st = self.state
+        for name in ("sent", "sent_before", "sent_done", "taken", "taken_before", "taken_done"):
+            getattr(st, name).entries.clear()
+        for name in ("out", "out_generation", "out_message"):
+            getattr(st, name).entries.clear()
+        for name in ("into", "into_generation", "into_message", "step"):
+            getattr(st, name).entries.clear()
+        st.base.entries[0] = st.epoch[0]
+        self.messages.clear()
+        st.keep()

@@ -1,0 +1,97 @@
+"""
+Messages in a replay of rank logs: where each was posted, and whether it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from .concrete_state import Impossible
+from .messages_of_logs import SENT, action_of
+from .protocol import TRANSITIONS
+from .replayed_state import ReplayedState, UnlikeError
+
+__all__ = ["ReplayedMessages", "settle_transfers"]
+
+
+class ReplayedMessages:
+    """
+    The messages of one job.
+
+    Args:
+        tally: Counts the messages that arrived.
+    """
+
+    def __init__(self, tally: Counter[str]) -> None:
+        self.tally = tally
+        self._posted: dict[tuple[Any, ...], int] = {}
+        self._offset: Counter[int] = Counter()
+
+    def restart(self, st: ReplayedState, r: int) -> None:
+        """A contract that starts, or is restored, counts its slots' generations from 0."""
+        held = [n for (q, _), n in st.generation.entries.items() if q == r]
+        self._offset[r] = max(held, default=0)
+
+    def clear(self) -> None:
+        """Forget every place: no message is under way."""
+        self._posted.clear()
+
+    def forget(self, r: int) -> None:
+        """Forget the places of an earlier step's messages."""
+        for posted in [one for one in self._posted if one[0] == r]:
+            del self._posted[posted]
+
+    def release(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
+        """Release the buffer of a message until it has the generation that the event names."""
+        buffer = _buffer(event)
+        wanted = event["generation"] + self._offset[r]
+        if wanted < st.generation[r, buffer]:
+            held = st.generation[r, buffer] - self._offset[r]
+            raise UnlikeError(f"generation {held} or later", f"generation {event['generation']}")
+        while st.generation[r, buffer] < wanted:
+            TRANSITIONS["release"].run(st, r, buffer)
+
+    def post(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
+        """Post a message."""
+        q = event["peer"]
+        if q not in st.ranks or q == r:
+            raise UnlikeError(f"another rank below {len(st.ranks)}", f"rank {q}")
+        stage, microbatch, gradient = event["message"]
+        sends = event["event"] == "post_send"
+        place = (st.sent if sends else st.taken)[r, q]
+        message = 1 + 2 * ((microbatch << 20) + stage) + gradient
+        TRANSITIONS[event["event"]].run(st, r, q, _buffer(event), message)
+        self._posted[r, sends, q, action_of(event)] = place
+
+    def end(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
+        """Require that a message has arrived, or left, which a rank saw end."""
+        q = event["peer"]
+        sends = event["event"] in SENT
+        place = self._posted.get((r, sends, q, event["action"]))
+        if place is None:
+            raise UnlikeError(f"a message that was posted as {event['action']}", "none")
+        if (st.sent_done if sends else st.taken_done)[r, q] <= place:
+            raise Impossible
+        self.tally["messages"] += not sends
+
+
+def _buffer(event: Mapping[str, Any]) -> int:
+    gradient = event["message"][2]
+    sends = event["event"] == "post_send"
+    return int(4 * event["slot"] + 2 * gradient + sends)
+
+
+def settle_transfers(st: ReplayedState) -> None:
+    """Take every transfer that is possible."""
+    moved = True
+    while moved:
+        moved = False
+        for (r, q), n in st.total.messages.items():
+            if n and st.sent_done[r, q] < st.sent[r, q]:
+                try:
+                    TRANSITIONS["transfer"].run(st, r, q)
+                except Impossible:
+                    continue
+                moved = True

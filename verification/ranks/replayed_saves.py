@@ -1,0 +1,60 @@
+"""
+Checkpoints in a replay of rank logs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from .concrete_state import Impossible
+from .protocol import TRANSITIONS
+from .replayed_spans import Span
+from .replayed_state import ReplayedState, same
+
+__all__ = ["ReplayedSaves"]
+
+
+class ReplayedSaves:
+    """
+    The checkpoints of one job.
+
+    Args:
+        tally: Counts the whole checkpoints.
+
+    Attributes:
+        published: Epochs of the whole checkpoints.
+    """
+
+    def __init__(self, tally: Counter[str]) -> None:
+        self.tally = tally
+        self.published: set[int] = set()
+        self._before: Counter[tuple[int, int]] = Counter()
+        self._saved: Counter[int] = Counter()
+
+    def begin(self, present: Mapping[int, Span]) -> None:
+        """Count, at each part that a rank of an attempt writes, the saves before it."""
+        self._saved.clear()
+        self._before.clear()
+        for rank, span in present.items():
+            saves = 0
+            for event in span.events:
+                saves += event["event"] == "publish"
+                if event["event"] == "write_shard":
+                    self._before[rank, event["seq"]] = saves
+
+    def write(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
+        """A rank waits for the save that is under way before it writes its next part."""
+        before = self._before[r, event["seq"]]
+        if self._saved[r] < before:
+            raise Impossible
+        TRANSITIONS["write_shard"].run(st, r)
+
+    def publish(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
+        """A rank publishes a whole checkpoint."""
+        same("epoch", st.shard[r], event["epoch"])
+        TRANSITIONS["publish"].run(st, r)
+        self.published.add(event["epoch"])
+        self._saved[r] += 1
+        self.tally["checkpoints"] += 1

@@ -1,0 +1,83 @@
+"""
+The parts of a rank's log: from each start, in place or from a checkpoint, to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from qeffect.log.rank_log import RankLines
+
+__all__ = ["Span", "spans_of"]
+
+
+@attrs.frozen
+class Span:
+    """
+    One rank's part in an attempt.
+
+    Args:
+        log: The rank's log.
+        first: The event with which it began in place or loaded; None at the log's beginning.
+        events: Its events.
+        leaves: Whether the rank does not begin again in place behind it.
+    """
+
+    log: RankLines
+    first: Mapping[str, Any] | None
+    events: tuple[Mapping[str, Any], ...]
+    leaves: bool
+
+    @property
+    def again(self) -> bool:
+        """Whether the attempt began in place."""
+        return self.first is not None and self.first["event"] == "rebuilt"
+
+    @property
+    def load(self) -> Mapping[str, Any] | None:
+        """The event of the checkpoint that the span began from."""
+        if self.first is not None and self.first["event"] == "load":
+            return self.first
+        for event in self.events:
+            if event["event"] == "begin_step":
+                return None
+            if event["event"] == "load":
+                return event
+        return None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the rank began."""
+        found = self.first or self.load or self.log.header
+        return int(found["epoch"])
+
+
+def spans_of(log: RankLines) -> list[Span]:
+    """Cut a rank's log where the rank begins again."""
+    cuts: list[int] = []
+    stepped = False
+    for place, event in enumerate(log.events):
+        if event["event"] == "begin_step":
+            stepped = True
+        elif event["event"] == "rebuilt" or (event["event"] == "load" and stepped):
+            cuts.append(place)
+            stepped = False
+    parts: list[list[Mapping[str, Any]]] = [[] for _ in (None, *cuts)]
+    wrote = part = 0
+    for place, event in enumerate(log.events):
+        if place in cuts:
+            part += 1
+            continue
+        if event["event"] == "write_shard":
+            wrote = part
+        # A save may end after its rank has restarted.
+        parts[wrote if event["event"] == "publish" else part].append(event)
+    firsts = [None, *(log.events[cut] for cut in cuts)]
+    following = [*(log.events[cut]["event"] for cut in cuts), "load"]
+    return [
+        Span(log, first, tuple(events), then == "load")
+        for first, events, then in zip(firsts, parts, following, strict=True)
+    ]

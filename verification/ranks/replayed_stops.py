@@ -1,0 +1,105 @@
+"""
+Stops in a replay of rank logs: why a rank stops, the cause that all ranks tell, and its end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from qeffect.spec.ranks import AGREED, STEP
+
+from .concrete_state import Impossible
+from .order_search import LoggedStep
+from .protocol import TRANSITIONS
+from .replayed_launches import LaunchesOfRank
+from .replayed_state import ReplayedState, UnlikeError, same
+
+__all__ = ["ReplayedStops"]
+
+
+class ReplayedStops:
+    """
+    The stops of one attempt.
+
+    Args:
+        state: The state of all ranks.
+        launches: By rank, its steps that are one launch.
+        tally: Counts the ranks that stopped by themselves.
+    """
+
+    def __init__(
+        self, state: ReplayedState, launches: Mapping[int, LaunchesOfRank], tally: Counter[str]
+    ) -> None:
+        self.state, self.launches, self.tally = state, launches, tally
+
+    def stop(
+        self, r: int, event: Mapping[str, Any], op: Callable[..., LoggedStep]
+    ) -> Iterator[LoggedStep]:
+        """Yield the steps of a rank that stops, by the kind of its reason."""
+        kind = event["kind"]
+        if kind in ("late", "ended"):
+            yield op(event, "run_late")
+        elif kind == "lost":
+            yield op(event, "wake", lambda: self._wake(r, event))
+        elif kind != "disagreed":
+            yield op(event, "give_up", lambda: self._give_up(r, event))
+        elif self.launches[r].takes_part:  # the votes that it read told it
+            yield op(event, "disagree", lambda: TRANSITIONS["give_up"].run(self.state, r))
+        else:
+            yield op(event, "disagree", lambda: self._disagree(r))
+
+    def _give_up(self, r: int, event: Mapping[str, Any]) -> None:
+        st = self.state
+        at_commit = st.phase[r] == STEP and not event["in_row"]
+        if event["kind"] == "refused" and at_commit and not st.whole[r]:
+            TRANSITIONS["refuse"].run(st, r)
+            return
+        if st.live[r] and st.phase[r] == STEP:
+            TRANSITIONS["fail"].run(st, r)
+        TRANSITIONS["give_up"].run(st, r)
+
+    def _wake(self, r: int, event: Mapping[str, Any]) -> None:
+        st, peer = self.state, event["peer"]
+        others = [peer] if peer in st.ranks else [q for q in st.ranks if q != r]
+        for q in others:
+            try:
+                TRANSITIONS["wake"].run(st, r, q)
+            except Impossible:
+                continue
+            return
+        raise Impossible
+
+    def _disagree(self, r: int) -> None:
+        """Whether messages differ, the model knows; epochs and gradients are the rank's reason."""
+        st = self.state
+        for q, p in st.total.messages:
+            for k in range(st.sent_before[q, p], st.sent[q, p]):
+                try:
+                    TRANSITIONS["disagree"].run(st, r, q, p, k)
+                except Impossible:
+                    continue
+                return
+        if st.phase[r] != AGREED:
+            raise Impossible
+        TRANSITIONS["give_up"].run(st, r)
+
+    def end(self, r: int, event: Mapping[str, Any]) -> None:
+        """A rank ends with the cause that the first of them has chosen."""
+        st, cause = self.state, event["cause"]
+        if cause not in st.ranks:
+            raise UnlikeError(f"a rank below {len(st.ranks)}", f"rank {cause}")
+        n = st.life[r]
+        if not st.halted[n]:
+            TRANSITIONS["decide"].run(st, r, cause)
+        TRANSITIONS["end"].run(st, r)
+        same("cause", f"rank {st.told[r]}", f"rank {cause}")
+        self.tally["stops"] += 1
+
+    def gone(self, r: int, launches: bool) -> None:
+        """A rank's log ends: its process has died."""
+        if launches:
+            self.launches[r].die()
+        if self.state.up[r]:
+            TRANSITIONS["crash"].run(self.state, r)
