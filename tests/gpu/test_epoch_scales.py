@@ -1,0 +1,102 @@
+"""
+`scales = "epoch"` over Transformer Engine: one digest of a training, under every mapping.
+
+The command trains one model under schedules, modes and numbers of ranks, and prints a digest of
+parameters, moments and scales. The native side of `--compare` is Transformer Engine's own full
+backward under the same recipe. By default the digests of two schedules differ.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .helpers import two_gpus
+from .test_language import ran
+
+#: Schedule, ranks, mode.
+Mapping = tuple[str, int, str]
+
+ONE: tuple[Mapping, ...] = (
+    ("1f1b", 1, "eager"),
+    ("gpipe", 1, "replays"),
+    ("il", 1, "one launch"),
+    ("zbv", 1, "replays"),
+    ("izb", 1, "one launch"),
+    ("dualpipev", 1, "one launch"),
+)
+TWO: tuple[Mapping, ...] = (
+    ("1f1b", 2, "one launch"),
+    ("gpipe", 2, "eager"),
+    ("il", 2, "replays"),
+    ("zbv", 2, "one launch"),
+    ("izb", 2, "replays"),
+    ("dualpipev", 2, "one launch"),
+)
+MODEL = 'scales = "epoch"\ntied = true'
+
+
+def trained(folder: Path, mapping: Mapping, model: str = MODEL, *options: str) -> dict[str, Any]:
+    """What the command says of a run of a mapping."""
+    schedule, ranks, mode = mapping
+    folder.mkdir()
+    parallel = f'schedule = "{schedule}"\nmode = "{mode}"\nmicrobatches = 8'
+    return ran(folder, model, parallel, *(options or ("--digest",)), ranks=ranks)
+
+
+def digests(folder: Path, mappings: tuple[Mapping, ...], model: str = MODEL) -> list[str]:
+    """The digest of each mapping; as many processes train at a time as two GPUs feed."""
+    with ThreadPoolExecutor(6) as pool:
+        said = pool.map(
+            lambda numbered: trained(folder / str(numbered[0]), numbered[1], model),
+            enumerate(mappings),
+        )
+        found = list(said)
+    assert {one["verdict"] for one in found} == {"accepted"}
+    return [one["digest"] for one in found]
+
+
+def test_one_rank_has_one_digest_under_every_schedule_and_mode(tmp_path: Path) -> None:
+    """And two of the schedules have two digests where scales move at every action."""
+    found = digests(tmp_path, ONE)
+    assert found == [found[0]] * len(ONE)
+    other = tmp_path / "action"
+    other.mkdir()
+    assert len(set(digests(other, (ONE[1], ONE[3]), "tied = true"))) == 2
+
+
+@two_gpus
+def test_two_ranks_have_the_digest_of_one(tmp_path: Path) -> None:
+    """Of every schedule; also with an uneven cut, by `cut` of the file."""
+    found = digests(tmp_path, (ONE[0], *TWO))
+    assert found == [found[0]] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("zbv", 1), ("1f1b", 1), pytest.param("zbv", 2, marks=two_gpus)],
+)
+def test_the_bits_are_those_of_native(tmp_path: Path, schedule: str, ranks: int) -> None:
+    """Gradients, parameters, AdamW, scales and caches of every step."""
+    said = trained(tmp_path / "run", (schedule, ranks, "replays"), MODEL, "--compare", "all")
+    assert said["verdict"] == "accepted"
+    assert said["differ"] == 0
+    assert said["compared"] > 1000
+
+
+@two_gpus
+def test_a_run_stopped_under_two_ranks_goes_on_under_one(tmp_path: Path) -> None:
+    """The digest is that of a run that never stopped."""
+    whole = trained(tmp_path / "whole", ("1f1b", 1, "replays"))["digest"]
+    kept = tmp_path / "kept"
+    first, then = tmp_path / "first", tmp_path / "then"
+    checkpoint = f'[checkpoint]\nfolder = "{kept}"\nevery = 2\n'
+    for folder, mapping, options in (
+        (first, ("zbv", 2, "one launch"), ("--steps", "2", "--digest")),
+        (then, ("gpipe", 1, "replays"), ("--resume", "--digest")),
+    ):
+        said = trained(folder, mapping, MODEL + "\n" + checkpoint, *options)
+    assert said["digest"] == whole
