@@ -3,7 +3,7 @@ The guard of Megatron-core on two GPUs, with Transformer Engine's layers: one co
 
     python -m tests.gpu.guard_megatron OUT.json
 
-It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes under two
+It needs Megatron-core 0.19.2 (``pip install --no-deps megatron-core==0.19.2``) and takes a few
 minutes. PP=2, VPP=2, delayed FP8 scaling, AdamW with a learning rate above zero. Each run has
 processes of its own:
 
@@ -11,6 +11,9 @@ processes of its own:
   without a guard: the losses of the two have to be equal;
 * ``cuda_graph_impl="local"`` without a guard, under one that reports, and under one that refuses:
   the weights' FP8 caches fall behind, and the guard names `version.stale-cache` at the third step;
+* a thousand steps, eager and as full-iteration graphs, of which a guard that refuses refuses none;
+* faults in a person's own code, each without a guard, which no one notices, and then under a guard
+  that reports (`tests/megatron/faults.py`; what needs replicas or checkpoints runs on CPUs only);
 * the price: steps of eager layers at hidden 4096 and sequence 4096, with the guard and without it
   in turns.
 
@@ -39,13 +42,32 @@ RUNS = (
     ("local", "off", "losses"),
     ("local", "report", "losses"),
     ("local", "refuse", "losses"),
+    ("none", "refuse", "long"),
+    ("full_iteration", "refuse", "long"),
+    ("none", "report", "faults"),
     ("none", "refuse", "price"),
+)
+#: Faults of one replica, without checkpoints, that let an interleaved loop go on in silence.
+GPU_FAULTS = (
+    "doubled_forward",
+    "forward_twice_inside",
+    "left_out",
+    "left_out_inside",
+    "another_message",
+    "another_input",
+    "exchanged_microbatches",
+    "skipped_refresh",
+    "exchanged_messages",
+    "weight_written",
+    "updated_twice",
+    "gradients_kept",
 )
 CELL, PRICED = "h2048-s256-m4", "h4096-s256-m4"
 SEQUENCE, FFN = 4096, 14336  # of the priced steps
 STEPS = 8
 ROUNDS, WARM, TIMED = 5, 2, 8
-LIMIT_S = 60.0
+LONG_STEPS = 1000
+LIMIT_S = 100.0
 
 
 def caches_apart(side: Any) -> float:
@@ -112,6 +134,103 @@ def losses(member: Any, mode: str, manner: str) -> dict[str, Any]:
     return said
 
 
+def long(member: Any, mode: str) -> dict[str, Any]:
+    """Train a thousand steps under a guard that refuses; count what was committed."""
+    from qeffect.guards import megatron as guards
+    from qeffect.refusals import Refused
+
+    side = make(member, mode, CELL)
+    guarded = guards.guard(manner="refuse")
+    take_loop(side)
+    said: dict[str, Any] = {"steps": 0}
+    try:
+        for _ in range(LONG_STEPS):
+            side.step()
+            said["steps"] += 1
+        member.synchronize()
+    except Refused as refused:
+        said["refused"] = [refused.clause, said["steps"], *refused.__notes__]
+    said["epochs"], said["violations"] = guarded.epochs, list(map(str, guarded.violations))
+    return said
+
+
+class FaultyRun:
+    """A side as `tests/megatron/faults.py` takes it: numbered steps in parts that can be put."""
+
+    def __init__(self, side: Any) -> None:
+        self.side, self.number, self.optimizer = side, 0, self
+        self.schedules = side.lib.pipeline_parallel.schedules
+        self.p2p = side.lib.pipeline_parallel.p2p_communication
+        self.model, self.config = side.model, side.config
+
+    def zero(self) -> None:
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+
+    def update(self) -> None:
+        for parameter in self.side.parameters:
+            parameter.grad = parameter.main_grad
+        self.side.adamw.step()
+        for parameter in self.side.parameters:
+            parameter.grad = None
+
+    step = update  # the optimizer's
+
+    def loop(self) -> None:
+        side, job = self.side, self.side.job
+        side.losses = side.run(
+            forward_step_func=side._forward,
+            data_iterator=[iter(side.data) for _ in self.model],
+            model=self.model,
+            num_microbatches=job.microbatches,
+            seq_length=job.config.sequence,
+            micro_batch_size=job.config.batch,
+            forward_only=False,
+        )
+
+    def train(self, steps: int) -> None:
+        for self.number in range(steps):
+            self.zero()
+            self.loop()
+            self.update()
+
+
+def faults(member: Any) -> dict[str, Any]:
+    """Run each fault without a guard and with one; what the guard says of each, by name."""
+    from qeffect.guards import megatron as guards
+    from tests.megatron.faults import FAULTS, Undo
+
+    side = make(member, "none", CELL)
+    side.config.deallocate_pipeline_outputs = False  # a message of another microbatch is whole
+    said: dict[str, Any] = {}
+    for name in GPU_FAULTS:
+        fault, one = FAULTS[name], {"expected": FAULTS[name].clause}
+        for manner in ("off", "report"):
+            run, undo, guarded = FaultyRun(side), Undo(), None
+            overlap, batch = side.config.overlap_p2p_comm, side.config.batch_p2p_comm
+            happens = member.rank in fault.ranks
+            if happens and not fault.above:
+                fault.put(run, undo)
+            if manner == "report":
+                guarded = guards.guard(manner="report")
+            if happens and fault.above:
+                fault.put(run, undo)
+            take_loop(side)
+            run.train(3)
+            member.synchronize()
+            if guarded is None:
+                one["unguarded_loss"] = side.loss()
+            else:
+                one["violations"] = [[v.clause, v.step, v.action] for v in guarded.violations]
+                if fault.above:
+                    undo()
+                guarded.remove()
+            undo()
+            side.config.overlap_p2p_comm, side.config.batch_p2p_comm = overlap, batch
+        said[name] = one
+    return {"faults": said}
+
+
 def price(member: Any) -> dict[str, Any]:
     """Time steps with the guard and without it, in turns; milliseconds of each round's median."""
     from qeffect.guards import megatron as guards
@@ -145,7 +264,11 @@ def rank(mode: str, manner: str, what: str, out: str) -> None:
     from qeffect.gpu_runtime.lab.sides.megatron import meet
 
     member = meet(mode)
-    said = price(member) if what == "price" else losses(member, mode, manner)
+    parts = {"price": price, "faults": faults}
+    if what in parts:
+        said = parts[what](member)
+    else:
+        said = long(member, mode) if what == "long" else losses(member, mode, manner)
     import torch
 
     said["device"] = torch.cuda.get_device_name()
@@ -172,7 +295,23 @@ def found(runs: dict[str, list[dict[str, Any]]]) -> dict[str, bool]:
         "reported stale": any("version.stale-cache" in each for each in reported),
         "reporting keeps the losses": bits("local off losses") == bits("local report losses"),
         "refused stale": any(each[0] == "version.stale-cache" for each in refused),
+        "a thousand steps are not refused": all(
+            each.get("steps") == each.get("epochs") == LONG_STEPS
+            for mode in ("none", "full_iteration")
+            for each in runs[f"{mode} refuse long"]
+        ),
+        "every fault is named": named(runs["none report faults"]) == set(GPU_FAULTS),
         "price at most 1%": all(e.get("price", 1.0) <= 0.01 for e in runs["none refuse price"]),
+    }
+
+
+def named(ranks: list[dict[str, Any]]) -> set[str]:
+    """The faults of which a rank's guard named the expected clause first."""
+    return {
+        name
+        for each in ranks
+        for name, one in each.get("faults", {}).items()
+        if one["violations"] and one["violations"][0][0] == one["expected"]
     }
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.guard_megatron import RUNS, STEPS, found
+from tests.gpu.guard_megatron import GPU_FAULTS, LONG_STEPS, RUNS, STEPS, found
+from tests.megatron.faults import FAULTS
 
 RIGHT, STALE = ["right"] * STEPS, ["right", "right", *["stale"] * (STEPS - 2)]
+
+
+def reported(name: str, clause: str | None = None) -> dict[str, Any]:
+    """What a rank says of a fault that it names."""
+    expected = FAULTS[name].clause
+    return {"expected": expected, "violations": [[clause or expected, 1, "F of stage 1"]]}
 
 
 def runs() -> dict[str, list[dict[str, Any]]]:
@@ -21,6 +28,10 @@ def runs() -> dict[str, list[dict[str, Any]]]:
         one: dict[str, Any] = {"losses": STALE if mode == "local" else RIGHT}
         if what == "price":
             one = {"price": 0.004}
+        elif what == "long":
+            one = {"steps": LONG_STEPS, "epochs": LONG_STEPS}
+        elif what == "faults":
+            one = {"faults": {name: reported(name) for name in GPU_FAULTS}}
         elif (mode, manner) == ("local", "report"):
             one["violations"] = ["version.stale-cache on pipeline rank 0, step 2, ..."]
         said[f"{mode} {manner} {what}"] = [one, dict(one)]
@@ -43,6 +54,14 @@ def test_everything_is_found() -> None:
         ("local report losses", {"violations": []}, "reported stale"),
         ("local report losses", {"losses": RIGHT}, "reporting keeps the losses"),
         ("local refuse losses", {"refused": ["order.reordered", 2]}, "refused stale"),
+        ("full_iteration refuse long", {"steps": 999}, "a thousand steps are not refused"),
+        ("none refuse long", {"epochs": 0}, "a thousand steps are not refused"),
+        ("none report faults", {"faults": {}}, "every fault is named"),
+        (
+            "none report faults",
+            {"faults": {name: reported(name, "order.reordered") for name in GPU_FAULTS}},
+            "every fault is named",
+        ),
         ("none refuse price", {"price": 0.02}, "price at most 1%"),
     ],
 )
