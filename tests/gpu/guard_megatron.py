@@ -30,6 +30,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +70,8 @@ SEQUENCE, FFN = 4096, 14336  # of the priced steps
 STEPS = 8
 ROUNDS, WARM, TIMED = 5, 2, 8
 LONG_STEPS = 1000
-LIMIT_S = 100.0
+LIMIT_S, LONG_LIMIT_S = 100.0, 240.0
+AT_ONCE = 4  # runs of which no time is kept
 
 
 def caches_apart(side: Any) -> float:
@@ -180,7 +184,7 @@ class FaultyRun:
         side, job = self.side, self.side.job
         side.losses = side.run(
             forward_step_func=side._forward,
-            data_iterator=[iter(side.data) for _ in self.model],
+            data_iterator=[cycle(side.data) for _ in self.model],  # a doubled F takes one more
             model=self.model,
             num_microbatches=job.microbatches,
             seq_length=job.config.sequence,
@@ -264,17 +268,23 @@ def rank(mode: str, manner: str, what: str, out: str) -> None:
     from qeffect.gpu_runtime.lab.sides.megatron import meet
 
     member = meet(mode)
-    parts = {"price": price, "faults": faults}
-    if what in parts:
-        said = parts[what](member)
-    else:
-        said = long(member, mode) if what == "long" else losses(member, mode, manner)
+    try:
+        if what == "price":
+            said = price(member)
+        elif what == "faults":
+            said = faults(member)
+        else:
+            said = long(member, mode) if what == "long" else losses(member, mode, manner)
+    except Exception:
+        said = {"error": traceback.format_exc().splitlines()[-12:]}
     import torch
 
     said["device"] = torch.cuda.get_device_name()
     Path(f"{out}.{member.rank}").write_text(json.dumps(said))
     sys.stdout.flush()
-    os._exit(3 if "refused" in said else 0)  # a rank that was refused has nobody to meet
+    os._exit(
+        3 if {"refused", "error"} & said.keys() else 0
+    )  # a rank that was refused has nobody to meet
 
 
 def found(runs: dict[str, list[dict[str, Any]]]) -> dict[str, bool]:
@@ -296,10 +306,12 @@ def found(runs: dict[str, list[dict[str, Any]]]) -> dict[str, bool]:
         "reporting keeps the losses": bits("local off losses") == bits("local report losses"),
         "refused stale": any(each[0] == "version.stale-cache" for each in refused),
         "a thousand steps are not refused": all(
-            each.get("steps") == each.get("epochs") == LONG_STEPS
+            each.get("steps") == LONG_STEPS
             for mode in ("none", "full_iteration")
             for each in runs[f"{mode} refuse long"]
-        ),
+        )
+        # The host runs no action of a step that is replayed as one graph, so none is judged.
+        and all(each.get("epochs") == LONG_STEPS for each in runs["none refuse long"]),
         "every fault is named": named(runs["none report faults"]) == set(GPU_FAULTS),
         "price at most 1%": all(e.get("price", 1.0) <= 0.01 for e in runs["none refuse price"]),
     }
@@ -315,6 +327,26 @@ def named(ranks: list[dict[str, Any]]) -> set[str]:
     }
 
 
+def ran(folder: Path, mode: str, manner: str, what: str) -> list[dict[str, Any]]:
+    """Run two processes of a mode; what each rank says, or the end of what the launcher says."""
+    name, limit_s = f"{mode} {manner} {what}", LONG_LIMIT_S if what == "long" else LIMIT_S
+    part = folder / name.replace(" ", "-")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.gpu.guard_megatron", str(part), "--rank", mode, manner, what]
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], timeout=limit_s, capture_output=True, text=True
+        )
+        tail = done.stderr.splitlines()[-8:] if done.returncode else []
+    except subprocess.TimeoutExpired:
+        tail = [f"no end after {limit_s:g} s"]
+    parts = [Path(f"{part}.{n}") for n in range(2)]
+    said = [json.loads(each.read_text()) if each.exists() else {"tail": tail} for each in parts]
+    print(f"{name}: {time.perf_counter() - start:.1f} s", *tail[-1:], flush=True)
+    return said
+
+
 def main() -> int:
     """Run everything; write the report."""
     arguments = argparse.ArgumentParser(description=__doc__)
@@ -323,27 +355,15 @@ def main() -> int:
     given = arguments.parse_args()
     if given.rank is not None:
         rank(*given.rank, str(given.out))
-    runs: dict[str, list[dict[str, Any]]] = {}
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for mode, manner, what in RUNS:
-            name = f"{mode} {manner} {what}"
-            part = Path(folder) / name.replace(" ", "-")
-            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command += ["-m", "tests.gpu.guard_megatron", str(part), "--rank", mode, manner, what]
-            start = time.perf_counter()
-            try:
-                done = subprocess.run(
-                    [sys.executable, *command], timeout=LIMIT_S, capture_output=True, text=True
-                )
-                tail = done.stderr.splitlines()[-8:] if done.returncode else []
-            except subprocess.TimeoutExpired:
-                tail = [f"no end after {LIMIT_S:g} s"]
-            parts = [Path(f"{part}.{n}") for n in range(2)]
-            runs[name] = [
-                json.loads(each.read_text()) if each.exists() else {"tail": tail} for each in parts
-            ]
-            print(f"{name}: {time.perf_counter() - start:.1f} s", *tail[-1:], flush=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def start(run: tuple[str, str, str]) -> list[dict[str, Any]]:
+            return ran(Path(folder), *run)
+
+        untimed = [run for run in RUNS if run[2] != "price"]
+        runs = dict(zip(map(" ".join, untimed), pool.map(start, untimed), strict=True))
+        runs |= {" ".join(run): start(run) for run in RUNS if run[2] == "price"}
     verdicts = found(runs)
     report = {"seconds": time.perf_counter() - began, "found": verdicts, "runs": runs}
     given.out.write_text(json.dumps(report, indent=1) + "\n")

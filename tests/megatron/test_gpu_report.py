@@ -29,7 +29,7 @@ def runs() -> dict[str, list[dict[str, Any]]]:
         if what == "price":
             one = {"price": 0.004}
         elif what == "long":
-            one = {"steps": LONG_STEPS, "epochs": LONG_STEPS}
+            one = {"steps": LONG_STEPS, "epochs": LONG_STEPS if mode == "none" else 4}
         elif what == "faults":
             one = {"faults": {name: reported(name) for name in GPU_FAULTS}}
         elif (mode, manner) == ("local", "report"):
@@ -55,7 +55,7 @@ def test_everything_is_found() -> None:
         ("local report losses", {"losses": RIGHT}, "reporting keeps the losses"),
         ("local refuse losses", {"refused": ["order.reordered", 2]}, "refused stale"),
         ("full_iteration refuse long", {"steps": 999}, "a thousand steps are not refused"),
-        ("none refuse long", {"epochs": 0}, "a thousand steps are not refused"),
+        ("none refuse long", {"epochs": 4}, "a thousand steps are not refused"),
         ("none report faults", {"faults": {}}, "every fault is named"),
         (
             "none report faults",
