@@ -31,7 +31,8 @@ the last update that all devices ran; each device has kept them. The slots' grap
 of the step holds closed connections, so it is captured again. If a rank is gone, all ranks restart
 from a checkpoint.
 
-`step_capture.py` captures the step, `launch_waits.py` waits for launches and reads their verdicts.
+`step_capture.py` captures the step, `launch_waits.py` waits for launches and reads their verdicts,
+`launch_draws.py` moves the device's random generator as replays would.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from ..step.graphs import GraphExecutor
 from .baked_optimizer import BakedOptimizer
 from .consent import StoppedError
 from .gate import UpdateGate
+from .launch_draws import LaunchDraws
 from .launch_waits import LaunchWaits, log_event
 from .obstacles import obstacles
 from .rehearsal import Rehearsal
@@ -87,6 +89,7 @@ class OneLaunch:
         self.worker, self.runtime = worker, worker.runtime
         self.capture_seconds = 0.0
         self.steps = 0
+        self._draws = LaunchDraws(worker.member.device)
         self._begin()
 
     def _begin(self) -> None:
@@ -139,7 +142,9 @@ class OneLaunch:
     def _first(self) -> None:
         """Take a guarded step, which opens the connections that a capture needs."""
         try:
-            gradients = self.worker.step()
+            self.worker.calibrate()
+            with self._draws.measure(self._runs()):
+                gradients = self.worker.step()
         except StoppedError:
             self._gate.close(abort=True)
             raise
@@ -147,6 +152,11 @@ class OneLaunch:
             with self.runtime.caller_scope():
                 self.pipeline.double.warm(gradients)
         self._guarded = True
+
+    def _runs(self) -> int:
+        """How often the next step does its work."""
+        double = self.pipeline.double
+        return 2 if double is not None and double.due(self.runtime.epoch) else 1
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -198,8 +208,8 @@ class OneLaunch:
         assert self.graph is not None
         at.append(time.perf_counter())
         log_event(self.pipeline, "launch")
-        double = self.pipeline.double
-        if double is not None and double.due(runtime.epoch):
+        runs = self._runs()
+        if runs == 2:
             first, second = self.twice
             first.replay()
             self.between()
@@ -207,6 +217,7 @@ class OneLaunch:
             log_event(self.pipeline, "second_run")
         else:
             self.graph.replay()
+        self._draws.launched(runs)
         runtime.handoff.record_tail()
         self._waits.record()
         at.append(time.perf_counter())

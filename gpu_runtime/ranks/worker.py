@@ -437,12 +437,21 @@ class Worker:
             StoppedError: All ranks stopped, for one cause. This rank's weights have not changed;
                 after a recoverable cause no rank's have.
         """
+        self.calibrate()
         with self.stepping():
-            runtime = self.runtime
-            if self.new and not runtime.epoch and moves_once(runtime.domain):
+            return self.pipeline.step(self.optimizer)
+
+    def calibrate(self) -> None:
+        """
+        Calibrate epoch scales, before the first step of a new run; otherwise do nothing.
+
+        Raises:
+            StoppedError: All ranks stopped, for one cause.
+        """
+        if self.new and not self.runtime.epoch and moves_once(self.runtime.domain):
+            with self.stepping():
                 self.calibration = calibrate_pipeline(self.pipeline)
                 self.new = False
-            return self.pipeline.step(self.optimizer)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -172,9 +172,10 @@ def _kills(report: Report) -> Row | None:
 def _second_runs(report: Report) -> Row | None:
     derived, asked = report["derived"], report["configuration"]
     return (
-        f"steps of which one of two runs was flipped ({asked['device']}, {asked['ranks']} ranks)",
+        f"an undisturbed run, after a flip in one of a step's two runs ({asked['device']}, "
+        f"{asked['ranks']} rank{'s' * (asked['ranks'] != 1)})",
         f"{derived['flips']:,} flips",
-        f"{derived['wrong']:,} ended wrongly",
+        f"{derived['wrong']:,}",
         f"{derived['stopped']:,} were stopped, {derived['harmless']:,} changed nothing",
     )
 

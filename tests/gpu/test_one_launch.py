@@ -61,6 +61,8 @@ def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
         assert word["differ"] == []
         assert word["of"] > 20
         assert word["launches"]["steps"] == [float(STEPS)]
+        # Attention reserves random numbers also without dropout; a checkpoint has their position.
+        assert word["launches"]["draws"] == word["replays"]["draws"] > 0
 
 
 @pytest.mark.parametrize(

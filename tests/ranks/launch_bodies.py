@@ -25,6 +25,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.launch_draws import drawn
 from qeffect.gpu_runtime.ranks.membership import Limits, Member, join
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.worker import Worker
@@ -146,6 +147,7 @@ def _run(
     worker.feed.poisoned = poisoned
     runner = _runner(worker) if one else worker
     moved, norms = [], []
+    began = drawn(worker.member.device)
     for step in range(steps):
         if rates is not None:
             worker.optimizer.set_rate(rates[step])
@@ -158,12 +160,13 @@ def _run(
     _end(runner)
     _quiet(worker)
     left = bits(worker)
+    draws = drawn(worker.member.device) - began
     state = worker.optimizer.state_tensors()
     counted = sorted({float(v) for n, v in state.items() if n.endswith(".step")})
     if isinstance(runner, OneLaunch):
         runner.close()
     worker.close()
-    return left, {"moved": moved, "norms": norms, "steps": counted}
+    return left, {"moved": moved, "norms": norms, "steps": counted, "draws": draws}
 
 
 def _until_stopped(worker: Worker, runner: OneLaunch | Worker, most: int) -> dict[str, Any]:

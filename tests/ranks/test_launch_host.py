@@ -16,6 +16,7 @@ from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.launch_draws import LaunchDraws
 from qeffect.gpu_runtime.ranks.launch_waits import LaunchWaits
 from qeffect.gpu_runtime.ranks.one_launch import PARTS, OneLaunch
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
@@ -75,6 +76,7 @@ class _Launched:
         whole._waits = LaunchWaits(whole.worker, whole._gate)
         whole._capture = StepCapture(whole.worker, feed, whole._gate, whole._waits)
         whole._left, whole.steps = None, 1
+        whole._draws = LaunchDraws(torch.device("cpu"))
         whole._guarded = True
         whole.rehearsal = rank.rehearsal
         whole._captured = BakedOptimizer(self.optimizer)
@@ -322,3 +324,22 @@ def test_data_made_beside_the_stream_change_streams_once() -> None:
     assert len({*kept}) == len(kept) == 5
     assert {stream for _, stream in kept} == {"caller"}
     assert {data for data, _ in kept} == {data for own in given for data in own}
+
+
+def test_the_generator_moves_with_launches_as_with_replays(
+    launched: _Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what one run of the guarded step took; twice where a step's work runs twice."""
+    position = [100]
+    generator = SimpleNamespace(
+        get_offset=lambda: position[0], set_offset=lambda at: position.__setitem__(0, at)
+    )
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    draws = launched.whole._draws = LaunchDraws(torch.device("cuda", 0))
+    with draws.measure(runs=2):
+        position[0] += 24
+    for _ in range(3):
+        launched.step()
+    assert position == [100 + 24 + 3 * 12]
+    draws.launched(runs=2)
+    assert position == [100 + 24 + 5 * 12]

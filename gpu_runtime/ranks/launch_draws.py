@@ -1,0 +1,68 @@
+"""
+The device's random generator across launches.
+
+torch moves the generator's position when a graph is replayed, by what the graph may draw. A graph
+that is a node of a step's graph moves nothing. So the host moves the position after each launch as
+the guarded step before the capture did, and a checkpoint of launches holds the position that a
+checkpoint of replays would hold. Transformer Engine's attention reserves numbers also without
+dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["LaunchDraws", "drawn"]
+
+
+def drawn(device: torch.device) -> int:
+    """
+    The position of a device's generator, in numbers per thread; 0 on a CPU, which has no graphs.
+    """
+    return 0 if device.type == "cpu" else int(_generator(device).get_offset())
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    # torch fills the tuple when CUDA begins.
+    return torch.cuda.default_generators[device.index]
+
+
+class LaunchDraws:
+    """
+    Moves a device's generator after launches.
+
+    Args:
+        device: The rank's device.
+
+    Attributes:
+        a_run: Numbers per thread that one run of the step's work takes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.a_run = 0
+
+    @contextmanager
+    def measure(self, runs: int = 1) -> Iterator[None]:
+        """
+        Note what a guarded step takes.
+
+        Args:
+            runs: How often the step does its work.
+        """
+        before = drawn(self.device)
+        yield
+        self.a_run = (drawn(self.device) - before) // runs
+
+    def launched(self, runs: int = 1) -> None:
+        """
+        Move the position, after launches that did the work of a step.
+
+        Args:
+            runs: How often they did it.
+        """
+        if self.a_run:
+            _generator(self.device).set_offset(drawn(self.device) + runs * self.a_run)
