@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
+from hashlib import sha1, sha256
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "read_json",
     "require_folder",
     "require_place",
+    "sources",
     "write_json",
     "write_text",
 ]
@@ -84,11 +86,37 @@ def environment(
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": made_at,
+        "sources": sources(),
         "program": program(),
         "argv": [_without_folder(argument) for argument in given],
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **(device or {}),
     }
+
+
+@cache
+def sources() -> str:
+    """
+    Return a digest of the modules of this package, as they are now.
+
+    A report has it beside the commit; `tests/docs/test_sources.py` computes it from git.
+
+    Returns:
+        The SHA-256 of a line for each module: its path in the package, and git's hash of the file.
+    """
+    root = Path(__file__).resolve().parent
+    lines = []
+    for folder, inner, names in os.walk(root, followlinks=True):
+        # A checkout has the guards twice; a wheel has them by their short name only.
+        left_out = {"guards"} if Path(folder).name == "gpu_runtime" else set()
+        inner[:] = [name for name in inner if name not in left_out | {"__pycache__"}]
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder) / name
+                body = path.read_bytes()
+                blob = sha1(b"blob %d\0" % len(body) + body, usedforsecurity=False)
+                lines.append(f"{path.relative_to(root).as_posix()} {blob.hexdigest()}\n")
+    return sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
 def program(

@@ -17,6 +17,7 @@ from qeffect.report import package
 from tests.docs import device_block, scale_block, summary_block, tables_block
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
 from tests.docs.curves_block import curves
+from tests.docs.history import age
 from tests.docs.reading import files, machine_of, ratio, reports, stale_reads
 
 #: Files of training runs that are checked in.
@@ -324,7 +325,7 @@ def _typed(report: Mapping[str, Any]) -> str:
 
 
 def listed() -> str:
-    """Every report with its command line, commit and date."""
+    """Every report with its command line, its commit, how many came later, and its date."""
     rows = []
     for path in sorted(RUNTIME_REPORTS.glob("*.json")):
         data = load(path)
@@ -335,10 +336,11 @@ def listed() -> str:
                     f"[{path.name}]({path.name})",
                     f"`{_typed(data)}`{_with(data)}",
                     f"`{e['commit'][:12]}`",
+                    age(e["commit"]),
                     e["date"],
                 )
             )
-    return markdown(("report", "command", "commit", "date"), rows)
+    return markdown(("report", "command", "commit", "commits of its code", "date"), rows)
 
 
 def _with(report: Mapping[str, Any]) -> str:

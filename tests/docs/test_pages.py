@@ -31,6 +31,7 @@ from tests.docs.blocks import (
     rendered,
 )
 from tests.docs.device_block import _guards, _parts
+from tests.docs.history import AGE
 from tests.docs.kernel_block import agreements, proofs
 from tests.docs.reading import dated, files
 from tests.docs.remarks import CUT, IN_SHORT, REMARKS, in_short, remark
@@ -44,8 +45,8 @@ def text_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_generated_blocks_are_current(page: Path) -> None:
-    """Every generated number is the one in its report."""
-    assert rendered(page) == text_of(page)
+    """Every generated number is the one in its report; ages are those of when the page was made."""
+    assert AGE.sub("later", rendered(page)) == AGE.sub("later", text_of(page))
 
 
 def test_the_readme_is_short() -> None:
