@@ -260,6 +260,7 @@ class GuardedSchedule:
     def remove(self) -> None:
         """Remove the guard; the schedule and its stages are as they were before it."""
         self._logs.close()
+        self._actions.evidence.remove()
         if self._boundaries.updates is not None:
             self._boundaries.updates.remove()
         while self._replaced:

@@ -1,5 +1,5 @@
 """
-Lets Megatron-core run on a CPU, in tests alone: it writes ``device="cuda"`` into its loops.
+Lets Megatron-core run on a CPU, in tests and in the sweep of modes: it names device "cuda" itself.
 
 From 0.18 on it imports Triton, whose kernels no test calls; a module that is named so stands in.
 """
