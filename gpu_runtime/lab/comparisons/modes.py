@@ -83,14 +83,15 @@ class Framework:
         legal: Whether the framework offers a combination of values.
         numbers: Factors that change numbers by themselves: rows are compared with a reference that
             has the same values of these.
-        refused: Rows that the framework refuses by itself, each by what differs from the plainest.
+        beyond: Rows beyond the cover, each by what differs from the plainest: what the framework
+            refuses by itself, and what is known to need more than two values.
     """
 
     name: str
     factors: Mapping[str, Sequence[Any]]
     legal: Callable[[Row], bool]
     numbers: Sequence[str]
-    refused: Sequence[Row] = ()
+    beyond: Sequence[Row] = ()
 
     def plainest(self, row: Row) -> Row:
         """The reference of a row."""
@@ -125,12 +126,14 @@ def _torch(versions: Mapping[str, str], device: str) -> Framework:
         "walks": (1, 2),
         "scale_grads": (True, False),
     }  # fmt: skip
-    refused = [
+    beyond: list[Row] = [
         {"layout": "pp2 dp2", "shapes": "inferred", "schedule": name}
         for name in ("GPipe", "Interleaved1F1B")
         if wide
     ]
-    return Framework("torch", factors, legal, ("layout", "walks", "scale_grads"), refused)
+    if release >= (2, 13):
+        beyond.append({"schedule": "InterleavedZeroBubble", "defer_pp_recv": True})
+    return Framework("torch", factors, legal, ("layout", "walks", "scale_grads"), beyond)
 
 
 def _megatron(versions: Mapping[str, str], device: str) -> Framework:
@@ -155,7 +158,12 @@ _MEGATRON_CPU = Framework(
     },
     _interleaved,
     ("layout",),
-    ({"messages": "overlapped"}, {"vpp": 2, "delay_wgrad_compute": True}),
+    (
+        {"messages": "overlapped"},
+        {"vpp": 2, "delay_wgrad_compute": True},
+        {"vpp": 2, "messages": "batched"},
+        {"vpp": 2, "messages": "batched", "variable_seq_lengths": True},
+    ),
 )
 _MEGATRON_GPU = Framework(
     "megatron",
@@ -187,10 +195,10 @@ FRAMEWORKS: Mapping[str, Callable[[Mapping[str, str], str], Framework]] = {
 
 
 def rows_of(framework: Framework) -> list[dict[str, Any]]:
-    """The rows to run: references, the cover, and what the framework refuses by itself."""
+    """The rows to run: references, the cover, and the rows beyond it."""
     chosen = cover(framework.factors, framework.legal)
     plain = {name: values[0] for name, values in framework.factors.items()}
-    probes = [{**plain, **row} for row in framework.refused]
+    probes = [{**plain, **row} for row in framework.beyond]
     references: list[Row] = []
     for row in [*chosen, *probes]:
         if (own := framework.plainest(row)) not in references:
