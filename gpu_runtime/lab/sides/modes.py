@@ -128,6 +128,8 @@ def run(rank: int, world: int, folder: Path) -> int:
                     )
             except BaseException as error:
                 traceback.print_exc()
+                while error.__cause__ is not None:  # frameworks wrap what went wrong
+                    error = error.__cause__
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 out.write(json.dumps({"failed": text, "guarded": guards, "at": time.time()}) + "\n")
                 return 3
