@@ -225,27 +225,34 @@ class MegatronRun:
         return megatron.guard(manner="report")
 
     def _data(self) -> Iterator[Any]:
+        """Yield microbatches; a graph of a whole iteration wants named tensors."""
         generator = torch.Generator().manual_seed(self.number * 10 + self.replica)
         for _ in range(self.microbatches):
             if self.cuda:
-                words = ROWS, _GPT["sequence"] + 1
-                tokens = torch.randint(0, _GPT["vocabulary"], words, generator=generator)
-                yield tokens.to(self.device)
+                length = _GPT["sequence"]
+                words = torch.randint(
+                    0, _GPT["vocabulary"], (ROWS, length + 1), generator=generator
+                )
+                named = {
+                    "tokens": words[:, :-1],
+                    "labels": words[:, 1:],
+                    "places": torch.arange(length).expand(ROWS, length),
+                }
+                yield {name: one.contiguous().to(self.device) for name, one in named.items()}
             else:
-                yield torch.randn(2, _SEQUENCE, ROWS, WIDTH, generator=generator)
+                x, y = torch.randn(2, _SEQUENCE, ROWS, WIDTH, generator=generator)
+                yield {"x": x, "y": y}
 
     def _forward(self, batches: Any, chunk: Any) -> tuple[Tensor, Any]:
         batch = next(batches)
         if self.cuda:
-            tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-            places = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-            out = chunk(tokens, places.contiguous(), None, labels=labels)
+            out = chunk(batch["tokens"], batch["places"], None, labels=batch["labels"])
         else:
-            out = chunk(batch[0])
+            out = chunk(batch["x"])
 
         def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             mean = output.float().mean
-            found = mean() if self.cuda else nn.functional.mse_loss(output, batch[1])
+            found = mean() if self.cuda else nn.functional.mse_loss(output, batch["y"])
             return found, {"loss": found.detach().clone()}
 
         return out, loss
