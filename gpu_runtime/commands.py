@@ -90,6 +90,7 @@ PARTS = (
     ("curves", "train guarded and native runs in turn, and report their loss curves"),
     ("restarts", "stop training, resume it from a checkpoint and compare every bit"),
     ("kills", "kill a training run again and again, resume it and compare every bit"),
+    ("modes", "run a framework's modes in pairs, and compare their bits and what a guard says"),
     ("guards", "measure the host time of the guard of torch's pipeline"),
     ("scales", "train with scales that move at every action and once a step, and compare losses"),
     ("second_runs", "flip bits in steps that run twice, and time such steps"),

@@ -21,10 +21,12 @@ __all__ = [
     "BackwardPasses",
     "ForwardCalls",
     "GradientWrites",
+    "ReplicaHooks",
     "Weights",
     "Written",
     "another_work",
     "counters",
+    "is_replicated",
     "is_sharded",
     "not_once",
     "not_run",
@@ -202,6 +204,48 @@ class GradientWrites:
         )
 
 
+class ReplicaHooks:
+    """
+    Watches where torch's DistributedDataParallel reduces gradients, and when it is armed to.
+
+    It reduces them in the nodes that accumulate gradients, in the next backward after a forward
+    outside of `no_sync`. `torch.autograd.grad` passes none of these nodes: gradients that a program
+    then writes by itself are reduced over no replicas.
+
+    Args:
+        module: The DistributedDataParallel.
+
+    Attributes:
+        armed: Whether a forward has armed it since a backward passed one of the nodes.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.armed = self._passed = False
+        self._hooks = [module.register_forward_hook(self._forward)]
+        self._hooks += [
+            parameter.register_post_accumulate_grad_hook(self._pass)
+            for parameter in _parameters(module)
+            if parameter.requires_grad
+        ]
+
+    def _forward(self, module: Any, given: Any, output: Any) -> None:
+        requires = any(node is not None for node in _nodes(output))
+        self.armed = self.armed or (module.require_backward_grad_sync and requires)
+
+    def _pass(self, parameter: Any) -> None:
+        self._passed = True
+
+    def passed(self) -> bool:
+        """Whether a backward has passed one of the nodes since this was asked last."""
+        found, self._passed = self._passed, False
+        return found
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 @attrs.frozen
 class Written:
     """
@@ -309,6 +353,12 @@ def is_sharded(module: Any) -> bool:
     if module is None:
         return True
     return any(map(_shards, set(map(type, module.modules()))))
+
+
+def is_replicated(module: Any) -> bool:
+    """Whether DistributedDataParallel wraps a module, with more than one replica."""
+    names = {base.__name__ for base in type(module).__mro__}
+    return "DistributedDataParallel" in names and module.process_group.size() > 1
 
 
 def _parameters(module: Any) -> list[Any]:

@@ -40,7 +40,7 @@ from .meeting import MeetingError
 from .pipelining_boundary import UNUSED, EpochBoundaries
 from .pipelining_rebuild import PipelineRanks
 from .pipelining_step import TableReductions
-from .pipelining_table import declared_order, table_of
+from .pipelining_table import declared_order, table_of, transport_of
 from .pipelining_update import Updates
 from .pipelining_walk import ActionGuard
 from .releases import check_release
@@ -78,8 +78,8 @@ def guard(
 
     Args:
         schedule: A schedule of `torch.distributed.pipelining`, with a loss function.
-        transport: How messages are carried, for the check of the table; torch's default transport
-            by default.
+        transport: How messages are carried, for the check of the table; by default as the stages
+            say (torch 2.14 and later), or torch's default transport.
         manner: ``refuse`` raises at a violation; ``report`` reports it, and the run goes on.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
@@ -185,6 +185,7 @@ class GuardedSchedule:
     def _table(self, transport: Transport | None) -> tuple[Schedule | None, bool]:
         """Return the table, None if it is wrong or missing; and whether steps can be judged."""
         table, reports = table_of(self.schedule), self._judge.reports
+        transport = transport or transport_of(self.stages)
         found = [] if table is None else check_ranks(table, transport)
         if table is None or not found:
             return table, True
@@ -260,6 +261,7 @@ class GuardedSchedule:
     def remove(self) -> None:
         """Remove the guard; the schedule and its stages are as they were before it."""
         self._logs.close()
+        self._actions.evidence.remove()
         if self._boundaries.updates is not None:
             self._boundaries.updates.remove()
         while self._replaced:

@@ -206,6 +206,7 @@ class EpochBoundaries:
         updates, own = self.updates, [stage.stage_index for stage in self._stages]
 
         def finish() -> None:
+            self._actions.evidence.check_replicas()
             if updates is None:
                 self._actions.step.finish(own)
                 self._left = False

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qeffect.refusals import Refused
+from qeffect.refusals import Refused, refused
 
-from .evidence import BackwardPasses, ForwardCalls, GradientWrites, Weights, is_sharded, not_run
+from .evidence import (
+    BackwardPasses,
+    ForwardCalls,
+    GradientWrites,
+    ReplicaHooks,
+    Weights,
+    is_replicated,
+    is_sharded,
+    not_run,
+)
 from .works import Event
 
 __all__ = ["METHODS", "StageEvidence"]
@@ -51,6 +60,19 @@ class StageEvidence:
         self._returned: dict[Event, Any] = {}
         #: By stage, the optimizer's parameters of a sharded module, by name.
         self._shards: dict[int, Mapping[str, Any]] = {}
+        #: By stage that DistributedDataParallel wraps: where it reduces, and the backwards that
+        #: have written gradients in this step, each with whether it passed there.
+        self._replicas = {
+            index: ReplicaHooks(self._module(index))
+            for index in self._stages
+            if is_replicated(self._module(index)) and not self.keeps_graphs(index)
+        }
+        self._wrote: dict[int, list[tuple[Event, bool]]] = {}
+
+    def remove(self) -> None:
+        """Remove every hook that stays between steps."""
+        for hooks in self._replicas.values():
+            hooks.remove()
 
     def own(self, stage: int, name: str, method: Any) -> None:
         """Record the guard's method of a stage, which calls the method that was there before."""
@@ -69,6 +91,55 @@ class StageEvidence:
             seen()
         self._watched.clear()
         self._returned.clear()
+        self._wrote.clear()
+        for hooks in self._replicas.values():
+            hooks.passed()
+
+    def wrote(self, event: Event, microbatches: int) -> None:
+        """
+        Note that an action ran which may have written gradients.
+
+        Args:
+            event: The action.
+            microbatches: Microbatches of the step; the last one's backward reduces the gradients.
+
+        Raises:
+            Refused: ``reduction.incomplete``.
+        """
+        kind, stage, _ = event
+        hooks = self._replicas.get(stage)
+        if hooks is None or kind not in ("B", "W"):
+            return
+        wrote = self._wrote.setdefault(stage, [])
+        wrote.append((event, hooks.passed()))
+        early = hooks.armed and wrote[-1][1] and len(wrote) < microbatches
+        hooks.armed = hooks.armed and not wrote[-1][1]
+        if early:
+            raise refused(
+                "reduction.incomplete",
+                "start_reduction",
+                f"gradients of stage {stage} reduced over its replicas by {_text(event)}: a "
+                "forward before the step armed DistributedDataParallel",
+                f"one reduction, by the last of {microbatches} backwards",
+            )
+
+    def check_replicas(self) -> None:
+        """
+        Check that the last backward of each stage let DistributedDataParallel reduce its gradients.
+
+        Raises:
+            Refused: ``reduction.missing``.
+        """
+        for stage, wrote in self._wrote.items():
+            event, passed = wrote[-1]
+            if not passed:
+                raise refused(
+                    "reduction.missing",
+                    "check_update",
+                    f"gradients of stage {stage}: its last backward, {_text(event)}, passed none "
+                    "of the nodes where DistributedDataParallel reduces them",
+                    "one reduction over the replicas, by the stage's last backward",
+                )
 
     def forget_weights(self) -> None:
         """Forget the weights' versions: an update has written the weights."""
@@ -193,6 +264,11 @@ class StageEvidence:
 
     def _module(self, stage: int) -> Any:
         return getattr(self._stages[stage], "submod", None)
+
+
+def _text(event: Event) -> str:
+    """An action in torch's notation."""
+    return f"{event[1]}{event[0]}{event[2]}"
 
 
 def _outputs(stage: Any, microbatch: int) -> Any:

@@ -9,10 +9,19 @@ from qeffect.keys import Cell, cell_of
 from qeffect.schedule.actions import Kind, Schedule
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.torch_tables import SINGLE, torch_schedule
+from qeffect.schedule.transport import Transport
 
 from .works import Event
 
-__all__ = ["GuardedRow", "ReadActions", "RowGuard", "declared_order", "event_of", "table_of"]
+__all__ = [
+    "GuardedRow",
+    "ReadActions",
+    "RowGuard",
+    "declared_order",
+    "event_of",
+    "table_of",
+    "transport_of",
+]
 
 
 #: How many actions `ReadActions` keeps.
@@ -95,6 +104,14 @@ def table_of(schedule: Any) -> Schedule | None:
         return torch_schedule(
             name, pp=schedule._num_stages, microbatches=schedule._n_microbatches, comms=True
         )
+    return None
+
+
+def transport_of(stages: list[Any]) -> Transport | None:
+    """Return how torch's stages carry messages; None if they do not say, or by default."""
+    for name, queues in (("p2p_per_edge", "edge"), ("p2p_per_direction", "direction")):
+        if any(getattr(stage, name, False) for stage in stages):
+            return Transport(queues=queues)
     return None
 
 

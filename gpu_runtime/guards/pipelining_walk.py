@@ -235,6 +235,7 @@ class ActionGuard:
 
     def _commit(self, event: Event, block: Any) -> None:
         self.step.commit(event, block)
+        self.evidence.wrote(event, self._schedule._n_microbatches)
         if event[0] == "F":
             self.evidence.forwarded(event)
 

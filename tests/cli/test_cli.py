@@ -129,6 +129,9 @@ OPTIONS = {
         *("--device", "--flips", "--inside", "--launched", "--every", "--rounds", "--microbatches"),
         *("--layers", "--seed", *REPORT),
     },
+    "runtime report modes": {
+        *("--framework", "--device", "--python", "--packages", "--limit", *REPORT),
+    },
     "runtime report kills": {
         *("--device", "--one-launch", "--kills", "--seed", "--at-once", *REPORT),
     },

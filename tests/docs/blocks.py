@@ -39,6 +39,7 @@ def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
     """The function of each block, by page and block name."""
     from tests.docs import (
         kernel_block,
+        modes_block,
         moved_block,
         readme_block,
         record_block,
@@ -53,6 +54,7 @@ def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
         RUNTIME_PAGE: runtime_block.BLOCKS,
         RECORDS_PAGE: record_block.BLOCKS,
         **trust_block.BLOCKS,
+        **modes_block.BLOCKS,
     }
 
 

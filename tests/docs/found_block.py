@@ -52,6 +52,19 @@ FOUND = (
         "docs/pipelining.md",
     ),
     Found(
+        "torch_replicas_not_reduced.md",
+        "reduction.missing",
+        None,
+        "docs/pipelining.md",
+        ("pytorch/pytorch#144530",),
+    ),
+    Found(
+        "torch_inferred_shapes_reduce_early.md",
+        "reduction.incomplete",
+        None,
+        "docs/pipelining.md",
+    ),
+    Found(
         "megatron_stale_weights.md",
         "version.stale-cache",
         None,

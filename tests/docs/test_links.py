@@ -17,6 +17,8 @@ OTHERS_FILES = (
     "tests/failures/megatron_batched_messages.md",
     "tests/failures/megatron_stale_weights.md",
     "tests/failures/torch_deferred_receives.md",
+    "tests/failures/torch_inferred_shapes_reduce_early.md",
+    "tests/failures/torch_replicas_not_reduced.md",
     "CHANGELOG.md",
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from tests.megatron import as_cpu
+from qeffect.gpu_runtime.lab.sides import as_cpu
 
 if __name__ == "__main__":
     as_cpu.install()

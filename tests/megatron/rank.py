@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.megatron import as_cpu
+from qeffect.gpu_runtime.lab.sides import as_cpu
 from tests.megatron.model import WIDTH, Layer, Training, data
 
 #: No case lives longer; a hung rank prints where it hangs.

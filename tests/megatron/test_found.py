@@ -15,7 +15,7 @@ from tests.megatron.ranks import RELEASES, folder_of
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("megatron_stale_weights.md", "megatron_batched_messages.md")
 #: Runs a script where Triton is not installed, which Megatron-core imports.
-RUN = "from tests.megatron.as_cpu import install; import runpy, sys; install()\n"
+RUN = "from qeffect.gpu_runtime.lab.sides.as_cpu import install; import runpy, sys; install()\n"
 RUN += "runpy.run_path(sys.argv[1], run_name='__main__')"
 
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as torch_utils
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action
+from torch.nn.parallel import DistributedDataParallel
 
 from qeffect.contract import Contract
 from qeffect.guards.pipelining import UNUSED, GuardedSchedule, MeetingError, guard
@@ -79,12 +81,13 @@ class Run:
         name: str,
         *,
         ranks: int = 2,
+        group: Any = None,
         block: Callable[[int], nn.Module] = Block,
         stage: type[PipelineStage] = Stage,
         microbatches: int = MICROBATCHES,
         rows: int | None = None,
     ) -> None:
-        rank = dist.get_rank()
+        rank = dist.get_rank(group)
         own = [rank, rank + ranks]
         if name in SINGLE:
             own = [rank]
@@ -101,6 +104,7 @@ class Run:
                 x.device,
                 input_args=x.clone().requires_grad_(index > 0),
                 output_args=x.clone().requires_grad_(),
+                group=group,
                 **_gradient_shapes(x, index, total),
             )
             for part, index in zip(self.blocks, own, strict=True)
@@ -171,6 +175,59 @@ def accepted(names: list[str], steps: int) -> dict[str, Any]:
             "guarded": [b for _, b in bits],
             "epoch": guarded.contract.epoch,
             "tapes": len(guarded.contract.live()),
+        }
+    return said
+
+
+def replicas(names: list[str]) -> dict[str, Any]:
+    """
+    Each schedule over two replicas, each a pipeline of one rank: a step without and with a guard.
+
+    In the run ``armed`` a module was called before the step, as torch's inference of shapes does.
+    """
+    join()
+    rank = dist.get_rank()
+    group = [dist.new_group([one]) for one in range(2)][rank]
+    said = {}
+    for name in (*names, "armed"):
+        reductions: list[int] = []
+
+        def reduce(state: Any, bucket: Any, reductions: list[int] = reductions) -> Any:
+            reductions.append(bucket.index())
+            return allreduce_hook(state, bucket)
+
+        reduce.__annotations__.clear()  # torch wants none, or its own classes
+
+        def run(cls: str, reduce: Any = reduce) -> Run:
+            made = Run(cls, ranks=1, group=group, block=lambda n: DistributedDataParallel(Block(n)))
+            made.blocks[0].register_comm_hook(None, reduce)  # type: ignore[operator]
+            return made
+
+        def step(made: Run, armed: bool) -> list[str]:
+            x = torch.randn(made.rows, WIDTH, generator=torch.Generator().manual_seed(rank))
+            if armed:
+                made.blocks[0](x)
+            made.schedule.step(x, target=x)
+            return [_digest(p.grad) for block in made.blocks for p in block.parameters()]
+
+        cls = "Schedule1F1B" if name == "armed" else name
+        plain = step(run(cls), name == "armed")
+        own = run(cls)
+        guarded = guard(own.schedule, manner="report")
+        reductions.clear()
+        gradients = step(own, name == "armed")
+        found = [[v.clause, v.step, v.found] for v in guarded.violations]
+        guarded.remove()
+        hooks = [
+            sum(len(p._post_accumulate_grad_hooks or ()) for p in own.blocks[0].parameters()),
+            len(own.blocks[0]._forward_hooks),
+        ]
+        said[name] = {
+            "plain": plain,
+            "gradients": gradients,
+            "violations": found,
+            "reductions": len(reductions),
+            "hooks": hooks,
         }
     return said
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qeffect.guards.pipelining import guard
@@ -18,6 +19,7 @@ from qeffect.schedule.actions import ScheduleError
 from tests.docs.code import blocks
 from tests.ranks import guard_bodies as bodies
 from tests.ranks.ranks import launch
+from tests.torch_release import NEEDS_DEFERRED
 
 INTERLEAVED, ZERO_BUBBLE, ZBV = (
     "ScheduleInterleaved1F1B",
@@ -108,6 +110,26 @@ def _edited(name: str, entry: int, change: str, with_guard: bool) -> dict[str, A
 
 class TestOneRank:
     """Every entry of a rank's row, and the calls of `guard` itself."""
+
+    @NEEDS_DEFERRED
+    def test_stages_say_how_messages_are_carried(self, rank: int) -> None:
+        """Deferred receives are right where gradients have a group of their own (torch 2.14)."""
+        run = bodies.Run(ZBV).alone()
+        schedule: Any = run.schedule
+        schedule.pipeline_order_with_comms = torch_schedules._defer_recv_ops(
+            schedule.pipeline_order_with_comms,
+            lambda stage: schedule.stage_index_to_group_rank[stage],
+        )
+        for attribute in (None, "p2p_per_edge"):  # an edge carries both in one queue
+            for stage in run.stages if attribute else ():
+                setattr(stage, attribute, True)
+            with pytest.raises(ScheduleError, match="message-order"):
+                guard(schedule)
+        for stage in run.stages:
+            del stage.p2p_per_edge
+            stage.p2p_per_direction = True
+
+        assert 0 == guard(schedule).contract.epoch
 
     @pytest.mark.parametrize("name", [INTERLEAVED, ZBV])
     def test_every_entry_matters(self, rank: int, name: str) -> None:

@@ -663,6 +663,34 @@ def scales_report() -> dict[str, Any]:
     return Report("scales", None, ENVIRONMENT, asked, {"runs": runs}).finish()
 
 
+def modes_report() -> dict[str, Any]:
+    """A reference; a row of the same bits, one of others that the guard names, a refused one."""
+    plainest = {"schedule": "GPipe", "walks": 1}
+
+    def trained(bits: str) -> dict[str, Any]:
+        return {"losses": [1.0, 0.5], "bits": {"losses": [bits] * 2, "parameters": [bits]}}
+
+    def row(kind: str, bits: str, violations: list[Any], **other: Any) -> dict[str, Any]:
+        given = {**plainest, **other}
+        sides = {side: trained(bits * 12) for side in ("plain", "guarded")}
+        return {"kind": kind, "row": given, "numbers": f"walks={given['walks']}", "ranks": 2,
+                "seconds": 0.5, **sides, "violations": violations}  # fmt: skip
+
+    said = ["reduction.missing", 1, 0, "the end of the step", "gradients of stage 1"]
+    refused = {"kind": "probe", "row": {"schedule": "V", "walks": 1}, "numbers": "walks=1",
+               "ranks": 4, "failed": "ValueError: no", "guarded": False}  # fmt: skip
+    rows = [
+        row("reference", "a", []),
+        row("cover", "a", [], schedule="1F1B"),
+        row("cover", "b", [said], schedule="ZBV"),
+        refused,
+    ]
+    factors = {"schedule": ["GPipe", "1F1B", "ZBV", "V"], "walks": [1, 2]}
+    asked = {"framework": "torch", "device": "cpu", "versions": {"torch": "2.13.0"},
+             "limit_s": 60.0, "factors": factors, "numbers": ["walks"]}  # fmt: skip
+    return Report("modes", None, ENVIRONMENT, asked, {"rows": rows}).finish()
+
+
 def second_runs_report() -> dict[str, Any]:
     """Three flips, one of which found nothing to flip, and two prices of two rounds."""
     flip = {"steps": "guarded replays", "kind": "output", "run": 1, "rank": 0, "flipped": 1}

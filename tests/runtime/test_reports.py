@@ -52,6 +52,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "train": samples.train_report,
     "restarts": samples.restarts_report,
     "kills": samples.kills_report,
+    "modes": samples.modes_report,
     "scales": samples.scales_report,
     "second_runs": samples.second_runs_report,
     "curves": samples.curves_report,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..statistics.modes import changed
 from ..statistics.scales import LAST
 from ..statistics.summary import Raw
 
@@ -486,6 +487,26 @@ def second_run_lines(report: Report) -> list[str]:
     ]
 
 
+def mode_lines(report: Report) -> list[str]:
+    """A row for each row that ran, and how often each end came."""
+    derived, asked = report["derived"], report["configuration"]
+    rows = [
+        (
+            row["end"],
+            ", ".join(row["clauses"]) or row.get("said", "-")[:60],
+            ", ".join(what for what, _ in row["differs"]) or "-",
+            changed(row["row"], asked["factors"]),
+        )
+        for row in derived["rows"]
+    ]
+    counts = ", ".join(f"{count} {end}" for end, count in derived["ends"].items())
+    return [
+        *table(("end", "said", "differs", "mode"), rows),
+        f"{asked['framework']}: {counts}; {derived['pairs_that_ran']} of {derived['pairs']} pairs "
+        "of values ran to the end",
+    ]
+
+
 LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "bench": bench_lines,
     "sweep": sweep_lines,
@@ -498,6 +519,7 @@ LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "peers": lambda report: peer_lines(report["derived"]),
     "restarts": restart_lines,
     "kills": kill_lines,
+    "modes": mode_lines,
     "scales": lambda report: scales_lines(report["derived"]),
     "second_runs": second_run_lines,
     "curves": lambda report: curve_lines(report["derived"]),

@@ -41,7 +41,16 @@ from ..statistics.peers import EAGER
 from .language import HISTORY, PP, VPP, DrawnLanguage, PeerRow
 from .pipelines import drawn_batches
 
-__all__ = ["MegatronRow", "MegatronSide", "library", "measure_modes", "meet", "megatron_name"]
+__all__ = [
+    "MODES",
+    "MODULES",
+    "MegatronRow",
+    "MegatronSide",
+    "library",
+    "measure_modes",
+    "meet",
+    "megatron_name",
+]
 
 CAPTURED_AT = 3
 """Steps before Transformer Engine's graphs are made, as in Megatron's own loop."""
@@ -57,6 +66,16 @@ MODULES = (
     "megatron.core.transformer.cuda_graphs",
     "megatron.core.full_cuda_graph",
 )
+MODES = (
+    "megatron.core.parallel_state",
+    "megatron.core.num_microbatches_calculator",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.module",
+    "megatron.core.transformer.transformer_config",
+)
+"""What the sweep of modes needs on a CPU, where `MODULES` cannot be imported."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "self_attention.layernorm_qkv.": (
@@ -99,9 +118,12 @@ def megatron_name(name: str, first_layer: int) -> str:
     return f"decoder.layers.{int(found[1]) - first_layer}.{_OF_LAYER[found[2]]}"
 
 
-def library() -> SimpleNamespace:
+def library(names: Sequence[str] = MODULES) -> SimpleNamespace:
     """
     Megatron-core's modules, by the last part of their names.
+
+    Args:
+        names: Their full names.
 
     Raises:
         UnusableError: Megatron-core or one of its modules is missing.
@@ -109,7 +131,7 @@ def library() -> SimpleNamespace:
     import importlib
 
     found = {}
-    for name in MODULES:
+    for name in names:
         try:
             found[name.rsplit(".", 1)[1]] = importlib.import_module(name)
         except ImportError as error:

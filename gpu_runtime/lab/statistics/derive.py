@@ -24,6 +24,7 @@ from .evidence import derive_compare, derive_pools, derive_probes, derive_stream
 from .goals import judge_cells, judge_sweep
 from .host import derive_host
 from .kills import derive_kills
+from .modes import derive_modes
 from .peers import derive_peers
 from .restarts import derive_restarts
 from .scale import derive_scale
@@ -376,6 +377,7 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "train": derive_train,
     "restarts": derive_restarts,
     "kills": derive_kills,
+    "modes": derive_modes,
     "scales": derive_scales,
     "second_runs": derive_second_runs,
     "curves": derive_curves,

@@ -1,5 +1,5 @@
 """
-Lets Megatron-core run on a CPU, in tests alone: it writes ``device="cuda"`` into its loops.
+Lets Megatron-core run on a CPU, in tests and in the sweep of modes: it names device "cuda" itself.
 
 From 0.18 on it imports Triton, whose kernels no test calls; a module that is named so stands in.
 """
@@ -64,10 +64,13 @@ def install() -> None:
             return _Triton("triton")
         return load(name, *(() if names is None else (names,)), *rest, **kwargs)
 
-    builtins.__import__ = imported
-    _AsCpu().__enter__()
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
-    torch.cuda.current_stream = lambda *_, **__: _Stream()  # type: ignore[assignment,return-value]
-    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
-    torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment,return-value]
+    python: Any = builtins
+    python.__import__ = imported
+    mode: Any = _AsCpu()
+    mode.__enter__()
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_, **__: None
+    cuda.current_stream = lambda *_, **__: _Stream()
+    cuda.Stream = _Stream
+    cuda.stream = lambda *_: nullcontext()

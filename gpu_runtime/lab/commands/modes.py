@@ -1,0 +1,83 @@
+"""
+``qeffect runtime report modes``: a framework's modes in pairs, their bits, and what a guard says.
+
+``--framework torch`` sweeps the schedules of `torch.distributed.pipelining`; ``--framework
+megatron`` the loops of Megatron-core. Ranks of this machine run the rows: on a CPU over gloo, with
+``--device cuda`` on two GPUs over NCCL. The exit code is 1 if a row's bits differ and the guard is
+silent, if a guard raises a false alarm, or if it changes a bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+
+from ..comparisons.modes import FRAMEWORKS, Place, rows_of, run_rows
+from ..reports.report import Report, add_report_options, environment, require_place
+from ..runner.device import require_device
+from ..statistics.modes import WRONG
+
+__all__ = ["add_modes_arguments", "run_modes"]
+
+
+def add_modes_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `modes`."""
+    parser.add_argument(
+        "--framework", choices=sorted(FRAMEWORKS), default="torch", help="default: torch"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device (default cpu)"
+    )
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="F",
+        help="interpreter whose packages the ranks import (default: this one)",
+    )
+    parser.add_argument(
+        "--packages", type=Path, metavar="FOLDER", help="packages that the ranks find first"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=60.0, metavar="S", help="seconds per row (default 60)"
+    )
+    add_report_options(parser)
+
+
+def run_modes(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Run the rows, and write the report.
+
+    Raises:
+        UnusableError: The framework or a device is missing, or the limit is not positive.
+    """
+    require_place(args.out)
+    if not args.limit > 0:
+        raise UnusableError(f"--limit must be above 0, found {args.limit:g}")
+    if args.device == "cuda":
+        library = args.framework == "megatron"
+        require_device("--device cpu runs the modes that sit in host code", library=library)
+        if (found := torch.cuda.device_count()) < 2:
+            raise UnusableError(f"--device cuda needs two GPUs, found {found}")
+    where = environment(args.commit, args.out)
+    place = Place(args.python, args.packages, args.device, args.limit)
+    versions = place.versions(args.framework)
+    framework = FRAMEWORKS[args.framework](versions, args.device)
+    asked = {
+        "framework": args.framework,
+        "device": args.device,
+        "versions": versions,
+        "limit_s": args.limit,
+        "factors": {name: list(values) for name, values in framework.factors.items()},
+        "numbers": list(framework.numbers),
+    }
+    report = Report("modes", args.out, where, asked, {"rows": []})
+    report.raw["rows"] += run_rows(place, args.framework, rows_of(framework), progress.note)
+    derived = report.finish()["derived"]
+    wrong = any(derived["ends"].get(end) for end in WRONG)
+    return Outcome("refused" if wrong else "accepted", {"derived": derived}, report.lines())

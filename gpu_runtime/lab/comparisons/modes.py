@@ -1,0 +1,387 @@
+"""
+The modes of a framework in pairs: which rows are run, and the processes that run them.
+
+A row has a value for each factor, such as the schedule or the way in which messages are posted. A
+cover has each pair of values that occurs in a legal row. Each row trains a small model twice, with
+a learning rate above zero: without a guard and under a guard that reports. A reference is the same
+model in the framework's plainest mode. `sides/modes.py` is what a rank runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import qeffect
+from qeffect.report import UnusableError
+
+from ..statistics.modes import numbers_of
+
+__all__ = ["FRAMEWORKS", "Framework", "Place", "Row", "cover", "pairs", "rows_of", "run_rows"]
+
+Row = Mapping[str, Any]
+"""A value for each factor."""
+
+_RANK = "qeffect.gpu_runtime.lab.sides.modes"
+#: How many orders of the rows `cover` tries.
+_ORDERS = 4
+#: Seconds for ranks to import the framework and to meet.
+_IMPORT_S = 240.0
+
+
+def pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Every pair of values of a row, each value with the name of its factor."""
+    return set(combinations(row.items(), 2))
+
+
+def cover(
+    factors: Mapping[str, Sequence[Any]], legal: Callable[[Row], bool] = lambda row: True
+) -> list[Row]:
+    """
+    Choose rows that have every pair of values which occurs in a legal row.
+
+    The row with the most missing pairs comes next, the first one of equal ones; of several orders
+    of the rows, drawn from fixed seeds, the shortest choice is taken. It is therefore the same in
+    every run.
+    """
+    names = tuple(factors)
+    every = [dict(zip(names, values, strict=True)) for values in product(*factors.values())]
+    had = [(row, pairs(row)) for row in every if legal(row)]
+    choices = []
+    for seed in range(_ORDERS):
+        chosen: list[Row] = []
+        missing = set[Any]().union(*(own for _, own in had))
+        while missing:
+            row, own = max(had, key=lambda each: len(each[1] & missing))
+            chosen.append(row)
+            missing -= own
+        choices.append(chosen)
+        random.Random(seed).shuffle(had)
+    return min(choices, key=len)
+
+
+@attrs.frozen
+class Framework:
+    """
+    The modes of a framework.
+
+    Args:
+        name: Its name.
+        factors: The values of each factor; the first one is the plainest.
+        legal: Whether the framework offers a combination of values.
+        numbers: Factors that change numbers by themselves: rows are compared with a reference that
+            has the same values of these.
+        beyond: Rows beyond the cover, each by what differs from the plainest: what the framework
+            refuses by itself, and what is known to need more than two values.
+    """
+
+    name: str
+    factors: Mapping[str, Sequence[Any]]
+    legal: Callable[[Row], bool]
+    numbers: Sequence[str]
+    beyond: Sequence[Row] = ()
+
+    def plainest(self, row: Row) -> Row:
+        """The reference of a row."""
+        return {name: row[name] if name in self.numbers else values[0]
+                for name, values in self.factors.items()}  # fmt: skip
+
+
+_SINGLE = ("GPipe", "1F1B")
+_LAYOUTS = ("pp2", "pp4", "pp2 dp2")
+
+
+def _torch(versions: Mapping[str, str], device: str) -> Framework:
+    release = tuple(int(part) for part in versions["torch"].split(".")[:2])
+    wide = device == "cpu"
+
+    def legal(row: Row) -> bool:
+        if row["layout"] == "pp2 dp2" and row["shapes"] == "inferred" and row["schedule"] != "1F1B":
+            return False  # DistributedDataParallel ends in an assertion: rows of their own below
+        plain = not row["defer_pp_recv"] and row["max_outstanding_sends"] is None
+        return plain or row["schedule"] not in _SINGLE
+
+    factors = {
+        "schedule": ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble",
+                     "ZBVZeroBubble", "DualPipeV"),
+        "layout": _LAYOUTS if wide else _LAYOUTS[:1],
+        "defer_pp_recv": (False, True) if release >= (2, 13) else (False,),
+        "queues": ("pair", *(["edge"] if release >= (2, 15) else
+                             ["direction"] if release == (2, 14) else [])),
+        "max_outstanding_sends": (None, 2) if release >= (2, 15) else (None,),
+        "shapes": ("given", "inferred"),
+        "recompute": (False, True),
+        "walks": (1, 2),
+        "scale_grads": (True, False),
+    }  # fmt: skip
+    beyond: list[Row] = [
+        {"layout": "pp2 dp2", "shapes": "inferred", "schedule": name}
+        for name in ("GPipe", "Interleaved1F1B")
+        if wide
+    ]
+    if release >= (2, 13):
+        beyond.append({"schedule": "InterleavedZeroBubble", "defer_pp_recv": True})
+    return Framework("torch", factors, legal, ("layout", "walks", "scale_grads"), beyond)
+
+
+def _megatron(versions: Mapping[str, str], device: str) -> Framework:
+    return _MEGATRON_GPU if device == "cuda" else _MEGATRON_CPU
+
+
+def _interleaved(row: Row) -> bool:
+    return row["vpp"] == 2 or (row["messages"] in ("plain", "batched") and row["group"] == 1)
+
+
+_MEGATRON_CPU = Framework(
+    "megatron",
+    {
+        "layout": _LAYOUTS,
+        "vpp": (1, 2),
+        "messages": ("plain", "batched", "overlapped", "overlapped, flushed"),
+        "group": (1, 2),
+        "variable_seq_lengths": (False, True),
+        "deallocate": (False, True),
+        "reduction": ("at the end", "overlapped", "aligned"),
+        "optimizer": ("adam", "distributed", "distributed, gathered"),
+    },
+    _interleaved,
+    ("layout",),
+    (
+        {"messages": "overlapped"},
+        {"vpp": 2, "delay_wgrad_compute": True},
+        {"vpp": 2, "messages": "batched"},
+        {"vpp": 2, "messages": "batched", "variable_seq_lengths": True},
+    ),
+)
+_MEGATRON_GPU = Framework(
+    "megatron",
+    {
+        "graphs": ("none", "local", "transformer_engine", "full_iteration"),
+        "vpp": (1, 2),
+        "messages": ("plain", "batched", "overlapped"),
+        "scaling": ("delayed", "current", "block"),
+        "fp8_param": (False, True),
+        "reduction": ("at the end", "overlapped"),
+        "optimizer": ("adam", "distributed", "distributed, gathered"),
+        "layout": ("pp2",),
+        "group": (1,),
+    },
+    lambda row: (
+        _interleaved(row)
+        and (row["optimizer"] != "distributed, gathered" or row["reduction"] != "at the end")
+        and (not row["fp8_param"] or row["optimizer"] != "adam")
+    ),
+    ("scaling", "fp8_param", "layout"),
+)
+
+
+FRAMEWORKS: Mapping[str, Callable[[Mapping[str, str], str], Framework]] = {
+    "torch": _torch,
+    "megatron": _megatron,
+}
+"""By name: makes the framework's modes from the installed versions and the device."""
+
+
+def rows_of(framework: Framework) -> list[dict[str, Any]]:
+    """The rows to run: references, the cover, and the rows beyond it."""
+    chosen = cover(framework.factors, framework.legal)
+    plain = {name: values[0] for name, values in framework.factors.items()}
+    probes = [{**plain, **row} for row in framework.beyond]
+    references: list[Row] = []
+    for row in [*chosen, *probes]:
+        if (own := framework.plainest(row)) not in references:
+            references.append(own)
+    return [
+        {"kind": kind, "row": dict(row), "numbers": numbers_of(row, framework.numbers)}
+        for kind, rows in (("reference", references), ("cover", chosen), ("probe", probes))
+        for row in rows
+    ]
+
+
+@attrs.frozen
+class Place:
+    """
+    Where ranks run.
+
+    Args:
+        python: The interpreter whose packages they import.
+        packages: A folder of packages that they find before others; None without one.
+        device: ``cpu`` or ``cuda``.
+        limit_s: No row takes longer, in seconds; the first of a process has a minute more.
+    """
+
+    python: str = sys.executable
+    packages: Path | None = None
+    device: str = "cpu"
+    limit_s: float = 60.0
+
+    def environment(self, rank: int, world: int, port: int) -> dict[str, str]:
+        """The environment variables of a rank."""
+        folders = [str(Path(qeffect.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        if self.packages is not None:
+            folders.insert(0, str(self.packages.resolve()))
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def versions(self, framework: str) -> dict[str, str]:
+        """
+        The versions of the packages that ranks would import.
+
+        Raises:
+            UnusableError: The framework cannot be imported there.
+        """
+        command = [self.python, "-m", _RANK, "versions", framework, self.device]
+        done = subprocess.run(
+            command, env=self.environment(0, 1, 0), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UnusableError(f"{framework} cannot be imported by {self.python}: {said}")
+        found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+def run_rows(
+    place: Place,
+    framework: str,
+    rows: Sequence[Row],
+    note: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, Any]]:
+    """
+    Run rows, those of one number of ranks together; return what the ranks said of each.
+
+    The ranks of a number end at a row that fails or does not end in time; fresh ranks run the next
+    rows.
+    """
+    said: dict[int, dict[str, Any]] = {}
+    worlds: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        worlds.setdefault(_ranks(row["row"]), []).append(index)
+    for world, todo in sorted(worlds.items()):
+        while todo:
+            found = _launch(place, framework, [rows[index] for index in todo], world)
+            for index, one in zip(todo, found, strict=False):
+                said[index] = {**rows[index], "ranks": world, **one}
+            note(f"{framework}, {world} ranks: {len(said)} of {len(rows)} rows")
+            todo = todo[len(found) :]
+    return [said[index] for index in range(len(rows))]
+
+
+def _ranks(row: Row) -> int:
+    sizes = [int(part.lstrip("pd")) for part in row["layout"].split()]
+    return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
+
+
+def _launch(place: Place, framework: str, rows: Sequence[Row], world: int) -> list[dict[str, Any]]:
+    """Run rows in fresh ranks; return what was said of the first ones, at least of one."""
+    with tempfile.TemporaryDirectory(prefix="qeffect-modes-") as name, socket.socket() as free:
+        folder = Path(name)
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        asked = {"framework": framework, "device": place.device, "rows": list(rows)}
+        (folder / "rows.json").write_text(json.dumps(asked))
+        texts = [folder / f"rank{rank}.txt" for rank in range(world)]
+        outs = [folder / f"rank{rank}.jsonl" for rank in range(world)]
+        ranks = []
+        for rank in range(world):
+            with texts[rank].open("w") as out:
+                command = [place.python, "-m", _RANK, "run", str(rank), str(world), name]
+                environment = place.environment(rank, world, port)
+                ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+        try:
+            answers = _await(ranks, outs, len(rows), place.limit_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        done = [_merged(each) for each in zip(*answers, strict=False)]
+        if len(done) < len(rows) and not (done and "failed" in done[-1]):
+            last = next((each[len(done)] for each in answers if len(each) > len(done)), {})
+            codes = [process.returncode for process in ranks]
+            text = last.get("failed") or f"no answer within {place.limit_s:g} s: {codes}"
+            done.append({"failed": text, "guarded": bool(last.get("guarded"))})
+        return done
+
+
+def _await(
+    ranks: Sequence[subprocess.Popen[bytes]], outs: Sequence[Path], many: int, limit_s: float
+) -> list[list[dict[str, Any]]]:
+    """Wait until every rank has answered, one has failed, or a row takes too long."""
+    last, seen = time.monotonic(), -1
+    grace: float | None = None
+    while True:
+        answers = [
+            [json.loads(line) for line in out.read_text().splitlines() if line.endswith("}")]
+            if out.exists()
+            else []
+            for out in outs
+        ]
+        if (count := sum(map(len, answers))) != seen:
+            seen, last = count, time.monotonic()
+        allowed = limit_s if all(answers) else _IMPORT_S
+        answers = [said[1:] for said in answers]  # without the line of a rank that is ready
+        ended = any(process.poll() is not None for process in ranks)
+        if ended and grace is None:  # the others may still say what they saw
+            grace = time.monotonic() + 5.0
+        late = time.monotonic() - last > allowed
+        over = grace is not None and time.monotonic() > grace
+        if late or over or all(process.poll() is not None for process in ranks):
+            return answers
+        if min(map(len, answers)) == many:
+            return answers
+        time.sleep(0.05)
+
+
+def _merged(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks say of a row, as one."""
+    said = list(each)
+    if failed := [one for one in said if "failed" in one]:
+        first = min(failed, key=lambda one: one["at"])
+        return {"failed": first["failed"], "guarded": first["guarded"]}
+    found: dict[str, Any] = {"seconds": max(one["seconds"] for one in said)}
+    for side in ("plain", "guarded"):
+        parts = [one[side] for one in said]
+        losses = [part["losses"] for part in parts if any(part["losses"])]
+        found[side] = {
+            "losses": [sum(map(sum, step)) / len(losses) for step in zip(*losses, strict=True)],
+            "bits": {
+                what: [
+                    _digest(step) for step in zip(*(p["bits"][what] for p in parts), strict=True)
+                ]
+                for what in parts[0]["bits"]
+            },
+        }
+    found["violations"] = sorted(v for one in said for v in one["guarded"]["violations"])
+    return found
+
+
+def _digest(parts: Iterable[Mapping[str, str]]) -> str:
+    """One digest of the digests of all tensors, whichever rank has them."""
+    from hashlib import sha256
+
+    named = {name: value for part in parts for name, value in part.items()}
+    return sha256(json.dumps(sorted(named.items())).encode()).hexdigest()[:12]

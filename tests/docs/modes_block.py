@@ -1,0 +1,109 @@
+"""The page of swept modes: each row of each report, and why a row disagrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qeffect.gpu_runtime.lab.statistics.modes import changed
+from tests.docs.blocks import ROOT, markdown
+from tests.docs.reading import files
+
+__all__ = ["BLOCKS", "EXPLAINED", "PAGE", "modes", "why"]
+
+PAGE = ROOT / "docs" / "modes.md"
+_FAILURES = "../tests/failures"
+
+#: Why rows disagree: framework, what the guard or the framework says, and the reason.
+EXPLAINED = (
+    (
+        "torch",
+        "schedule.message-order",
+        f"deferred receives [exchange tensors]({_FAILURES}/torch_deferred_receives.md)",
+    ),
+    (
+        "torch",
+        "reduction.missing",
+        f"a split backward [reduces nothing]({_FAILURES}/torch_replicas_not_reduced.md) over "
+        "replicas",
+    ),
+    (
+        "torch",
+        "reduction.incomplete",
+        "inferred shapes let the first backward [reduce]"
+        f"({_FAILURES}/torch_inferred_shapes_reduce_early.md) too",
+    ),
+    (
+        "torch",
+        "INTERNAL ASSERT FAILED",
+        "the same [early reduction]"
+        f"({_FAILURES}/torch_inferred_shapes_reduce_early.md) ends in an INTERNAL ASSERT",
+    ),
+    (
+        "megatron",
+        "schedule.message-order",
+        "batched messages [exchange tensors]"
+        f"({_FAILURES}/megatron_batched_messages.md) between two ranks",
+    ),
+    (
+        "megatron",
+        "does not support overlapping p2p communication",
+        "Megatron-core refuses it before it runs",
+    ),
+    (
+        "megatron",
+        "must be enabled when enabling delay_wgrad_compute",
+        "Megatron-core refuses delayed weight gradients without overlapped experts",
+    ),
+)
+
+
+def why(framework: str, row: Mapping[str, Any]) -> str | None:
+    """Why a row disagrees; None if nobody knows, empty if it agrees in silence."""
+    if row["end"] == "same":
+        return ""
+    if row["end"] not in ("found", "refused"):
+        return None
+    said = [*row["clauses"], row.get("said", "")]
+    found = [
+        reason
+        for name, text, reason in EXPLAINED
+        if name == framework and any(text in each for each in said)
+    ]
+    return "; ".join(found) or None
+
+
+def modes() -> str:
+    """A table for each report."""
+    parts = []
+    for name, report in files("modes"):
+        derived, asked, where = report["derived"], report["configuration"], report["environment"]
+        versions = ", ".join(f"{k} {v}" for k, v in asked["versions"].items())
+        counts = ", ".join(f"{count} {end}" for end, count in derived["ends"].items())
+        device = where["gpu"] or where["cpu"]
+        parts.append(
+            f"**{asked['framework']}** on {asked['device']} ([{name}](../gpu_runtime/lab/reports/"
+            f"{name}); {versions}; {device}; commit `{where['commit'][:12]}`): {counts}. "
+            f"{derived['pairs_that_ran']} of {derived['pairs']} pairs of values ran to the end. "
+            "The plainest mode: "
+            + ", ".join(f"{key}={values[0]}" for key, values in asked["factors"].items())
+            + "."
+        )
+        rows = [
+            (
+                changed(row["row"], asked["factors"]),
+                row["ranks"],
+                row["end"],
+                ", ".join(f"`{clause}`" for clause in row["clauses"]) or "-",
+                why(asked["framework"], row) or "-",
+            )
+            for row in derived["rows"]
+        ]
+        header = ("mode: what differs from the plainest", "ranks", "end", "guard", "reason")
+        parts.append(markdown(header, rows))
+    return "\n\n".join(parts)
+
+
+#: The blocks of the page.
+BLOCKS: Mapping[Path, Mapping[str, Callable[[], str]]] = {PAGE: {"modes": modes}}
