@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.destination_registry import DestinationRegistry
 from qeffect.log.rank_log import RankLog
+from qeffect.log.rotation import Rotation
 from qeffect.schedule.actions import Kind, Schedule
 
 from ..backends.epoch_scales import moves_once
@@ -80,7 +81,8 @@ class Worker:
         event_log: Where this rank's event log goes, as for `Runtime`.
         rank_log: Where this rank's rank log goes (`qeffect.log.rank_log`): a path, True for
             memory, False for nowhere. By default the log lies beside an event log that has a path,
-            under the path's name with the attempt's name and ``ranks.jsonl``.
+            under the path's name with the attempt's name and ``ranks.jsonl``, and is written in
+            several files if the event log is.
         tagged: Whether messages carry tags, on a transport that has tags.
         pipeline: The class of pipeline; a subclass may record.
         clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
@@ -221,6 +223,8 @@ class Worker:
         attempt = next((name for event, name in member.met if event == "connect"), None)
         if rank_log is None and isinstance(event_log, str | os.PathLike):
             rank_log = Path(event_log).with_suffix(f".{(attempt or 'attempt')[:8]}.ranks.jsonl")
+            if isinstance(event_log, Rotation):
+                rank_log = Rotation(rank_log, event_log.steps, event_log.keep)
         if rank_log is None or rank_log is False:
             return None
         sent: Counter[tuple[int, int]] = Counter()

@@ -220,6 +220,29 @@ def test_of_event_logs_with_a_limit_one_earlier_log_stays(tmp_path: Path) -> Non
     assert len(contents(events / "before-0009")) == 2
 
 
+@pytest.mark.ci
+def test_rank_logs_rotate_as_event_logs_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank log per file of steps; the newest stay, and replay with the event logs beside."""
+    setting = "event_log_steps = 2\nevent_log_keep = 2\n[checkpoint]"
+    body = LOGGED.replace("[checkpoint]", setting).replace("steps = 2", "steps = 11", 1)
+    # In a process of its own: the tests' ranks keep their rank logs elsewhere.
+    command = [sys.executable, "-m", "qeffect", "runtime", "train", run_file(tmp_path, body=body)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    files = sorted((tmp_path / "events").glob("rank0.*.ranks*.jsonl"))
+    assert [path.name.rpartition(".ranks")[2] for path in files] == [
+        ".00003.jsonl",  # removed two commits after the last file began
+        ".00004.jsonl",
+        ".00005.jsonl",
+    ]
+    every = sorted((tmp_path / "events").glob("rank*.jsonl"))
+    capsys.readouterr()
+    assert main(["replay", *map(str, every), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["rank_logs"]
+    assert (told["logs"], told["trusted_epoch"], told["commits"]) == (1, 6, 5)
+
+
 def test_a_run_whose_event_log_ends_goes_on(tmp_path: Path) -> None:
     """As for the run's own log: the end of the log is told, and nothing else changes."""
     run = run_file(tmp_path, body=LOGGED.replace("[checkpoint]", 'log = "log.jsonl"\n[checkpoint]'))
