@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.destination_registry import DestinationRegistry
@@ -40,15 +39,16 @@ from .channels import (
     Channels,
     LostError,
     channels_of,
+    device_group,
     end_group,
     gloo_group,
     messages_of,
-    transport_of,
 )
 from .consent import Consent, StoppedError, TerminatedError, wait_for
 from .double_run import DoubleRun, compared
 from .feed import Feed
 from .job import require_meeting
+from .lost import within
 from .membership import Limits, Member, agree_on, all_gather
 from .pipeline import Pipeline
 from .replicas import Replicas
@@ -191,6 +191,7 @@ class Worker:
             config = attrs.evolve(config, reductions=(*config.reductions, *copies))
         self._require_one_end(config.amax, replay_every)
         self.runtime = self._runtime(build, config, event_log, registry)
+        self.runtime.bound = self._await_device
         self.clipping = attrs.evolve(self.clipping, parts=self._parts())
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         if config.mode == "one launch":
@@ -379,10 +380,7 @@ class Worker:
         """Make these groups on every rank; return the group that this rank is in, or None."""
         member, own = self.member, None
         for ranks in map(list, every):
-            if member.device.type == "cpu":
-                group = gloo_group(ranks, self.limits.message)
-            else:
-                group = dist.new_group(ranks, backend=transport_of(member.device))
+            group = device_group(ranks, member.device, self.limits.message)
             own = group if member.rank in ranks else own
             del group
         return own
@@ -570,6 +568,22 @@ class Worker:
                 f"device work of rank {self.member.rank} did not finish within "
                 f"{self.limits.start:g} s of the stop; relaunch, and resume from a checkpoint"
             ) from None
+
+    def _await_device(self, wait: Callable[[], None]) -> None:
+        """
+        Run a wait for the device between two steps, for at most `limits.commit` seconds.
+
+        Raises:
+            UnansweredError: The device did not finish in time.
+        """
+        within(
+            wait,
+            self.limits.commit,
+            rank=self.member.rank,
+            action="drain",
+            step=self.runtime.epoch,
+            what=f"{self.member.device}",
+        )
 
     def close(self) -> None:
         """Close the connections and the event log after the last step; waits for the device."""
