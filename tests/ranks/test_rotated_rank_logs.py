@@ -194,6 +194,7 @@ def earlier(logs: list[Lines]) -> None:
 
 FORGED: dict[str, Forgery] = {
     "a beginning in an earlier epoch": ("saved", earlier, "ranks.as-recorded"),
+    "a later beginning of one rank": ("saved", continued(1, epoch=3), "ranks.as-recorded"),
     "a commit without a consent": ("saved", without(1, "consent"), "ranks.consent-of-all"),
     "a part of a checkpoint that nobody wrote": (
         "saved",
