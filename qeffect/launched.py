@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["PARENT", "START", "Start", "trains"]
+__all__ = ["ORPHANED", "PARENT", "START", "Start", "may_be_launcher", "trains"]
 
 #: Seconds for which a survivor stays, so that the others do not take it for the dead rank.
 _STAY_S = 2.0
@@ -204,9 +204,48 @@ PARENT = [os.getppid()]
 """The parent of this process, read at the first import: its end is noticed from then on."""
 
 
+def may_be_launcher(pid: int, proc: Path = Path("/proc")) -> bool:
+    """
+    Whether a process may be the one that started this rank, as against one that adopts orphans.
+
+    torchrun's agent is Python. A script between agent and rank has the agent's variables. Whatever
+    cannot be read speaks for the process: a rank whose launcher runs must never be told otherwise.
+
+    Args:
+        pid: The parent of this process.
+        proc: Where the system tells about processes.
+    """
+    place = proc / str(pid)
+    try:
+        words = (place / "cmdline").read_bytes() + (place / "comm").read_bytes()
+    except OSError:
+        return True
+    if any(word in words.lower() for word in (b"python", b"torch", b"pt_")):
+        return True
+    try:
+        if "python" in (place / "exe").readlink().name:
+            return True
+        environment = (place / "environ").read_bytes()
+        return b"TORCHELASTIC_RUN_ID=" in environment or _maps_python(place / "maps")
+    except PermissionError:  # another user's, as an agent is not, or the system's first process
+        return pid != 1 and place.stat().st_uid == os.getuid()
+    except OSError:
+        return True
+
+
+def _maps_python(path: Path) -> bool:
+    maps = path.read_bytes()
+    return b"libpython" in maps or b"libtorch" in maps
+
+
+ORPHANED = ["TORCHELASTIC_RUN_ID" in os.environ and not may_be_launcher(PARENT[0])]
+"""Whether the launcher of this rank had ended before the first import, so `PARENT` is another."""
+
+
 def _forked() -> None:
     """A forked process imports nothing: its parent is the process that forked."""
     PARENT[:] = [os.getppid()]
+    ORPHANED[:] = [False]
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,7 +17,7 @@ from .guards import GUARDS
 from .launches import LAUNCH_COLUMNS, LAUNCH_PROMISES, LAUNCH_STEPS
 from .predicates import Register
 from .promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, MEMORY, PAPER, STEPS, WORLD
-from .rank_log import RANK_EVENTS, RANK_HEADER
+from .rank_log import RANK_CONTINUES, RANK_EVENTS, RANK_HEADER
 from .ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from .recorded import STEP_PROMISES
 from .transitions import TRANSITIONS
@@ -370,6 +370,7 @@ def _ranks() -> str:
         for name, (index, meaning) in {**RANK_COLUMNS, **LAUNCH_COLUMNS}.items()
     ]
     header = [(f"`{name}`", kind, meaning) for name, (kind, meaning) in RANK_HEADER.items()]
+    continues = [(f"`{name}`", kind, text) for name, (kind, text) in RANK_CONTINUES.items()]
     events = [
         (f"`{name}`", "; ".join(f"`{field}`: {kind}" for field, kind in fields.items()), meaning)
         for name, (fields, meaning) in RANK_EVENTS.items()
@@ -389,6 +390,12 @@ def _ranks() -> str:
             "The lines of a rank log (`spec/rank_log.py`): a header, then one line per event.",
             "",
             *_table(("field of the header", "kind", "meaning"), header),
+            "",
+            "A log may be written in several files, each of which begins behind a commit. The "
+            "header of a further file has a field `continues`. Without the first files a replay "
+            "begins with the state that this field tells, and takes it on trust.",
+            "",
+            *_table(("field of `continues`", "kind", "meaning"), continues),
             "",
             *_table(("event", "fields", "meaning"), events),
             "",

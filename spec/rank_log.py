@@ -3,6 +3,10 @@ The lines of a rank log: one table for the writer, the reader's checks and the w
 
 A rank log has a header, then one line per event. Every line ends with a digest over all lines so
 far; every event has a number, ``seq``, from 1.
+
+A log may be written in several files, each with digests of its own. The header of a file that
+continues another one has the field ``continues`` too: where the rank stood behind the commit that
+ended the file before.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["FIELD_KINDS", "RANK_EVENTS", "RANK_HEADER"]
+__all__ = ["FIELD_KINDS", "RANK_CONTINUES", "RANK_EVENTS", "RANK_HEADER"]
 
 _Fields = Mapping[str, str]
 
@@ -46,6 +50,10 @@ def _naturals(value: Any) -> bool:
     return type(value) is list and all(map(_natural, value))
 
 
+def _digest(value: Any) -> bool:
+    return type(value) is str and len(value) == 16 and not set(value) - set("0123456789abcdef")
+
+
 def _channels(value: Any) -> bool:
     return type(value) is list and all(_naturals(one) and len(one) == 3 for one in value)
 
@@ -54,6 +62,8 @@ def _channels(value: Any) -> bool:
 FIELD_KINDS: Final[Mapping[str, Any]] = {
     "a number": _natural,
     "a rank, or -1": _peer,
+    "an epoch, or -1": _peer,
+    "a digest": _digest,
     "a name": _word,
     "a name, or null": _maybe_word,
     "true or false": _flag,
@@ -86,6 +96,17 @@ RANK_HEADER: Final[Mapping[str, tuple[str, str]]] = {
     "began": (_NUMBER, "nanoseconds of the host's clock"),
     "epoch": (_NUMBER, "the weight epoch in which the worker began"),
     "channels": ("[sender, receiver, messages per step], each", "the connections of the job"),
+}
+
+#: The fields of ``continues`` in the header of a further file: kind and meaning.
+RANK_CONTINUES: Final[Mapping[str, tuple[str, str]]] = {
+    "part": (_NUMBER, "the number of the file; the first file of a log is 0 and has no such field"),
+    "events": (_NUMBER, "events in the files before"),
+    "after": ("a digest", "the digest of the last line before"),
+    "epoch": (_NUMBER, "the weight epoch behind the commit that ended the file before"),
+    "again": (_NUMBER, "how often the worker had begun again, in place or from a checkpoint"),
+    "launches": ("true or false", "whether the committed step was one launch"),
+    "wrote": ("an epoch, or -1", "the epoch of the rank's newest part of a checkpoint"),
 }
 
 #: Each event: its fields and their kinds, and what happened.

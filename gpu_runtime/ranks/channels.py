@@ -14,7 +14,8 @@ import datetime
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from qeffect.schedule.actions import SENDS, Kind, Schedule
 
 from .attempt import first_line
 from .bounded import bounded
+from .lost import LostError, UnansweredError, within
 from .wait_clock import WaitClock
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "Transfer",
     "UnansweredError",
     "channels_of",
+    "device_group",
     "first_different_message",
     "gloo_group",
     "messages_of",
@@ -100,34 +103,6 @@ class Message(NamedTuple):
         place, gradient = divmod(number - 1, 2)
         microbatch, stage = divmod(place, _STAGES)
         return cls(stage, microbatch, bool(gradient))
-
-
-class LostError(RuntimeError):
-    """
-    A transfer did not complete: a connection broke, or the deadline passed.
-
-    Args:
-        action: The action whose transfer it was.
-        peer: The rank at the other end; -1 for a collective.
-        late: Whether the deadline passed.
-        library: The library's error message.
-    """
-
-    def __init__(self, action: str, peer: int, late: bool, library: str) -> None:
-        super().__init__(action, peer, late, library)
-        self.action, self.peer, self.late, self.library = action, peer, late, library
-
-    def __str__(self) -> str:
-        other = "all ranks" if self.peer < 0 else f"rank {self.peer}"
-        how = "did not end before the deadline" if self.late else "lost its connection"
-        return f"{self.action} with {other} {how}"
-
-
-class UnansweredError(LostError):
-    """The other ranks, or their common store, did not answer before a wait's deadline."""
-
-    def __str__(self) -> str:
-        return self.library
 
 
 @attrs.define(eq=False)
@@ -254,12 +229,12 @@ class Channels:
 
         Every rank of the world calls this, with the same channels. On a GPU, a communicator's first
         transfer creates it and blocks the host until both ends are there. So this method creates
-        all of them, in one order.
+        all of them, in one order. NCCL gives this wait no limit, so it runs in a thread.
 
         Args:
             every: Every channel of the world, in the same order on all ranks.
             device: Device of the tensors; it decides the transport.
-            deadline: Timeout of a host's wait, in seconds.
+            deadline: Timeout of a host's wait, and of each connection, in seconds.
             tagged: As for the class.
 
         Raises:
@@ -272,27 +247,53 @@ class Channels:
             if host:
                 group = gloo_group([*ends], deadline)
             else:
-                group = dist.new_group(
-                    [*ends], backend=transport_of(device), pg_options=_small_kernels()
-                )
+                group = _nccl_group([*ends], deadline, pg_options=_small_kernels())
             if rank in ends:
                 own[ends] = group
             del group
         made = cls(rank, own, host=host, deadline=deadline, tagged=tagged)
-        token = torch.zeros(1, device=device)
-        for ends, channel in made._channels.items():
-            sends = rank == ends.source
-            peer = ends.to if sends else ends.source
-            try:
-                work = (dist.isend if sends else dist.irecv)(token, peer, group=channel.group)
-                assert work is not None
-                work.wait()
-            except RuntimeError as error:
-                raise cls._lost(Transfer(None, token, "connect", peer), error) from None
-            del work
-        if not host:
-            torch.cuda.synchronize(device)
+        made.meet(torch.zeros(1, device=device))
         return made
+
+    def meet(self, token: Tensor) -> None:
+        """
+        Send one number through each channel.
+
+        Args:
+            token: The number, on the channels' device.
+
+        Raises:
+            LostError: The other end of a channel is gone, or did not answer in time.
+        """
+        seconds = self.deadline.total_seconds()
+        for ends, channel in self._channels.items():
+            sends = self.rank == ends.source
+            peer = ends.to if sends else ends.source
+            post = partial(_transfer, dist.isend if sends else dist.irecv, token, peer, channel)
+            try:
+                if self.host:
+                    post()
+                else:
+                    within(
+                        post,
+                        seconds,
+                        rank=self.rank,
+                        peer=peer,
+                        action="connect",
+                        what=f"a connection {'to' if sends else 'from'} rank {peer}",
+                    )
+            except LostError:
+                raise
+            except RuntimeError as error:
+                raise self._lost(Transfer(None, token, "connect", peer), error) from None
+        if token.is_cuda:
+            within(
+                partial(torch.cuda.synchronize, token.device),
+                seconds,
+                rank=self.rank,
+                action="connect",
+                what="the first transfers of its connections",
+            )
 
     # Transfers
 
@@ -419,6 +420,14 @@ class Channels:
         return groups
 
 
+def _transfer(begin: Any, token: Tensor, peer: int, channel: _Channel) -> None:
+    """Post a transfer and wait for it; in a thread of its own, so the device is named."""
+    with torch.cuda.device(token.device) if token.is_cuda else nullcontext():
+        work = begin(token, peer, group=channel.group)
+        assert work is not None
+        work.wait()
+
+
 def _small_kernels() -> Any:
     """Return options of an NCCL group whose kernels use a small part of the device."""
     options = dist.ProcessGroupNCCL.Options()
@@ -457,6 +466,47 @@ def gloo_group(ranks: list[int], seconds: float) -> Any:
             "connect", -1, "timeout" in library or "imed out" in library,
             f"rank {own}: ranks {ranks} did not connect within {seconds:g} s ({library})",
         ) from None  # fmt: skip
+
+
+def device_group(ranks: list[int], device: torch.device, seconds: float) -> Any:
+    """
+    Make a group of ranks for collectives; every rank of the world calls it.
+
+    On a GPU the group's first collective creates a communicator and blocks the host until all of
+    its ranks are there. So it runs here, with a limit.
+
+    Args:
+        ranks: The ranks.
+        device: Device of the tensors; it decides the transport.
+        seconds: Timeout of making the group; under gloo of its collectives too.
+
+    Raises:
+        UnansweredError: A rank did not come in time, or the ranks' common store did not answer.
+    """
+    if device.type == "cpu":
+        return gloo_group(ranks, seconds)
+    group, own = _nccl_group(ranks, seconds), dist.get_rank()
+    if own in ranks:
+        token = torch.zeros(1, device=device)
+
+        def meet() -> None:
+            with torch.cuda.device(device):
+                dist.all_reduce(token, group=group)
+                torch.cuda.synchronize(device)
+
+        within(meet, seconds, rank=own, action="connect", what=f"a connection of ranks {ranks}")
+    return group
+
+
+def _nccl_group(ranks: list[int], seconds: float, **options: Any) -> Any:
+    """Make an NCCL group; its first transfer creates the communicator."""
+    return within(
+        lambda: dist.new_group(ranks, backend="nccl", **options),
+        seconds + _MARGIN_S,
+        rank=dist.get_rank(),
+        action="connect",
+        what=f"the ranks' common store, to make a group of ranks {ranks}",
+    )
 
 
 def transport_of(device: torch.device) -> str:

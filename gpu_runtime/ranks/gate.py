@@ -16,7 +16,8 @@ from ..step.clipping import DeviceNorm, square_sums
 from ..step.memory.counters import DeviceCounters
 from ..step.memory.numerical_state import GatedSnapshot, live_state
 from ..step.optimizer import Gradients
-from .channels import Abort, LostError, end_group, transport_of
+from .channels import Abort, LostError, device_group, end_group
+from .launch_stamps import LaunchStamps
 from .worker import Worker
 
 __all__ = ["UNLIKE", "UpdateGate"]
@@ -41,7 +42,7 @@ class UpdateGate:
         self.group: Any = None
         if self.world > 1:
             ranks = list(range(self.world))
-            self.group = dist.new_group(ranks, backend=transport_of(device))
+            self.group = device_group(ranks, device, worker.limits.start)
         self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
         self.own = torch.zeros(1, dtype=torch.float64, device=device)
         self.heard = torch.zeros(self.world, dtype=torch.float64, device=device)
@@ -57,6 +58,8 @@ class UpdateGate:
         self.updated = torch.zeros((), dtype=torch.int64, device=device)
         self.kept = GatedSnapshot(list(live_state(worker.runtime.domain).values()))
         self.number = torch.zeros((), dtype=torch.int64, device=device)
+        stages = sorted(worker.runtime.stages)
+        self.stamps = LaunchStamps(gate_kernel.stamp, self.number, stages, ROWS)
         row = 1 + values.numel() + self.world
         pinned = device.type == "cuda"
         self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=pinned)
@@ -134,6 +137,7 @@ class UpdateGate:
         The device waits for every rank; the host does not wait for the device.
         """
         self.capture(None, self.own.new_zeros(()))
+        self.stamps.warm()
         self.kept.take()
         self.updated.zero_()
 
@@ -145,6 +149,7 @@ class UpdateGate:
             tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
         self.number.zero_()
         self.ring.fill_(-1)
+        self.stamps.clear()
         self.read_steps = 0
 
     def read(self) -> tuple[DeviceCounts, list[int]]:

@@ -1,5 +1,5 @@
 """
-Two kernels of one thread block for a step that is one launch: compare, and publish.
+Three kernels of one thread block for a step that is one launch: compare, publish, and stamp.
 
 A rank votes yes with the number of the step, counted from 1, and no with 0, or with a number below
 0 that says why. An aborted communicator may leave a vote of an earlier step, and a yes from that
@@ -10,6 +10,9 @@ import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,unused-ignore]
+    globaltimer,
+)
 
 from ..step.memory.counters_kernel import block_of
 
@@ -64,6 +67,12 @@ def _publish(  # type: ignore[no-untyped-def]
     tl.store(row + 1 + SIZE + ranks, words, mask=ranks < WORLD)
     tl.store(row, step)
     tl.store(number, step + 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+def _stamp(ring, number, place, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = ring + (tl.load(number) % ROWS) * WIDTH
+    tl.store(row + place, globaltimer())
 
 
 def compare(
@@ -123,3 +132,17 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
             ROWS=ring.shape[0],
             num_warps=1,
         )
+
+
+def stamp(ring: Tensor, number: Tensor, place: int) -> None:
+    """
+    Write the device's clock, in nanoseconds, into the row of a step.
+
+    Args:
+        ring: Rows of stamps; int64, pinned.
+        number: Scalar of int64 on the device: the step's number.
+        place: Place in the row.
+    """
+    rows, width = ring.shape
+    with torch.cuda.device_of(number):  # type: ignore[no-untyped-call]
+        _stamp[(1,)](ring, number, place, WIDTH=width, ROWS=rows, num_warps=1)

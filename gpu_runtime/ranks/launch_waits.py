@@ -18,6 +18,9 @@ from .worker import Worker
 
 __all__ = ["LaunchWaits", "log_event"]
 
+#: Launches whose times are kept until they are asked for.
+_KEPT = 1024
+
 
 @attrs.define(eq=False, slots=False)
 class LaunchWaits:
@@ -32,6 +35,8 @@ class LaunchWaits:
         under_way: The events of launches without a verdict, in their order.
         spare: Events of launches that have ended.
         asking: How many verdicts are awaited at this moment.
+        weights_ms: By epoch of the last launches with a verdict, milliseconds of the device in one
+            dW of each stage (`LaunchStamps`); NaN where nothing stamped them.
     """
 
     worker: Worker
@@ -39,6 +44,7 @@ class LaunchWaits:
     under_way: list[Any] = attrs.field(factory=list, init=False)
     spare: list[Any] = attrs.field(factory=list, init=False)
     asking: int = attrs.field(default=0, init=False)
+    weights_ms: dict[int, float] = attrs.field(factory=dict, init=False)
     pipeline: Pipeline = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -67,7 +73,9 @@ class LaunchWaits:
         self.asking = 1
         self.wait(done)
         self.spare.append(done)
+        step = self.gate.read_steps
         counted, said = self.gate.read()
+        self._keep_time(runtime.epoch - 1, step)
         log_event(
             self.pipeline, "votes", runtime.epoch - 1, votes=said
         )  # of the step before this one
@@ -86,12 +94,21 @@ class LaunchWaits:
             )
         self.asking = 0
 
+    def _keep_time(self, epoch: int, step: int) -> None:
+        """Keep the stamps of a launch; those that nobody asked for are dropped in the end."""
+        self.weights_ms[epoch] = self.gate.stamps.take(step)
+        if len(self.weights_ms) > _KEPT:
+            del self.weights_ms[min(self.weights_ms)]
+
     def quiet(self) -> None:
         """Wait until the device has done all work."""
         done = _event()
         self.pipeline.runtime.handoff.record(done)
         self.wait(done)
-        torch.cuda.synchronize()  # other streams wait for no other rank
+        # Other streams wait for no other rank.
+        self.worker.member.synchronize(
+            self.worker.limits.commit, action="capture", step=self.pipeline.runtime.epoch
+        )
 
     def wait(self, done: Any) -> None:
         """Wait for an event, until another rank has stopped or the deadline has passed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from qeffect.launched import PARENT
+from qeffect.launched import ORPHANED, PARENT
 
 from .causes import TerminatedError
 
@@ -23,10 +23,14 @@ class Launcher:
     Attributes:
         pid: Its process, as this process's first import found it, seconds before its first step;
             None if torchrun did not start this process.
+        orphaned: Whether this process is of torchrun, but its parent cannot be torchrun's agent:
+            the agent had ended before the first import.
     """
 
     def __init__(self) -> None:
-        self.pid = PARENT[0] if "TORCHELASTIC_RUN_ID" in os.environ else None
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        self.pid = PARENT[0] if launched else None
+        self.orphaned = launched and ORPHANED[0]
 
     def require(self) -> None:
         """
@@ -35,6 +39,11 @@ class Launcher:
         Raises:
             TerminatedError: The launcher has ended.
         """
+        if self.orphaned:
+            raise TerminatedError(
+                f"its launcher had ended before this process began: its parent, process {self.pid},"
+                " is neither torchrun's agent nor a script of the agent"
+            )
         if self.pid is not None and os.getppid() != self.pid:
             raise TerminatedError(f"its launcher, process {self.pid}, has ended")
 

@@ -8,6 +8,7 @@ import atexit
 import datetime
 import gc
 import os
+from functools import partial
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..backends.protocol import BackendError
 from .attempt import UnreachableError, agree_on_attempt, first_line
 from .bounded import bounded
-from .channels import UnansweredError
+from .lost import UnansweredError, within
 
 __all__ = ["Limits", "Member", "agree_on", "all_gather", "join", "launcher_ranks", "leave"]
 
@@ -40,8 +41,8 @@ class Limits:
     Args:
         start: For all ranks to meet.
         message: For one message that the host waits for.
-        commit: For all ranks to reach the commit, and for this rank's device to finish the work
-            that the commit reads.
+        commit: For all ranks to reach the commit, and for this rank's device to finish its work,
+            in a step and between two.
         grace: For all ranks to publish why they stopped.
         save: For all ranks to write or read their files of a checkpoint.
     """
@@ -75,10 +76,27 @@ class Member:
     store: Any
     met: tuple[tuple[str, str], ...] = ()
 
-    def synchronize(self) -> None:
-        """Wait for the device; a CPU needs no wait."""
-        if self.device.type == "cuda":
+    def synchronize(
+        self, seconds: float | None = None, *, action: str = "step", step: int | None = None
+    ) -> None:
+        """
+        Wait for the device; a CPU needs no wait.
+
+        Args:
+            seconds: Timeout in seconds; None waits without a limit, which suits measurements alone.
+            action: What this rank does, for the cause.
+            step: The step; None outside of steps.
+
+        Raises:
+            UnansweredError: The device did not finish in time.
+        """
+        if self.device.type != "cuda":
+            return
+        if seconds is None:
             torch.cuda.synchronize(self.device)
+            return
+        wait = partial(torch.cuda.synchronize, self.device)
+        within(wait, seconds, rank=self.rank, action=action, step=step, what=f"{self.device}")
 
 
 def launcher_ranks() -> tuple[int, int | None]:

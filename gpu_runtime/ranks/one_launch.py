@@ -37,6 +37,7 @@ from a checkpoint.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -283,6 +284,15 @@ class OneLaunch:
         """How many launched steps have no verdict yet."""
         return len(self._waits.under_way)
 
+    def weights_ms(self, epoch: int) -> float:
+        """
+        Return the device's milliseconds in one dW of each stage of a launch that has a verdict.
+
+        No wait for another rank is in them. NaN if the step was no launch, ran twice, or was asked
+        for before.
+        """
+        return self._waits.weights_ms.pop(epoch, math.nan)
+
     def all_gather(self, own: Tensor) -> Tensor:
         """
         Gather every rank's tensor between two steps; the earlier step may still run.
@@ -370,7 +380,8 @@ class OneLaunch:
     def close(self) -> None:
         """Drop the graph, which holds connections that cannot end before it."""
         if self._gate.open:  # after a stop a device may wait for a rank that is gone
-            torch.cuda.synchronize()
+            worker = self.worker
+            worker.member.synchronize(worker.limits.commit, action="close", step=self.runtime.epoch)
         self._drop()
         if self.pipeline.consent is not None:
             self.pipeline.consent.release = None

@@ -123,7 +123,11 @@ class StepCapture:
 
     def _whole(self) -> None:
         """The work of a step, the vote and the update; the contract is asked."""
-        self.pipeline.actions()
+        runtime = self.worker.runtime
+        performer: Any = runtime.performer
+        stamped = self.gate.stamps.around(performer.executor)
+        with runtime.performed_by(attrs.evolve(performer, executor=stamped)):
+            self.pipeline.actions()
         self._update(self.pipeline.finalize())
 
     def _update(self, gradients: Gradients, differs: Tensor | None = None) -> None:

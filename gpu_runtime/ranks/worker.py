@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.destination_registry import DestinationRegistry
 from qeffect.log.rank_log import RankLog
+from qeffect.log.rotation import Rotation
 from qeffect.schedule.actions import Kind, Schedule
 
 from ..backends.epoch_scales import moves_once
@@ -39,15 +39,16 @@ from .channels import (
     Channels,
     LostError,
     channels_of,
+    device_group,
     end_group,
     gloo_group,
     messages_of,
-    transport_of,
 )
 from .consent import Consent, StoppedError, TerminatedError, wait_for
 from .double_run import DoubleRun, compared
 from .feed import Feed
 from .job import require_meeting
+from .lost import within
 from .membership import Limits, Member, agree_on, all_gather
 from .pipeline import Pipeline
 from .replicas import Replicas
@@ -80,7 +81,8 @@ class Worker:
         event_log: Where this rank's event log goes, as for `Runtime`.
         rank_log: Where this rank's rank log goes (`qeffect.log.rank_log`): a path, True for
             memory, False for nowhere. By default the log lies beside an event log that has a path,
-            under the path's name with the attempt's name and ``ranks.jsonl``.
+            under the path's name with the attempt's name and ``ranks.jsonl``, and is written in
+            several files if the event log is.
         tagged: Whether messages carry tags, on a transport that has tags.
         pipeline: The class of pipeline; a subclass may record.
         clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
@@ -189,6 +191,7 @@ class Worker:
             config = attrs.evolve(config, reductions=(*config.reductions, *copies))
         self._require_one_end(config.amax, replay_every)
         self.runtime = self._runtime(build, config, event_log, registry)
+        self.runtime.bound = self._await_device
         self.clipping = attrs.evolve(self.clipping, parts=self._parts())
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         if config.mode == "one launch":
@@ -221,6 +224,8 @@ class Worker:
         attempt = next((name for event, name in member.met if event == "connect"), None)
         if rank_log is None and isinstance(event_log, str | os.PathLike):
             rank_log = Path(event_log).with_suffix(f".{(attempt or 'attempt')[:8]}.ranks.jsonl")
+            if isinstance(event_log, Rotation):
+                rank_log = Rotation(rank_log, event_log.steps, event_log.keep)
         if rank_log is None or rank_log is False:
             return None
         sent: Counter[tuple[int, int]] = Counter()
@@ -375,10 +380,7 @@ class Worker:
         """Make these groups on every rank; return the group that this rank is in, or None."""
         member, own = self.member, None
         for ranks in map(list, every):
-            if member.device.type == "cpu":
-                group = gloo_group(ranks, self.limits.message)
-            else:
-                group = dist.new_group(ranks, backend=transport_of(member.device))
+            group = device_group(ranks, member.device, self.limits.message)
             own = group if member.rank in ranks else own
             del group
         return own
@@ -575,6 +577,22 @@ class Worker:
                 f"device work of rank {self.member.rank} did not finish within "
                 f"{self.limits.start:g} s of the stop; relaunch, and resume from a checkpoint"
             ) from None
+
+    def _await_device(self, wait: Callable[[], None]) -> None:
+        """
+        Run a wait for the device between two steps, for at most `limits.commit` seconds.
+
+        Raises:
+            UnansweredError: The device did not finish in time.
+        """
+        within(
+            wait,
+            self.limits.commit,
+            rank=self.member.rank,
+            action="drain",
+            step=self.runtime.epoch,
+            what=f"{self.member.device}",
+        )
 
     def close(self) -> None:
         """Close the connections and the event log after the last step; waits for the device."""

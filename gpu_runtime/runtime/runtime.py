@@ -7,7 +7,7 @@ Actions are in `qeffect.gpu_runtime.step.actions`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -49,7 +49,13 @@ class Runtime(EpochRuntime):
             or a stage does not fit the configuration.
         Refused: ``arena.overlapping-destinations``: another runtime of the registry writes one of
             the destinations.
+
+    Attributes:
+        bound: Runs each wait for the device. By default a wait has no limit; a `Worker` gives it
+            one, since the device may wait for another rank.
     """
+
+    bound: Callable[[Callable[[], None]], None] = staticmethod(lambda wait: wait())
 
     def abort(self) -> int:
         """
@@ -141,15 +147,19 @@ class Runtime(EpochRuntime):
         Raises:
             AcceleratorError: The device failed (torch's error). The contract then refuses actions
                 and checkpoints until a `restore`, as after `device_failed`.
+            Exception: What `bound` raises, if it gives up the wait.
         """
         try:
-            self.handoff.synchronize()
-            if self.domain.device.type == "cuda":
-                torch.cuda.synchronize(self.domain.device)
+            self.bound(self._empty_device)
         except torch.AcceleratorError:
             self.device_failed()
             raise
         self.contract.drain()
+
+    def _empty_device(self) -> None:
+        self.handoff.synchronize()
+        if self.domain.device.type == "cuda":
+            torch.cuda.synchronize(self.domain.device)
 
     def checkpoint(self) -> tuple[Checkpoint, NumericalState]:
         """

@@ -80,9 +80,7 @@ def run_generate(args: argparse.Namespace, progress: Progress) -> Outcome:
     ids = encoding.prompt(args.prompt)
     if not ids:
         raise UnusableError("--prompt: expected a text of at least one token, found none")
-    progress.note(
-        f"After {counted(whole.facts['epoch'], 'step')}, on the CPU with the reference backend"
-    )
+    progress.note(f"After {counted(whole.facts['epoch'], 'step')}, on the CPU {whole.computed}")
     added: list[int] = []
     ended = False
     for token in whole.continued(
@@ -96,6 +94,7 @@ def run_generate(args: argparse.Namespace, progress: Progress) -> Outcome:
     data = {
         "checkpoint": str(args.checkpoint),
         "step": whole.facts["epoch"],
+        "computed": whole.computed,
         "prompt": args.prompt,
         "text": text,
         "tokens": added,

@@ -188,6 +188,8 @@ class StepRunner:
         if step not in self._results:
             found = self._result(step)
             times = self._times.pop(step, StepTimes(0.0)).read()
+            if self.whole is not None:
+                times.weights = self.whole.weights_ms(step)
             self._results[step] = attrs.evolve(found, times=times)
         return self._results[step]
 

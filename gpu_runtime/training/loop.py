@@ -288,7 +288,9 @@ class Trainer:
         except Exception as error:
             self._status("ended", by="error", cause=str(error))
             raise
-        self.member.synchronize()
+        self.member.synchronize(
+            self.worker.limits.commit, action="end", step=self.worker.runtime.epoch
+        )
         self._status("ended", by=self.ended_by, resume=self.ended_by != "steps")
         self.seconds = time.perf_counter() - self._started
 

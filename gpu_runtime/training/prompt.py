@@ -1,16 +1,18 @@
 """
 Text from a checkpoint: one process runs the whole model on the CPU, one token after another.
 
-The reference backend computes every F with the scales that the checkpoint holds, as an evaluation
-does. A prompt is read from the model's first position on. Once the text is longer than a window,
+The reference backend computes every F of its own checkpoints with the scales that they hold, as an
+evaluation does. Checkpoints of Transformer Engine's backend are evaluated in fp32, without FP8. A
+prompt is read from the model's first position on. Once the text is longer than a window,
 the model sees its last `sequence` tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
@@ -23,9 +25,14 @@ from ..backends.reference import ReferenceDomain, ReferenceStage
 from ..step.memory.numerical_state import Snapshot
 from .config import Model
 from .export import read_part
+from .plain_model import PlainModel
 from .state import MODEL, NUMERICAL
+from .te_weights import as_reference
 
 __all__ = ["WholeModel", "choose"]
+
+_LIBRARY: Final = "transformer-engine"
+"""The backend of Transformer Engine, whose module needs the library."""
 
 
 @attrs.frozen(eq=False)
@@ -35,15 +42,15 @@ class WholeModel:
 
     Args:
         model: Its dimensions.
-        batch: Windows of an F; only the first one has text.
-        stage: All its layers, with embedding and head.
         facts: The checkpoint's facts.
+        of_window: Computes the logits of the token that follows at most a window of tokens.
+        computed: How it computes them, in words.
     """
 
     model: Model
-    batch: int
-    stage: ReferenceStage
     facts: Mapping[str, Any]
+    of_window: Callable[[Sequence[int]], Tensor]
+    computed: str
 
     @classmethod
     def of(cls, path: Path) -> WholeModel:
@@ -53,8 +60,8 @@ class WholeModel:
         Scales are those of the first replica.
 
         Raises:
-            BackendError: The folder is not a whole checkpoint of `qeffect runtime train`, or it is
-                another backend's.
+            BackendError: The folder is not a whole checkpoint of `qeffect runtime train`, or its
+                backend is unknown.
         """
         weights, facts = read_part(path, MODEL)
         given = facts["must"].get("given", {}).get("model")
@@ -63,46 +70,24 @@ class WholeModel:
                 f"{path}: expected a model's dimensions among the facts, found none; name a "
                 "checkpoint of qeffect runtime train"
             )
-        if (backend := facts["must"].get("backend")) != ReferenceDomain.name:
+        backend = facts["must"].get("backend")
+        if backend not in (ReferenceDomain.name, _LIBRARY):
             raise BackendError(
-                f"{path}: expected a checkpoint of the reference backend, because generate runs "
-                f"the model on the CPU, found one of {backend}"
+                f"{path}: expected a checkpoint of the backend {ReferenceDomain.name} or "
+                f"{_LIBRARY}, found one of {backend}"
             )
         known = attrs.fields_dict(Model)
         model = Model(**{name: value for name, value in given.items() if name in known})
-        batch = next(n for n in range(1, 17) if model.sequence * n % 16 == 0)
-        layer = LayerConfig(model.hidden, model.ffn, model.heads, model.sequence, batch)
-        ends = Ends(
-            vocabulary=model.vocabulary,
-            embedding=True,
-            head=True,
-            tied=model.tied,
-            dynamic=model.head == "torchao",
-        )
-        domain = ReferenceDomain(model.history)
-        stage = ReferenceStage(0, domain, layer, num_layers=model.layers, first=True, ends=ends)
-        into = {name: one.detach() for name, one in parameters(stage).items()}
         if model.tied:
             weights[PROJECTED] = weights[EMBEDDED]
-        _copy(path, weights, into)
-        scales, _ = read_part(path, f"{NUMERICAL}.dp0", compared=True)
-        # The state of a process, such as the position of dropout, has no part in a forward.
-        kept = {name: one for name, one in scales.items() if not name.startswith("process")}
-        _copy(path, kept, stage.numerical_state())
-        stage.refresh_cache()
-        return cls(model, batch, stage, facts)
+        if backend == _LIBRARY:
+            plain = PlainModel(model, as_reference(weights, model.heads), gelu="tanh")
+            return cls(model, facts, plain.logits, "in fp32, without FP8")
+        return cls(model, facts, _reference(path, model, weights), "with the reference backend")
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """The logits of the token that follows; the scales stay those of the checkpoint."""
-        seen = list(ids)[-self.model.sequence :]
-        tokens = torch.zeros(self.model.sequence, self.batch, dtype=torch.int64)
-        tokens[: len(seen), 0] = torch.tensor(seen)
-        held = Snapshot(tuple(self.stage.numerical_state().values()))
-        with torch.no_grad():
-            (found,) = self.stage.native_forward((tokens,), first=False)
-        held.restore()
-        row: Tensor = found[len(seen) - 1, 0].float()
-        return row
+        """The logits of the token that follows, fp32; scales stay those of the checkpoint."""
+        return self.of_window(list(ids)[-self.model.sequence :])
 
     def continued(
         self, ids: Sequence[int], *, tokens: int, below: int, temperature: float, seed: int
@@ -138,6 +123,49 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> in
         return int(logits.argmax())
     weights = torch.softmax((logits.double() - logits.max()) / temperature, 0)
     return int(torch.multinomial(weights, 1, generator=generator))
+
+
+def _reference(
+    path: Path, model: Model, weights: Mapping[str, Tensor]
+) -> Callable[[Sequence[int]], Tensor]:
+    """
+    Load a checkpoint of the reference backend, with the scales of the first replica.
+
+    Raises:
+        BackendError: The checkpoint and its model disagree on a tensor.
+    """
+    # Windows of an F; only the first one has text.
+    batch = next(n for n in range(1, 17) if model.sequence * n % 16 == 0)
+    layer = LayerConfig(model.hidden, model.ffn, model.heads, model.sequence, batch)
+    ends = Ends(
+        vocabulary=model.vocabulary,
+        embedding=True,
+        head=True,
+        tied=model.tied,
+        dynamic=model.head == "torchao",
+    )
+    domain = ReferenceDomain(model.history)
+    stage = ReferenceStage(0, domain, layer, num_layers=model.layers, first=True, ends=ends)
+    into = {name: one.detach() for name, one in parameters(stage).items()}
+    _copy(path, weights, into)
+    scales, _ = read_part(path, f"{NUMERICAL}.dp0", compared=True)
+    # The state of a process, such as the position of dropout, has no part in a forward.
+    kept = {name: one for name, one in scales.items() if not name.startswith("process")}
+    _copy(path, kept, stage.numerical_state())
+    stage.refresh_cache()
+    return partial(_evaluated, stage, torch.zeros(model.sequence, batch, dtype=torch.int64))
+
+
+def _evaluated(stage: ReferenceStage, tokens: Tensor, seen: Sequence[int]) -> Tensor:
+    """Compute logits in an evaluation; `tokens` has the shape of a microbatch."""
+    tokens = torch.zeros_like(tokens)
+    tokens[: len(seen), 0] = torch.tensor(list(seen))
+    held = Snapshot(tuple(stage.numerical_state().values()))
+    with torch.no_grad():
+        (found,) = stage.native_forward((tokens,), first=False)
+    held.restore()
+    row: Tensor = found[len(seen) - 1, 0].float()
+    return row
 
 
 def _copy(path: Path, found: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:

@@ -65,7 +65,7 @@ class StepLog:
         self.collected = self._began = worker.runtime.epoch
         self._since = 0.0  # when the first step that is not collected began
         self._paces: deque[float] = deque(maxlen=_PACES)
-        self._slowest = SlowestRank()
+        self._slowest, self._slowest_launch = SlowestRank(), SlowestRank()
         self._scales = all_gather(member, scales.names)
         kept = worker.zero_stages
         self._stages = all_gather(member, () if kept is None else kept.stages)
@@ -114,7 +114,9 @@ class StepLog:
         """
         steps = range(self.collected, end)
         if self.steps.whole is None:
-            self.member.synchronize()  # launches have finished by now
+            # Launches have finished by now.
+            limit = self.worker.limits.commit
+            self.member.synchronize(limit, action="step log", step=end - 1)
         now = time.perf_counter()
         results = [self.steps.result(step) for step in steps]
         most = max(self._matrices), max(map(len, self._stages))
@@ -194,14 +196,19 @@ class StepLog:
 
     def _times(self, ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
         """What the log says of a step's times, by rank, and of the slowest rank."""
-        computed, waited, launched = (
+        computed, waited, launched, weights = (
             [round(ms, 3) if math.isfinite(ms) else None for ms in column]
             for column in zip(*ranks, strict=True)
         )
         found: dict[str, Any] = {"compute_ms": computed, "wait_ms": waited}
         if any(launched):
             found = {"launch_ms": launched, "wait_ms": waited}
-        if (slowest := self._slowest.take([rank[0] for rank in ranks])) is not None:
+        if any(weights):
+            found["weights_ms"] = weights
+        # Times of guarded steps and of launches are of different work.
+        slowest = self._slowest.take([rank[0] for rank in ranks])
+        slowest = slowest or self._slowest_launch.take([rank[3] for rank in ranks])
+        if slowest is not None:
             found["slowest"] = {"rank": slowest[0], "times_median": round(slowest[1], 2)}
         return found
 
@@ -256,8 +263,8 @@ class _Columns:
         return _slice(self._digests_at, n, self._digests)
 
     def times(self, n: int) -> slice:
-        """Where the times of the n-th step are: computing, waiting, launching, in ms."""
-        return _slice(self._times_at, n, 3)
+        """Where the times of the n-th step are, in ms, as in `StepTimes.spent`."""
+        return _slice(self._times_at, n, 4)
 
     def zeros(self, n: int) -> slice:
         """Where the flags of the n-th step are, one per stage, padded to the longest rank."""

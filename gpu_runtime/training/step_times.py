@@ -4,7 +4,8 @@ The times of a step on one rank: what it computed, and how long it waited for ot
 No step waits for a device because of its times. On a CPU the host takes both times. On a GPU,
 events around F, dI and dW are recorded on the device in every 32nd guarded step; the host reads
 them when the device has passed them anyway. A launch is one graph, in which the device waits for
-messages too: two events around it give both together.
+messages too: two events around it give both together. So the device stamps one dW of each stage,
+which waits for no rank (`qeffect.gpu_runtime.ranks.launch_stamps`).
 """
 
 from __future__ import annotations
@@ -43,19 +44,21 @@ class StepTimes:
         compute: On a CPU, the rest of the step. On a GPU, the device's time in F, dI and dW, once
             it is read. NaN if nothing timed it.
         launch: The device's time in a launch, its waits for messages included; NaN otherwise.
+        weights: The device's time in one dW of each stage of a launch; NaN otherwise.
         pairs: Events on the device around what is timed.
     """
 
     wait: float
     compute: float = math.nan
     launch: float = math.nan
+    weights: float = math.nan
     pairs: list[tuple[Any, Any]] = attrs.Factory(list)
     launched: bool = False
 
     @property
-    def spent(self) -> tuple[float, float, float]:
-        """Compute, wait and launch."""
-        return self.compute, self.wait, self.launch
+    def spent(self) -> tuple[float, ...]:
+        """Compute, wait, launch and weights."""
+        return self.compute, self.wait, self.launch, self.weights
 
     def read(self) -> StepTimes:
         """Return the times with those of the device; the device has passed the events."""

@@ -25,6 +25,8 @@ from qeffect.spec.clauses import CLAUSES
 from ..relations.constants import IN_BIT
 from .joint import JointReport, moves_of
 from .rank_log import RankLines
+from .rank_series import joined
+from .rotation import CONTINUES
 
 __all__ = ["compare_beside"]
 
@@ -56,8 +58,7 @@ def compare_beside(
         The first difference, as a refusal; None without one.
     """
     told: dict[int, list[_RankRecord]] = {}
-    for path in rank_logs:
-        lines = RankLines.read(path)
+    for lines in joined(rank_logs):
         told.setdefault(lines.header["rank"], []).append(_RankRecord.of(lines))
     for files in logs:
         rank, moves, whole = moves_of(files)
@@ -133,20 +134,23 @@ class _RankRecord:
         name: Its path.
         spans: Commits and restores, each with the receives before it; the last may have no name.
         under_way: Moves that the worker may have made before it could write the line.
-        closed: Whether the log is whole.
+        closed: Whether the log was closed.
+        first: Whether the log has its first file.
     """
 
     name: str
     spans: tuple[_Span, ...]
     under_way: tuple[str, ...]
     closed: bool
+    first: bool = True
 
     @classmethod
     def of(cls, log: RankLines) -> _RankRecord:
         spans: list[_Span] = []
         receives: list[tuple[int, ...]] = []
         launched = False
-        under_way: tuple[str, ...] = ("restore",)
+        first = CONTINUES not in log.header
+        under_way: tuple[str, ...] = ("restore",) if first else ()
         closed = False
         for event in log.events:
             kind = event["event"]
@@ -170,8 +174,9 @@ class _RankRecord:
                 under_way = ("commit",)
             elif kind == "end":
                 under_way = ("restore",)
-        spans.append(_Span(len(log.events), "", -1, None if launched else tuple(receives)))
-        return cls(log.name, tuple(spans), under_way, closed)
+        end = log.events[-1]["seq"] if log.events else 0
+        spans.append(_Span(end, "", -1, None if launched else tuple(receives)))
+        return cls(log.name, tuple(spans), under_way, closed, first)
 
 
 @attrs.frozen
@@ -209,10 +214,43 @@ class _Unlike:
 def _first_unlike(
     name: str, spans: Sequence[_Span], whole: bool, told: _RankRecord
 ) -> _Unlike | None:
-    """Return the first difference between an event log and a rank log of one worker."""
+    """
+    Return the first difference between an event log and a rank log of one worker.
+
+    If the beginning of a log was rotated away, the logs are compared from each place where the
+    first move of one is a move of the other; the difference is that of the place that fits longest.
+    """
+    found: list[_Unlike] = []
+    for own, others in _alignments(spans, whole, told):
+        unlike = _unlike(name, own, whole, told, others)
+        if unlike is None:
+            return None
+        found.append(unlike)
+    return max(found, key=lambda one: one.alike)
+
+
+def _alignments(
+    spans: Sequence[_Span], whole: bool, told: _RankRecord
+) -> Iterator[tuple[Sequence[_Span], Sequence[_Span]]]:
+    """Yield the parts of two logs that may tell of the same moves; at least one pair."""
     others = told.spans
-    if not whole:  # the log's beginning was rotated away
-        others = others[max(0, len(others) - len(spans)) :]
+    yield spans, others if whole else others[max(0, len(others) - len(spans)) :]
+    for log, other, late in ((others, spans, not whole), (spans, others, not told.first)):
+        move = (other[0].name, other[0].epoch)
+        for place, span in enumerate(log if late else ()):
+            if (span.name, span.epoch) == move:
+                pair = log[place:], other
+                yield pair if log is spans else pair[::-1]
+
+
+def _unlike(
+    name: str,
+    spans: Sequence[_Span],
+    whole: bool,
+    told: _RankRecord,
+    others: Sequence[_Span],
+) -> _Unlike | None:
+    """Return the first difference between two logs whose first moves should be the same."""
     closed = spans[-1].name == "closed"
     files = (name, told.name)
     for alike, (own, other) in enumerate(zip(spans, others, strict=False)):

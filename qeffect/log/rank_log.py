@@ -6,6 +6,11 @@ contract does not see: how the ranks met, which messages they posted and receive
 their parts of checkpoints, and how they stopped. Every line is written at once, so that the log of
 a killed process ends with what the process did last. `qeffect replay` takes the logs of all ranks
 through the model of ranks.
+
+A log may be written in several files, each of which begins behind a commit. Ranks begin further
+files at the same epochs. A rank removes a file only when it has committed twice more. By then every
+rank has begun its further file, so that the files that stay have a place in common. `RankPlace`
+says what the header of a further file tells; `qeffect.log.rank_series` joins the files.
 """
 
 from __future__ import annotations
@@ -17,20 +22,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import attrs
 
-from qeffect.spec.rank_log import FIELD_KINDS, RANK_EVENTS, RANK_HEADER
+from qeffect.spec.rank_log import FIELD_KINDS, RANK_CONTINUES, RANK_EVENTS, RANK_HEADER
 
 from .checker import LogError
 from .format import DIGEST_BYTES, compact
+from .rank_place import RankPlace
 from .recorder import seal
+from .rotation import CONTINUES, Rotation
 
 __all__ = ["RANK_MAGIC", "RankLines", "RankLog", "is_rank_log"]
 
 RANK_MAGIC: Final = "rank-log"
 _VERSION: Final = 1
+#: Commits of a rank after which every rank has written the commit before them.
+_KNOWN_TO_ALL: Final = 2
 
 
 class RankLog:
@@ -38,7 +47,7 @@ class RankLog:
     Writes one rank's log.
 
     Args:
-        file: A path, or None to keep the lines in memory.
+        file: A path, or None to keep the lines in memory; a `Rotation` writes several files.
         header: The fields of `RANK_HEADER` except `began`.
 
     Attributes:
@@ -63,13 +72,22 @@ class RankLog:
         self.ends: Callable[[OSError], object] | None = None
         self._count = 0
         self._lock = threading.Lock()  # an asynchronous save publishes from a thread
-        self._chain = blake2b(digest_size=DIGEST_BYTES)
-        self._file: BinaryIO | None = (
-            None if file is None else Path(file).open("wb", buffering=0)  # noqa: SIM115
-        )
+        self._rotation = file if isinstance(file, Rotation) else None
+        if self._rotation is not None:
+            self._rotation.clear()
+        self._part = 0
+        self._new: dict[int, int] = {}  # by file that others may not have: commits since
+        self._file = None if file is None else Path(file).open("wb", buffering=0)  # noqa: SIM115
         began = {"began": time.time_ns()}
-        values = {name: {**header, **began}[name] for name in RANK_HEADER}
-        self._write({"qeffect": RANK_MAGIC, "version": _VERSION, **values})
+        self._header = {name: {**header, **began}[name] for name in RANK_HEADER}
+        self._place = RankPlace(header["epoch"])
+        self._begin()
+
+    def _begin(self, **continues: Any) -> None:
+        """Write a file's header."""
+        self._chain = blake2b(digest_size=DIGEST_BYTES)
+        more = {CONTINUES: continues} if continues else {}
+        self._write({"qeffect": RANK_MAGIC, "version": _VERSION, **self._header, **more})
 
     def __call__(self, event: str, **fields: Any) -> None:
         """
@@ -84,7 +102,39 @@ class RankLog:
             if self.ended:
                 return
             self._count += 1
-            self._write({"seq": self._count, "event": event, **fields})
+            line = {"seq": self._count, "event": event, **fields}
+            self._write(line)
+            if self._rotation is not None and not self.ended:
+                self._rotate(self._rotation, line)
+
+    def _rotate(self, files: Rotation, event: Mapping[str, Any]) -> None:
+        """Behind a commit, remove a file that no longer stays, and perhaps begin a further one."""
+        again = self._place.again
+        committed = self._place.take(event)
+        if again != self._place.again:  # commits of an earlier beginning may be undone
+            self._new = dict.fromkeys(self._new, 0)
+        if not committed:
+            return
+        for part in [*self._new]:
+            self._new[part] += 1
+            if self._new[part] >= _KNOWN_TO_ALL:
+                del self._new[part]
+                files.forget(part)
+        if self._place.epoch % files.steps:
+            return
+        self._part += 1
+        self._new[self._part] = 0
+        after = self._last
+        assert self._file is not None
+        try:
+            self._file.close()
+            self._file = files.part(self._part).open("wb", buffering=0)
+        except OSError as error:
+            self._end(error)
+            return
+        place = attrs.asdict(self._place, filter=lambda field, _: field.name in RANK_CONTINUES)
+        values = {"part": self._part, "events": self._count, "after": after, **place}
+        self._begin(**{name: values[name] for name in RANK_CONTINUES})
 
     def posted(self, event: str, peer: int, message: Sequence[Any]) -> None:
         """Write that a message was posted, with the buffer that `place` names."""
@@ -101,15 +151,20 @@ class RankLog:
 
     def _write(self, fields: Mapping[str, Any]) -> None:
         line = seal(compact(fields)[:-1], self._chain)
+        self._last: str = line.rpartition(':"')[2][: 2 * DIGEST_BYTES]
         if self._file is None:
             self.lines.append(line)
         else:
             try:
                 self._file.write(line.encode())
-            except OSError as error:  # a stop must not fail for its log
-                self.ended, self.problem = True, error.strerror or str(error)
-                if self.ends is not None:
-                    self.ends(error)
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        """Note that the log cannot be written: a stop must not fail for its log."""
+        self.ended, self.problem = True, error.strerror or str(error)
+        if self.ends is not None:
+            self.ends(error)
 
 
 @attrs.frozen
@@ -118,14 +173,24 @@ class RankLines:
     A rank log that was read.
 
     Args:
-        name: Its path.
+        name: Its path; of a log in several files that of the first.
         header: Its header.
         events: Its events, each with the fields of its kind.
+        last: The digest of its last line.
+        files: The first ``seq`` of each file, and the file's path.
     """
 
     name: str
     header: Mapping[str, Any]
     events: tuple[Mapping[str, Any], ...]
+    last: str = ""
+    files: tuple[tuple[int, str], ...] = ()
+
+    def where(self, seq: int) -> tuple[str, int]:
+        """Return the path and the line of an event, or of the end behind the last event."""
+        begun = (one for one in reversed(self.files) if one[0] <= seq)
+        first, name = next(begun, self.files[0])
+        return name, seq - first + 2
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RankLines:
@@ -150,21 +215,29 @@ class RankLines:
                 f"{path}: line 1: expected version {_VERSION}, found {header.get('version')!r}"
             )
         fields = {name: kind for name, (kind, _) in RANK_HEADER.items()}
-        _check(path, 1, header, {"qeffect", "version", "digest"}, fields)
+        further = {CONTINUES} & header.keys()
+        _check(path, 1, header, {"qeffect", "version", "digest", *further}, fields)
+        begin = 1
+        if further:
+            fields = {name: kind for name, (kind, _) in RANK_CONTINUES.items()}
+            if type(header[CONTINUES]) is not dict:
+                raise LogError(f"{path}: line 1: {CONTINUES}: expected an object")
+            _check(path, 1, header[CONTINUES], set(), fields)
+            begin += header[CONTINUES]["events"]
         if header["rank"] >= header["world"]:
             raise LogError(
                 f"{path}: line 1: expected a rank below {header['world']}, found {header['rank']}"
             )
-        for seq, event in enumerate(events, 1):
+        for line, event in enumerate(events, 2):
             name = event.get("event")
             if type(name) is not str or name not in RANK_EVENTS:
                 raise LogError(
-                    f"{path}: line {seq + 1}: expected an event of a rank log, found {name!r}"
+                    f"{path}: line {line}: expected an event of a rank log, found {name!r}"
                 )
-            _check(path, seq + 1, event, {"seq", "event", "digest"}, RANK_EVENTS[name][0])
-            if event["seq"] != seq:
-                raise LogError(f"{path}: line {seq + 1}: expected seq {seq}, found {event['seq']}")
-        return cls(str(path), header, tuple(events))
+            _check(path, line, event, {"seq", "event", "digest"}, RANK_EVENTS[name][0])
+            if event["seq"] != (seq := begin + line - 2):
+                raise LogError(f"{path}: line {line}: expected seq {seq}, found {event['seq']}")
+        return cls(str(path), header, tuple(events), parsed[-1]["digest"], ((begin, str(path)),))
 
 
 def _line(path: Any, number: int, line: bytes, chain: Any) -> dict[str, Any]:

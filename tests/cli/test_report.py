@@ -42,6 +42,7 @@ class TestEnvironment:
                 "python",
                 "packages",
                 "commit",
+                "sources",
                 "program",
                 "argv",
                 "date",

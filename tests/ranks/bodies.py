@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import attrs
@@ -37,6 +38,7 @@ from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
+from qeffect.gpu_runtime.training.checkpoint import agreement
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 
@@ -323,6 +325,21 @@ def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[
     same = losses == [plain.feed.losses_of(n) for n in range(len(faults))]
     plain.close()
     return {"stops": stops, "differ": differ, "of": len(clean), "same losses": same}
+
+
+def hanging_device(job: Job, victim: int, limits: Limits) -> dict[str, Any]:
+    """A step; then all ranks agree on a checkpoint, but one rank's device never finishes."""
+    member = join("cpu", LIMITS)
+    worker = build_worker(member, job, "reference", limits=limits)
+    worker.step()
+    if member.rank == victim:
+        worker.limits = attrs.evolve(limits, commit=1.0)
+        worker.runtime._empty_device = Event().wait  # type: ignore[method-assign,assignment]
+    try:
+        agreement.consent(worker)
+    except Exception as error:
+        return {"cause": str(agreement.stop(worker, error, None))}
+    return {"cause": ""}
 
 
 def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> dict[str, Any]:

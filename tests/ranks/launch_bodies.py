@@ -378,7 +378,10 @@ def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
         member=member,
         clipping=clipping,
         pp=1,
-        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
+        limits=LIMITS,
+        runtime=SimpleNamespace(
+            stages={0: None}, domain=SimpleNamespace(stages=(), extra_state=dict)
+        ),
     )
     found = []
     for case in ("alike", "no number", "differs"):
@@ -433,7 +436,10 @@ def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
         member=member,
         clipping=clipping,
         pp=member.world,
-        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
+        limits=LIMITS,
+        runtime=SimpleNamespace(
+            stages={0: None}, domain=SimpleNamespace(stages=(), extra_state=dict)
+        ),
     )
 
     def made() -> tuple[UpdateGate, dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import ModuleType, SimpleNamespace
@@ -33,6 +34,7 @@ from qeffect.gpu_runtime.ranks import one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
+from qeffect.gpu_runtime.ranks.launch_stamps import LaunchStamps
 from qeffect.gpu_runtime.ranks.replicas import Replicas, _BucketCollectives
 from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.runtime import step_mode
@@ -288,11 +290,15 @@ def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: 
     number.add_(1)
 
 
+def _stamp(ring: Tensor, number: Tensor, place: int) -> None:
+    ring[int(number) % len(ring), place] = time.perf_counter_ns()
+
+
 def gate_without_kernels() -> None:
-    """The gate's two kernels, as torch's operations."""
+    """The gate's kernels, as torch's operations; the host's clock is the device's."""
     name = "qeffect.gpu_runtime.ranks.gate_kernel"
     kernels: Any = sys.modules.setdefault(name, ModuleType(name))
-    kernels.compare, kernels.publish = _compare, _publish
+    kernels.compare, kernels.publish, kernels.stamp = _compare, _publish, _stamp
 
 
 def _behind_launches() -> None:
@@ -359,6 +365,7 @@ def install() -> None:
         (Replicas, "largest"),
     ):
         _recorded(owner, name)
+    _recorded(LaunchStamps, "mark", posts=False)
     for owner in (Channels, _BucketCollectives):
         _recorded(owner, "wait", posts=False)
 

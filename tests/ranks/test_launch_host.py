@@ -70,7 +70,10 @@ class _Launched:
         whole.runtime, whole.pipeline, whole.feed = rank.runtime, rank.pipeline, feed
         whole.graph = SimpleNamespace(replay=self._replay)  # type: ignore[assignment]
         whole._gate = SimpleNamespace(  # type: ignore[assignment]
-            read=lambda: (self.ran.pop(0), [0, self.word]), close=lambda **_: None
+            read=lambda: (self.ran.pop(0), [0, self.word]),
+            close=lambda **_: None,
+            read_steps=0,
+            stamps=SimpleNamespace(take=lambda _: 1.5),
         )
         whole.worker.pipeline = rank.pipeline
         whole._waits = LaunchWaits(whole.worker, whole._gate)

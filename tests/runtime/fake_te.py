@@ -9,7 +9,9 @@ history, the first FP8 module's backward every backward one (here all of them ro
 unfused update; its fused one passes over those without a new entry); a workspace is made on first
 use. None of them differs between 2.18 and 2.20 (see the runtime's README); what does is in
 `Graphs`.
-The arithmetic is the reference backend's. It proves nothing about the real library's numerics.
+The arithmetic is the reference backend's, but for what changes the model: the rows of the fused
+product are head by head (queries, keys and values of each), and GELU is the approximate one. It
+proves nothing about the real library's numerics.
 """
 
 from __future__ import annotations
@@ -342,7 +344,7 @@ class LayerNormMLP(FP8Module):
         """F."""
         self.begin(first, 2)
         hidden = Call(self, ["fc1_"], "fc1_weight", 0)(self.norm(x))
-        return Call(self, ["fc2_"], "fc2_weight", 2)(functional.gelu(hidden))
+        return Call(self, ["fc2_"], "fc2_weight", 2)(functional.gelu(hidden, approximate="tanh"))
 
 
 class SelfAttention(torch.nn.Module):
@@ -373,7 +375,7 @@ class TransformerLayer(torch.nn.Module):
         super().__init__()
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError("Gradient accumulation fusion requires fuse_qkv_params=True")
-        self.heads = heads
+        self.heads, self.interleaved = heads, fuse_qkv_params
         self.self_attention = SelfAttention(
             hidden, fused_qkv=fuse_qkv_params, fuse=fuse_wgrad_accumulation
         )
@@ -384,10 +386,11 @@ class TransformerLayer(torch.nn.Module):
         """F."""
         sequence, batch, _ = x.shape
         mixed = self.self_attention.layernorm_qkv(x, is_first_microbatch)
-        query, key, value = (
-            part.view(sequence, batch, self.heads, -1).permute(1, 2, 0, 3)
-            for part in mixed.chunk(3, -1)
-        )
+        if self.interleaved:
+            parts = mixed.view(sequence, batch, self.heads, 3, -1).unbind(-2)
+        else:
+            parts = mixed.view(sequence, batch, 3, self.heads, -1).unbind(-3)
+        query, key, value = (part.permute(1, 2, 0, 3) for part in parts)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         attended = attended.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
         x = x + self.self_attention.proj(attended, is_first_microbatch)

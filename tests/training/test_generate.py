@@ -10,16 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from qeffect.cli import main
 from qeffect.cli.interrupts import INTERRUPTED
-from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.ends import Ends
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.backends.reference.scaling import QuantizedTensor
+from qeffect.gpu_runtime.backends.te import domain as te
+from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain
+from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
+from qeffect.gpu_runtime.training import prompt, te_weights
+from qeffect.gpu_runtime.training.config import Model
+from qeffect.gpu_runtime.training.plain_model import PlainModel
 from qeffect.gpu_runtime.training.prompt import WholeModel, choose
+from qeffect.gpu_runtime.training.te_weights import as_reference
 from tests.cli.test_interrupts import interrupted, require_promise, started, wait_for
 from tests.cli.test_interrupts import processes as processes
+from tests.runtime import fake_te
 
 from .helpers import SMALL
 
@@ -182,10 +195,137 @@ def test_options_out_of_range_are_one_line(
     assert said in refused(capsys, tmp_path / "none", *words)
 
 
-def test_another_backend_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU runs the reference backend only."""
+def test_an_unknown_backend_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qeffect.gpu_runtime.training.prompt.ReferenceDomain.name", "else")
     with pytest.raises(BackendError, match="found one of reference"):
+        WholeModel.of(checkpoint)
+
+
+# Checkpoints of Transformer Engine's backend
+
+
+def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stand-in for the library multiply without FP8."""
+
+    def quantize(_: fake_te.Meta, value: Tensor, __: int) -> QuantizedTensor:
+        return QuantizedTensor(value.float(), torch.ones(()))
+
+    monkeypatch.setattr(fake_te.Meta, "quantize", quantize)
+    monkeypatch.setattr(fake_te, "E4M3", torch.float32)
+
+
+def library_stage(
+    monkeypatch: pytest.MonkeyPatch, model: Model, *, fused: bool = True
+) -> TransformerEngineStage:
+    """The whole model over the stand-in, in fp32, with every parameter drawn."""
+    for name, module in fake_te.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    fake_te.FP8GlobalStateManager.reset()
+    te.library.cache_clear()
+    te.reset_process()
+    unrounded(monkeypatch)
+    layer = LayerConfig(
+        model.hidden, model.ffn, model.heads, model.sequence, fused_qkv=fused, dtype=torch.float32
+    )
+    ends = Ends(vocabulary=model.vocabulary, embedding=True, head=True)
+    domain = TransformerEngineDomain("delayed", 4, torch.device("cpu"), "action")
+    stage = TransformerEngineStage(0, domain, layer, num_layers=model.layers, first=True, ends=ends)
+    stage.root.float()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in stage.root.parameters():
+            parameter.normal_(0.0, 0.5)
+    return stage
+
+
+def facts_of(model: Model, backend: str = "transformer-engine") -> dict[str, Any]:
+    given = {"model": attrs.asdict(model)}
+    return {"epoch": 3, "must": {"backend": backend, "given": given}, "free": {}}
+
+
+@pytest.fixture
+def the_library() -> Iterator[None]:
+    """Forget the stand-in afterwards."""
+    yield
+    te.library.cache_clear()
+
+
+@pytest.mark.usefixtures("the_library")
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_the_library_computes_the_same_logits(
+    fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the weights that its backend names and orders, where nothing is rounded to FP8."""
+    model = Model(vocabulary=32, layers=2, hidden=32, ffn=64, heads=4, sequence=16)
+    stage = library_stage(monkeypatch, model, fused=fused)
+    weights = {name: one.detach().clone() for name, one in parameters(stage).items()}
+    monkeypatch.setattr(prompt, "read_part", lambda *_: (dict(weights), facts_of(model)))
+    whole = WholeModel.of(tmp_path)
+
+    ids = [5, 31, 0, 7, 7, 19, 2, 11]
+    tokens = torch.zeros(16, 1, dtype=torch.int64)
+    tokens[: len(ids), 0] = torch.tensor(ids)
+    with torch.no_grad():
+        (expected,) = stage.native_forward((tokens,), first=True)
+    exact = PlainModel(model, as_reference(weights, 4), gelu="none")
+    off, far = (
+        float((one.logits(ids) - expected[len(ids) - 1, 0]).abs().max()) for one in (whole, exact)
+    )
+    assert off < 1e-4 < far, (off, far)
+    assert whole.computed == "in fp32, without FP8"
+
+
+def as_library(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """A reference checkpoint's weights as Transformer Engine's backend names and orders them."""
+    names = {theirs: ours for ours, theirs in te_weights._LAYER.items()}
+    found = {}
+    for name, tensor in weights.items():
+        if name.startswith("layers."):
+            _, number, rest = name.split(".", 2)
+            if rest.startswith("qkv"):
+                parts = tensor.view(3, heads, -1, *tensor.shape[1:]).transpose(0, 1)
+                tensor = parts.reshape(tensor.shape)
+                rest = f"self_attention.layernorm_{rest}"
+            name = f"layers.{number}.{names.get(rest, rest)}"
+        found[name.replace("head.norm.", "head.layer_norm_")] = tensor
+    return found
+
+
+def test_a_sentence_is_continued_from_weights_of_the_library(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says how it computes."""
+    weights, facts = prompt.read_part(checkpoint, "model")
+    facts = {**facts, "must": {**facts["must"], "backend": "transformer-engine"}}
+    theirs = as_library(weights, facts["must"]["given"]["model"]["heads"])
+    assert "layers.1.self_attention.layernorm_qkv.weight" in theirs
+    assert "head.layer_norm_bias" in theirs
+    monkeypatch.setattr(prompt, "read_part", lambda *_, **__: (dict(theirs), facts))
+    said = generate(capsys, checkpoint, "--prompt", "the quick", "--tokens", "33")
+    assert (said["text"], said["computed"]) == (SENTENCE * 2, "in fp32, without FP8")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers.0.rotary": torch.zeros(3)}, "layers.0.rotary: expected a weight of Transf"),
+        ({"layers.9.proj.bias": torch.zeros(3)}, "layers.9.proj.bias: expected a weight of"),
+        ({"head.weight": torch.zeros(16, 3)}, r"head.weight: expected shape \(272, .*\), found"),
+        ({"embedding.position": None}, "disagree on 1 tensors, first embedding.position"),
+    ],
+)
+def test_other_weights_are_refused_by_name(
+    change: dict[str, Any],
+    said: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, facts = prompt.read_part(checkpoint, "model")
+    facts = {**facts, "must": {**facts["must"], "backend": "transformer-engine"}}
+    theirs: dict[str, Any] = as_library(weights, facts["must"]["given"]["model"]["heads"]) | change
+    theirs = {name: tensor for name, tensor in theirs.items() if tensor is not None}
+    monkeypatch.setattr(prompt, "read_part", lambda *_, **__: (theirs, facts))
+    with pytest.raises(BackendError, match=said):
         WholeModel.of(checkpoint)
 
 

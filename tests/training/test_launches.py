@@ -70,7 +70,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     """The lines of a log that have a loss, without what a clock and an allocator say."""
     every = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
     timed = ("step_ms", "tokens_per_s", "memory_bytes", "seconds_left")
-    timed += ("compute_ms", "wait_ms", "launch_ms", "slowest")
+    timed += ("compute_ms", "wait_ms", "launch_ms", "weights_ms", "slowest")
     return [{k: v for k, v in line.items() if k not in timed} for line in every if "loss" in line]
 
 

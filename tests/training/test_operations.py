@@ -25,6 +25,7 @@ from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.checkpoint.files import FACTS, MANIFEST, canonical, run_of
 from qeffect.gpu_runtime.training.checkpoint.lock import LOCK, FolderLock
 from qeffect.gpu_runtime.training.checkpoint.status import STATUS
+from qeffect.launched import may_be_launcher
 from tests.cli.test_interrupts import alive
 from tests.ranks.ranks import launch
 
@@ -220,6 +221,29 @@ def test_of_event_logs_with_a_limit_one_earlier_log_stays(tmp_path: Path) -> Non
     assert len(contents(events / "before-0009")) == 2
 
 
+@pytest.mark.ci
+def test_rank_logs_rotate_as_event_logs_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank log per file of steps; the newest stay, and replay with the event logs beside."""
+    setting = "event_log_steps = 2\nevent_log_keep = 2\n[checkpoint]"
+    body = LOGGED.replace("[checkpoint]", setting).replace("steps = 2", "steps = 11", 1)
+    # In a process of its own: the tests' ranks keep their rank logs elsewhere.
+    command = [sys.executable, "-m", "qeffect", "runtime", "train", run_file(tmp_path, body=body)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    files = sorted((tmp_path / "events").glob("rank0.*.ranks*.jsonl"))
+    assert [path.name.rpartition(".ranks")[2] for path in files] == [
+        ".00003.jsonl",  # removed two commits after the last file began
+        ".00004.jsonl",
+        ".00005.jsonl",
+    ]
+    every = sorted((tmp_path / "events").glob("rank*.jsonl"))
+    capsys.readouterr()
+    assert main(["replay", *map(str, every), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["rank_logs"]
+    assert (told["logs"], told["trusted_epoch"], told["commits"]) == (1, 6, 5)
+
+
 def test_a_run_whose_event_log_ends_goes_on(tmp_path: Path) -> None:
     """As for the run's own log: the end of the log is told, and nothing else changes."""
     run = run_file(tmp_path, body=LOGGED.replace("[checkpoint]", 'log = "log.jsonl"\n[checkpoint]'))
@@ -264,6 +288,60 @@ def test_a_rank_whose_launcher_has_ended_stops(monkeypatch: pytest.MonkeyPatch) 
     os.close(write)
     assert os.read(read, 200).decode() == f"its launcher, process {agent}, has ended"
     os.close(read)
+
+
+def process(
+    proc: Path, words: str, *, exe: str = "/usr/bin/x", environ: str = "A=1", maps: str = ""
+) -> int:
+    """A process as the system tells about it."""
+    place = proc / "7"
+    place.mkdir()
+    (place / "cmdline").write_bytes(words.replace(" ", "\0").encode())
+    (place / "comm").write_text(Path(words.split()[0]).name + "\n")
+    (place / "environ").write_text(environ)
+    (place / "maps").write_text(maps)
+    (place / "exe").symlink_to(exe)
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "may"),
+    [
+        ("/sbin/init", {}, False),
+        ("/usr/bin/tini -- sleep", {}, False),
+        ("systemd --user", {}, False),
+        ("python3 /usr/bin/torchrun run.py", {}, True),
+        ("trainer", {"exe": "/opt/bin/python3.11"}, True),
+        ("trainer", {"maps": "7f00 r-xp /opt/lib/libpython3.11.so.1.0"}, True),
+        ("bash ./rank.sh", {"environ": "HOME=/\0TORCHELASTIC_RUN_ID=none"}, True),
+    ],
+    ids=["init", "tini", "systemd", "torchrun", "renamed", "embedded", "script"],
+)
+def test_what_adopts_orphans_is_no_launcher(
+    words: str, told: dict[str, str], may: bool, tmp_path: Path
+) -> None:
+    assert may_be_launcher(process(tmp_path, words, **told), tmp_path) is may
+
+
+def test_a_parent_that_cannot_be_read_may_be_the_launcher(tmp_path: Path) -> None:
+    """A rank whose launcher runs must not stop."""
+    assert may_be_launcher(7, tmp_path)
+    pid = process(tmp_path, "/sbin/init")
+    (tmp_path / "7" / "exe").unlink()
+    assert may_be_launcher(pid, tmp_path)
+    assert may_be_launcher(os.getpid())
+
+
+def test_a_launcher_that_ended_before_the_first_import_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    Launcher().require()
+    monkeypatch.setattr("qeffect.gpu_runtime.ranks.launcher.ORPHANED", [True])
+    with pytest.raises(TerminatedError, match="its launcher had ended before this process began"):
+        Launcher().require()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    Launcher().require()
 
 
 def test_a_launcher_that_ends_during_the_imports_is_noticed(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ of an attempt. A log that merely ends is one of a process that died. Of steps th
 `replayed_launches` says what the logs tell about the devices. A host that queues work ahead of its
 device logs what did not happen if a rank ends; `messages_of_logs` leaves that out.
 
+If the first files of a log in several files are missing, the replay begins behind a commit that all
+logs have, and takes the ranks' states there on trust (`qeffect.log.rank_series`).
+
 Attempts follow one another by the hosts' clocks; nothing else reads those.
 
 `replayed_spans` cuts the logs into attempts, `replayed_events` says what each event is in the model
@@ -26,6 +29,7 @@ import attrs
 
 from qeffect.log.checker import LogError
 from qeffect.log.rank_log import RankLines
+from qeffect.log.rank_series import begun_together, joined
 from qeffect.refusals import Refused
 from qeffect.text import counted
 
@@ -60,6 +64,8 @@ class RankReport:
         messages: Messages that arrived.
         checkpoints: Whole checkpoints.
         stops: Ranks that stopped by themselves.
+        trusted_epoch: The epoch in which the first attempt begins whose first files are missing;
+            None if every log is there from its beginning.
         log: The refused log; this and what follows is None if nothing was refused.
         rank: Its rank.
         line: Line of the refused event.
@@ -80,6 +86,7 @@ class RankReport:
     messages: int = 0
     checkpoints: int = 0
     stops: int = 0
+    trusted_epoch: int | None = None
     log: str | None = None
     rank: int | None = None
     line: int | None = None
@@ -99,12 +106,18 @@ class RankReport:
         """Return the result as one line."""
         if self.clause is None:
             ending = "" if self.launches == 1 else "es"
+            trust = (
+                ""
+                if self.trusted_epoch is None
+                else f"; the state at the beginning of epoch {self.trusted_epoch} is taken on "
+                "trust, since earlier files are missing"
+            )
             launches = f"{self.launches:,} launch{ending}, " if self.launches else ""
             return (
                 f"accepted: {counted(self.logs, 'rank log')}, {counted(self.attempts, 'attempt')}, "
                 f"{counted(self.commits, 'commit')}, {launches}"
                 f"{counted(self.messages, 'message')}, "
-                f"{counted(self.checkpoints, 'checkpoint')}, {counted(self.stops, 'stop')}"
+                f"{counted(self.checkpoints, 'checkpoint')}, {counted(self.stops, 'stop')}{trust}"
             )
         return (
             f"refused: rank {self.rank}, event {self.step} ({self.action}) in line {self.line} of "
@@ -117,12 +130,14 @@ def replay_ranks(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
     Replay the rank logs of one job through the model of ranks.
 
     Args:
-        paths: The logs of all ranks, of one attempt or of several, in any order.
+        paths: The logs of all ranks, of one attempt or of several, in any order; all files of a
+            log in several files, or the newest ones.
 
     Raises:
-        LogError: A file is not a rank log, or a rank's log is missing.
+        LogError: A file is not a rank log, a rank's log or a file between two others is missing,
+            or the logs of an attempt have no commit in common at which all could begin.
     """
-    logs = [RankLines.read(path) for path in paths]
+    logs = joined(paths)
     tally: Counter[str] = Counter()
     jobs: dict[int, list[RankLines]] = {}
     for log in logs:
@@ -136,6 +151,7 @@ def replay_ranks(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
 
 def _report(verdict: str, logs: int, tally: Mapping[str, int], **refusal: Any) -> RankReport:
     counts: dict[str, Any] = {name: tally.get(name, 0) for name in _TALLIED}
+    counts["trusted_epoch"] = tally.get("trusted epoch")
     return RankReport(verdict, logs, **counts, **refusal)
 
 
@@ -169,13 +185,15 @@ def _attempts(logs: Sequence[RankLines]) -> list[list[RankLines]]:
     ordered = sorted(
         found.values(), key=lambda ranks: min(log.header["began"] for log in ranks.values())
     )
-    return [[ranks[rank] for rank in range(len(ranks))] for ranks in ordered]
+    return [begun_together([ranks[rank] for rank in range(len(ranks))]) for ranks in ordered]
 
 
 def _refusal(unexplained: Unexplained, logs: int, tally: Mapping[str, int]) -> RankReport:
     """Report an event that no order explains."""
     op, error = unexplained.step, unexplained.error
-    seq = len(op.log.events) + 1 if op.event is None else op.event["seq"]
+    last = op.log.events[-1]["seq"] if op.log.events else 0
+    seq = last + 1 if op.event is None else op.event["seq"]
+    name, line = op.log.where(seq)
     action = "end of the log" if op.event is None else op.event["event"]
     transition = TRANSITIONS.get(op.name) or LAUNCHES.get(op.name)
     asks = "" if transition is None else transition.text
@@ -194,9 +212,9 @@ def _refusal(unexplained: Unexplained, logs: int, tally: Mapping[str, int]) -> R
         "refused",
         logs,
         tally,
-        log=op.log.name,
+        log=name,
         rank=op.log.header["rank"],
-        line=seq + 1,
+        line=line,
         step=seq,
         action=action,
         clause=clause,
@@ -256,11 +274,14 @@ class _Job:
                 except (Refused, Impossible) as refusal:
                     return Unexplained(step_of(span, span.first, "rebuild", lambda: None), refusal)
         name = "begin_again" if first.again else "begin_attempt"
+        if first.trusted is not None:
+            return self._trust(present, first.trusted)
         if not first.again and first.epoch != self.state.saved[0]:
             if (
                 first.load is not None
                 and self._saves.published
                 and first.epoch not in self._saves.published
+                and first.epoch > self._saves.trusted
             ):
                 saved = ", ".join(map(str, sorted(self._saves.published)))
                 error = UnlikeError(f"a checkpoint of epoch {saved}", f"epoch {first.epoch}")
@@ -271,6 +292,21 @@ class _Job:
         except (Refused, Impossible) as error:
             return Unexplained(step_of(first, first.first, name, lambda: None), error)
         self.tally["attempts"] += 1
+        return None
+
+    def _trust(self, present: Mapping[int, Span], trusted: Mapping[str, Any]) -> Unexplained | None:
+        """Begin in mid-run, from the state that the logs begin with."""
+        for span in present.values():
+            own = span.trusted
+            if own is None or own["launches"] != trusted["launches"]:
+                error = UnlikeError("a beginning as on rank 0", "another")
+                return Unexplained(step_of(span, own, "start", lambda: None), error)
+        epoch = trusted["epoch"]
+        self.state = self._state_of(present[0].log.header, epoch)
+        self._saves.trusted = max(self._saves.trusted, epoch)
+        TRANSITIONS["begin_attempt"].run(self.state)
+        self.tally["attempts"] += 1
+        self.tally.setdefault("trusted epoch", epoch)
         return None
 
     def _walk(self, present: Mapping[int, Span], number: int) -> Unexplained | None:

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from qeffect.log.rank_log import RankLines
+from qeffect.log.rank_series import TAKEN_ON_TRUST
 from qeffect.spec.ranks import BETWEEN
 
 from .messages_of_logs import ENDED
@@ -89,7 +90,7 @@ class EventsOfAttempt:
             return step_of(span, event, name, run or partial(TRANSITIONS[name].run, st, r))
 
         name = "start_again" if span.again else "start"
-        began = span.load or span.first
+        began = span.trusted or span.load or span.first
         yield op(began, name)
         yield op(began, "epoch", lambda: same("epoch", st.epoch[r], span.epoch))
         yield op(began, "generations", lambda: self.messages.restart(st, r))
@@ -121,6 +122,11 @@ class EventsOfAttempt:
     def _event(self, r: int, event: Mapping[str, Any], op: _Make) -> Iterator[LoggedStep]:
         st, what, part = self.state, event["event"], self.launches[r]
         if part.leaves_out(event):
+            return
+        if what == TAKEN_ON_TRUST:
+            yield op(event, "generations", lambda: self.messages.trust(r))
+            yield op(event, "saves", lambda: self.saves.trust(st, r, event))
+            yield from part.trust(event, op)
             return
         if what in ("begin_step", "write_shard"):
             yield from part.before_step(event, op)

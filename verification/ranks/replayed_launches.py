@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import attrs
 
+from qeffect.log.rank_series import TAKEN_ON_TRUST
 from qeffect.spec.ranks import NOBODY
 
 from .concrete_state import Impossible
@@ -104,6 +105,8 @@ def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
                 agreed.add(event["epoch"])
             elif what == "votes":
                 votes[r, event["epoch"]] = event
+            elif what == TAKEN_ON_TRUST and event["launches"]:
+                launched[r, event["epoch"] - 1] = event
             elif what == "launch":
                 launched[r, event["epoch"]] = event
             elif what == "report":
@@ -166,6 +169,18 @@ class LaunchesOfRank:
         for column in ("heard", "word"):
             getattr(st, column)[r] = st.zeros(column)
         st.report[0, r] = NOBODY
+
+    def trust(self, event: _Event, make: _Make) -> Iterator[Any]:
+        """The rank begins in mid-run: if its steps are launches, the last one is under way."""
+        if event["launches"]:
+            yield make(event, "launches", self._begin_under_way)
+            self.phase = "launches"
+
+    def _begin_under_way(self) -> None:
+        st, r = self.st, self.r
+        self.begin()
+        for column in ("begin", "known", "voted", "vote", "ran", "weights"):
+            getattr(st, column)[r] = st.epoch[r] - 1
 
     def before_step(self, event: _Event, make: _Make) -> Iterator[Any]:
         """What is asked before a guarded step, or before a part of a checkpoint is written."""

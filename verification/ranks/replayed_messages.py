@@ -28,11 +28,17 @@ class ReplayedMessages:
         self.tally = tally
         self._posted: dict[tuple[Any, ...], int] = {}
         self._offset: Counter[int] = Counter()
+        self._trusted: dict[int, set[int]] = {}  # by rank, the buffers whose generations are known
 
     def restart(self, st: ReplayedState, r: int) -> None:
         """A contract that starts, or is restored, counts its slots' generations from 0."""
+        self._trusted.pop(r, None)
         held = [n for (q, _), n in st.generation.entries.items() if q == r]
         self._offset[r] = max(held, default=0)
+
+    def trust(self, r: int) -> None:
+        """A rank begins in mid-run: the first generation of each buffer is as its log says."""
+        self._trusted[r] = set()
 
     def clear(self) -> None:
         """Forget every place: no message is under way."""
@@ -47,6 +53,9 @@ class ReplayedMessages:
         """Release the buffer of a message until it has the generation that the event names."""
         buffer = _buffer(event)
         wanted = event["generation"] + self._offset[r]
+        if r in self._trusted and buffer not in self._trusted[r]:
+            self._trusted[r].add(buffer)
+            st.generation[r, buffer] = max(wanted, st.generation[r, buffer])
         if wanted < st.generation[r, buffer]:
             held = st.generation[r, buffer] - self._offset[r]
             raise UnlikeError(f"generation {held} or later", f"generation {event['generation']}")

@@ -25,11 +25,14 @@ class ReplayedSaves:
 
     Attributes:
         published: Epochs of the whole checkpoints.
+        trusted: A checkpoint of an epoch up to this one may have been saved in a file that is
+            missing; -1 if none is.
     """
 
     def __init__(self, tally: Counter[str]) -> None:
         self.tally = tally
         self.published: set[int] = set()
+        self.trusted = -1
         self._before: Counter[tuple[int, int]] = Counter()
         self._saved: Counter[int] = Counter()
 
@@ -43,6 +46,11 @@ class ReplayedSaves:
                 saves += event["event"] == "publish"
                 if event["event"] == "write_shard":
                     self._before[rank, event["seq"]] = saves
+
+    def trust(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
+        """A rank begins in mid-run, with the part that it wrote; its save may not have ended."""
+        if event["wrote"] >= 0:
+            st.shard[r], st.shard_life[r] = event["wrote"], st.life[r]
 
     def write(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
         """A rank waits for the save that is under way before it writes its next part."""

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from qeffect.log.rank_log import RankLines
+from qeffect.log.rank_series import TAKEN_ON_TRUST
 
 __all__ = ["Span", "spans_of"]
 
@@ -49,9 +50,15 @@ class Span:
         return None
 
     @property
+    def trusted(self) -> Mapping[str, Any] | None:
+        """The event of a beginning in mid-run."""
+        begins = self.events and self.events[0]["event"] == TAKEN_ON_TRUST
+        return self.events[0] if begins else None
+
+    @property
     def epoch(self) -> int:
         """The epoch in which the rank began."""
-        found = self.first or self.load or self.log.header
+        found = self.first or self.trusted or self.load or self.log.header
         return int(found["epoch"])
 
 
@@ -60,7 +67,7 @@ def spans_of(log: RankLines) -> list[Span]:
     cuts: list[int] = []
     stepped = False
     for place, event in enumerate(log.events):
-        if event["event"] == "begin_step":
+        if event["event"] in ("begin_step", TAKEN_ON_TRUST):
             stepped = True
         elif event["event"] == "rebuilt" or (event["event"] == "load" and stepped):
             cuts.append(place)

@@ -1,0 +1,101 @@
+"""
+Times of a rank's own work in a launch, which the device itself stamps.
+
+A launch is one graph, in which the device also waits for other ranks. So the time of a launch is
+the same on all ranks, and tells nothing about one of them. A dW reads no message and no sum: from
+its beginning to its end the device waits for nobody. Two nodes of the graph stamp the device's
+clock around one dW of each stage. A rank whose device is slow is slow there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LaunchStamps"]
+
+#: Stamps a place of a row: the rows, the number of the step, the place.
+Stamp = Callable[[Tensor, Tensor, int], None]
+
+
+class LaunchStamps:
+    """
+    The device's clock before and after the first dW of each stage, for the last launches.
+
+    Args:
+        stamp: Writes nanoseconds of the device's clock, as `gate_kernel.stamp`.
+        number: The number of the launch, int64 on the device.
+        stages: The rank's stages.
+        rows: Launches that are kept; a row is written again after so many.
+    """
+
+    def __init__(self, stamp: Stamp, number: Tensor, stages: Sequence[int], rows: int) -> None:
+        self._stamp, self._number = stamp, number
+        self.stages = tuple(stages)
+        width = 2 * len(self.stages)
+        self.ring = torch.full((rows, width), -1, dtype=torch.int64, pin_memory=number.is_cuda)
+
+    def mark(self, place: int) -> None:
+        """Queue a stamp on the current stream; a capture makes it a node."""
+        self._stamp(self.ring, self._number, place)
+
+    def warm(self) -> None:
+        """Stamp every place once outside a capture, which can load no kernel."""
+        for place in range(self.ring.shape[1]):
+            self.mark(place)
+
+    def clear(self) -> None:
+        """Forget all stamps; no launch may be under way."""
+        self.ring.fill_(-1)
+
+    def around(self, executor: Any) -> Any:
+        """
+        Return an executor for one step, which stamps around the first dW of each stage.
+
+        Args:
+            executor: Runs the actions.
+        """
+        return _StampedExecutor(executor, self)
+
+    def take(self, step: int) -> float:
+        """
+        Return the milliseconds of a launch's stamped dW, and forget them.
+
+        Args:
+            step: The launch's number, from 0; the device has finished it.
+
+        Returns:
+            The sum over the stages; NaN if the launch stamped none.
+        """
+        row = self.ring[step % len(self.ring)]
+        times = row.tolist()
+        row.fill_(-1)
+        spans = list(zip(times[::2], times[1::2], strict=True))
+        if not spans or any(begin < 0 or end < begin for begin, end in spans):
+            return math.nan
+        return math.fsum(end - begin for begin, end in spans) / 1e6
+
+
+class _StampedExecutor:
+    """Stamps around the first dW of each stage; all else is the executor's own."""
+
+    def __init__(self, executor: Any, stamps: LaunchStamps) -> None:
+        self._executor, self._stamps = executor, stamps
+        self._places = {stage: 2 * n for n, stage in enumerate(stamps.stages)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def wgrad(self, memory: Any, *given: Any) -> Any:
+        """DW."""
+        place = self._places.pop(memory.stage.index, None)
+        if place is None:
+            return self._executor.wgrad(memory, *given)
+        self._stamps.mark(place)
+        found = self._executor.wgrad(memory, *given)
+        self._stamps.mark(place + 1)
+        return found

@@ -1,0 +1,102 @@
+"""
+The weights of Transformer Engine's layers under the names that the reference backend has for them.
+
+A layer of either backend computes the same function but for two things. The library's fused product
+for queries, keys and values has its rows head by head (`qkv_weight_interleaved`, its default); the
+reference has all queries, then all keys, then all values. And the library's GELU is the approximate
+one, with tanh (`common/util/math.h`); the reference's is exact. Norms (epsilon 1e-5), residuals,
+biases, masks and the scale of the scores are the same. This was read in the library's sources.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..backends.protocol import BackendError
+
+__all__ = ["as_reference"]
+
+#: By the name within a layer; the queries, keys and values of either form have a rule of their own.
+_LAYER: Final[Mapping[str, str]] = {
+    "self_attention.layernorm_qkv.layer_norm_weight": "norm1.weight",
+    "self_attention.layernorm_qkv.layer_norm_bias": "norm1.bias",
+    "self_attention.proj.weight": "proj.weight",
+    "self_attention.proj.bias": "proj.bias",
+    "layernorm_mlp.layer_norm_weight": "norm2.weight",
+    "layernorm_mlp.layer_norm_bias": "norm2.bias",
+    "layernorm_mlp.fc1_weight": "fc1.weight",
+    "layernorm_mlp.fc1_bias": "fc1.bias",
+    "layernorm_mlp.fc2_weight": "fc2.weight",
+    "layernorm_mlp.fc2_bias": "fc2.bias",
+}
+_ENDS: Final[Mapping[str, str]] = {
+    "embedding.weight": "embedding.weight",
+    "embedding.position": "embedding.position",
+    "head.layer_norm_weight": "head.norm.weight",
+    "head.layer_norm_bias": "head.norm.bias",
+    "head.norm.weight": "head.norm.weight",  # TorchAO's head
+    "head.norm.bias": "head.norm.bias",
+    "head.weight": "head.weight",
+}
+_IN_LAYER: Final = re.compile(r"(layers\.\d+\.)(.+)")
+_QKV: Final = "self_attention.layernorm_qkv."
+_SPLIT: Final = ("query", "key", "value")
+
+
+def as_reference(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """
+    Return a model's weights under the reference backend's names, in its order of rows.
+
+    Args:
+        weights: The weights of a checkpoint of Transformer Engine's backend.
+        heads: Attention heads of a layer.
+
+    Returns:
+        The weights with fused queries, keys and values: all queries first, then keys, then values.
+        Their shapes are those of the reference backend.
+
+    Raises:
+        BackendError: A name is unknown, or a layer lacks its queries, keys or values.
+    """
+    found: dict[str, Tensor] = {}
+    split: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        if (end := _ENDS.get(name)) is not None:
+            found[end] = tensor
+            continue
+        place = _IN_LAYER.fullmatch(name)
+        layer, rest = (place[1], place[2]) if place is not None else ("", name)
+        kind = rest.removeprefix(_QKV)
+        if rest in _LAYER and layer:
+            found[layer + _LAYER[rest]] = tensor
+        elif layer and rest.startswith(_QKV) and kind in ("weight", "bias"):
+            found[f"{layer}qkv.{kind}"] = _parts_first(name, tensor, heads)
+        elif layer and rest.startswith(_QKV) and kind.partition("_")[0] in _SPLIT:
+            part, _, of = kind.partition("_")
+            split.setdefault(f"{layer}qkv.{of}", {})[part] = tensor
+        else:
+            raise BackendError(
+                f"{name}: expected a weight of Transformer Engine's layers, found an unknown name; "
+                "use the version of qeffect that wrote the checkpoint"
+            )
+    for name, parts in split.items():
+        if lacking := [part for part in _SPLIT if part not in parts]:
+            raise BackendError(f"{name}: the {lacking[0]} of the layer is missing")
+        found[name] = torch.cat([parts[part] for part in _SPLIT])
+    return found
+
+
+def _parts_first(name: str, tensor: Tensor, heads: int) -> Tensor:
+    """Reorder rows from (head, part, element) to (part, head, element)."""
+    rows = tensor.shape[0]
+    if rows % (3 * heads):
+        raise BackendError(
+            f"{name}: expected rows of {heads} heads of queries, keys and values, found {rows}"
+        )
+    by_head = tensor.view(heads, 3, rows // (3 * heads), *tensor.shape[1:])
+    return by_head.transpose(0, 1).reshape(tensor.shape)

@@ -1,0 +1,70 @@
+"""
+Where a rank stands behind an event of its log: what a file that begins there has to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+__all__ = ["RankPlace"]
+
+
+@attrs.define
+class RankPlace:
+    """
+    A place in a rank's log.
+
+    Args:
+        epoch: The weight epoch.
+        again: How often the worker has begun again, in place or from a checkpoint.
+        launches: Whether steps are one launch here. Behind a commit the last launch is then under
+            way, and its votes are still to be read.
+        wrote: The epoch of the rank's newest part of a checkpoint; -1 before the first.
+        stepped: Whether a guarded step began since the worker began: a later load begins again.
+
+    >>> place = RankPlace(4)
+    >>> place.take({"event": "commit", "epoch": 4}), place.epoch
+    (True, 5)
+    """
+
+    epoch: int
+    again: int = 0
+    launches: bool = False
+    wrote: int = -1
+    stepped: bool = False
+
+    @classmethod
+    def beginning(cls, header: Mapping[str, Any]) -> RankPlace:
+        """Return the place at which a log with this header begins."""
+        continues = header.get("continues")
+        if continues is None:
+            return cls(header["epoch"])
+        names = ("epoch", "again", "launches", "wrote")
+        return cls(**{name: continues[name] for name in names}, stepped=True)
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """
+        Move behind an event.
+
+        Returns:
+            Whether the event is a commit, behind which a file may begin.
+        """
+        what = event["event"]
+        if what == "commit":
+            self.epoch = event["epoch"] + 1
+            return True
+        if what == "begin_step":
+            self.stepped, self.launches = True, False
+        elif what == "captured":
+            self.launches = True
+        elif what == "write_shard":
+            self.wrote = event["epoch"]
+        elif what in ("rebuilt", "load"):
+            if what == "rebuilt" or self.stepped:
+                self.again += 1
+                self.stepped = self.launches = False
+            self.epoch = event["epoch"]
+        return False
