@@ -1,4 +1,8 @@
-"""A small model in stages with generated data, which the pipeline's command and its tests train."""
+"""
+Stages of either backend and their data: a small model.
+
+The pipeline's command and its tests train it.
+"""
 
 from __future__ import annotations
 

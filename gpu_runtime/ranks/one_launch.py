@@ -68,7 +68,8 @@ PARTS = ("data", "guards", "launch", "step before", "commit")
 
 class OneLaunch:
     """
-    Training steps of one rank, each one launch; the first is guarded, the second captured.
+    Training steps of one rank: the first runs as guarded replays, the second is captured and
+    launched, and each later one is launched.
 
     Every rank of the world makes a `OneLaunch`, and takes each step.
 

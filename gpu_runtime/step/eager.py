@@ -1,9 +1,10 @@
 """
-What F, dI, dW and a cache refresh do to memory, once the kernel has allowed them.
+What F, dI, dW and a cache refresh do to memory, once the contract has accepted them.
 
-An executor only performs: it does not ask the kernel and does not know epochs or keys. The eager
-executor calls the backend. The captured executor (`qeffect.gpu_runtime.step.graphs`) replays graphs
-of the same calls, so both run under the same guards.
+An executor only performs: it does not ask the contract, and it does not know epochs or keys.
+`EagerExecutor` calls the backend. `GraphExecutor` (`step/graphs.py`) replays CUDA graphs of the
+same calls. `GuardedActions` (`step/actions.py`) asks the contract before either, so both run under
+the same guards.
 """
 
 from __future__ import annotations

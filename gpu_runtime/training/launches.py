@@ -119,7 +119,7 @@ class StepRunner:
 
     def step(self) -> None:
         """
-        One optimizer step; with launches the first is guarded, the second captured.
+        One optimizer step, as guarded replays, eagerly, or as one launch (`OneLaunch.step`).
 
         Raises:
             StoppedError: All ranks stopped this step, or with launches the previous step, for one

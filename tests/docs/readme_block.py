@@ -103,7 +103,10 @@ def same_bits() -> Iterator[str]:
         differ[unit] += int(wrong.replace(",", ""))
     if rows:
         said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
-        yield f"*Bits*: {said} differ from references. [{len(rows)} reports]({RUNTIME}#in-short)."
+        yield (
+            f"*Bits*: {said} differ from the runs they were compared with. "
+            f"[{len(rows)} reports]({RUNTIME}#in-short)."
+        )
 
 
 def over_ranks() -> Iterator[str]:
