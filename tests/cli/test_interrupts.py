@@ -32,7 +32,9 @@ LONG = {
 }
 #: Commands that the profile dev leaves out: each ends as another one that it interrupts.
 OFTEN_ENOUGH = (
+    "explore --scope pool-4-5-4",
     "explore --scope pool-4-5-4 --batch",
+    "check --random 100000",
     "runtime demo --steps 1000",
     "runtime compare --sets stepwise --device cpu",
 )
@@ -311,6 +313,7 @@ PARENTS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("command", "whole_group"), both_ways(PARENTS))
 def test_processes_that_a_command_started_end_with_it(
     command: str, whole_group: bool, processes: list[subprocess.Popen[str]]

@@ -34,8 +34,8 @@ launched.START.leave()
 @pytest.mark.parametrize(
     ("news", "told", "code"),
     [
-        (("terminated",), "qeffect: Every rank stopped: ", 2),
-        (("disconnected",), "caller: ", 0),
+        pytest.param(("terminated",), "qeffect: Every rank stopped: ", 2, marks=pytest.mark.ci),
+        pytest.param(("disconnected",), "caller: ", 0, marks=pytest.mark.ci),
         (("terminated", "disconnected"), "qeffect: Every rank stopped: ", 2),
         (("disconnected", "terminated"), "caller: ", 0),
     ],

@@ -82,6 +82,7 @@ NIGHTLY = {
 LONG = {
     "README.md sh 1": "starts a pipeline of two processes",
     "gpu_runtime/README.md sh 0": "starts a pipeline of two processes",
+    "gpu_runtime/README.md sh 4": "starts two agents, each with a rank",
     "qeffect/schedule/README.md console 0": "asks torch for a schedule, with each choice of queues",
     "tests/failures/torch_deferred_receives.md console 0": "starts a pipeline of two processes",
 }

@@ -57,6 +57,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, value
 
 
+@pytest.mark.ci
 def test_the_examples_are_what_their_script_writes() -> None:
     """Running the script again gives the checked-in files, byte for byte, and no others."""
     found = {

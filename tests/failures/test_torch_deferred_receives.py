@@ -289,6 +289,7 @@ def test_torch_has_the_option() -> None:
 
 @pytest.mark.parametrize("cls", STAGES)
 class TestTwoRanks:
+    @pytest.mark.ci
     def test_as_it_stands(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
         """Without the option losses and gradients are those of one process, bit for bit."""
         gradients, losses = reference()

@@ -41,6 +41,7 @@ def test_no_round_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--rounds must be at least 1, found 0" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_the_old_command_says_its_new_name_and_works() -> None:
     """`python -m qeffect.guards.price` is a name of the last release."""
     old = [sys.executable, "-W", "always::DeprecationWarning", "-m", "qeffect.guards.price"]

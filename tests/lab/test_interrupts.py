@@ -74,6 +74,7 @@ def every_part() -> list[object]:
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("words", "whole_group"), every_part())
 def test_a_part_ends_with_the_processes_that_it_started(
     words: str,

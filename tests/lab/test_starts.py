@@ -40,6 +40,7 @@ def two_starts(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RankStart
     return [timed, ranks.start(bodies.profiler_and_meeting, profiles=True)], notes
 
 
+@pytest.mark.ci
 def test_only_the_second_start_can_profile_and_it_is_another_process(
     two_starts: tuple[list[RankStart], list[str]],
 ) -> None:
@@ -73,7 +74,7 @@ def test_every_rank_of_every_start_is_a_process_of_its_own(
     ("body", "error", "words"),
     [
         (bodies.unusable, UnusableError, "^not today$"),
-        (bodies.stopped, StoppedError, "no more"),
+        pytest.param(bodies.stopped, StoppedError, "no more", marks=pytest.mark.ci),
     ],
 )
 def test_a_rank_that_fails_says_why(
@@ -93,6 +94,7 @@ def test_another_failure_is_told_by_its_last_words() -> None:
         start.require()
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """However that one ends."""

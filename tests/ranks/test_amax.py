@@ -23,6 +23,7 @@ FOUR = Job(schedule="zbv", pp=2, dp=2, microbatches=2, amax="replicas")
 TWO = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2, amax="replicas")
 
 
+@pytest.mark.ci
 def test_replicas_that_share_have_the_largest_of_what_each_saw(tmp_path: Path) -> None:
     """Histories and scales after each step, on both ranks of the pipeline, bit for bit."""
     said = launch(4, tmp_path, amax_bodies.shared, FOUR, 3)

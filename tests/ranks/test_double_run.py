@@ -146,6 +146,7 @@ def test_launches_that_run_twice_leave_the_bits_of_launches_that_run_once(
         assert word["twice"] == [0, 2, 2, 2, 2]
 
 
+@pytest.mark.ci
 def test_a_flip_between_two_launches_is_stopped_or_undone(tmp_path: Path) -> None:
     """
     Between the launches: a scale, a history, a cache or a destination is written again before it is

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from tests.ranks import bodies
@@ -33,6 +34,7 @@ else:
 """
 
 
+@pytest.mark.ci
 def test_a_process_whose_last_collective_is_under_way_ends_as_it_was_to() -> None:
     """A thread that gives tensors back to an interpreter that is ending aborts the process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

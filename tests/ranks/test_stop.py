@@ -133,6 +133,7 @@ def test_a_rank_that_the_launcher_ends_says_so_first(tmp_path: Path) -> None:
     assert not cause["recoverable"]
 
 
+@pytest.mark.ci
 def test_a_stalled_process_is_named_and_hears_of_it(tmp_path: Path) -> None:
     """Nobody waits for a transport's own limit, and the late one stops when it wakes up."""
     limits = Limits(start=60.0, message=3.0, commit=6.0, grace=2.0)

@@ -201,6 +201,7 @@ class TestWorkers:
         assert 2 == turn["steps"]
         assert turn["wall_s"] > 0
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("profiles", [False, True])
     def test_a_worker_that_times_cannot_profile(self, profiles: bool) -> None:
         """A step that uses the profiler fails the column, unless its process is for that."""

@@ -84,6 +84,7 @@ def test_a_run_that_is_killed_draws_on_where_the_checkpoint_was(tmp_path: Path) 
     killed_often(tmp_path, job, until=5, kills=2, seed=0)
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_with_the_losses_of_the_undisturbed_one(tmp_path: Path) -> None:
     """A resume draws on, an evaluation draws nothing, and other dropout is refused."""
     evaluating = "evaluate_every = 1\n"

@@ -95,6 +95,7 @@ def refused(capsys: pytest.CaptureFixture[str], checkpoint: Path, *words: str) -
     return line
 
 
+@pytest.mark.ci
 def test_a_repeated_sentence_is_continued(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,7 @@ def stopped(process: subprocess.Popen[str], seconds: float = LIMIT_S / 2) -> tup
     return out, err
 
 
+@pytest.mark.ci
 def test_a_rank_whose_peer_hangs_names_it_after_sigterm(
     store: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:

@@ -30,7 +30,7 @@ def part(tmp_path: Path, name: str, job: Job, body: Any, *args: Any) -> Said:
         pytest.param("il", 1, False, marks=pytest.mark.ci),
         pytest.param("zbv", 1, True, marks=pytest.mark.ci),
         ("il", 2, True),
-        ("zbv", 2, False),
+        pytest.param("zbv", 2, False, marks=pytest.mark.ci),
     ],
 )
 def test_save_at_3_resume_to_8_is_the_uninterrupted_run(

@@ -93,6 +93,7 @@ def test_split_has_the_bits_of_the_librarys_full_backward(rows: int) -> None:
     assert same_bits(destination, alone[order[0]] + alone[order[1]])
 
 
+@pytest.mark.ci
 def test_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
     """
     Interleaved, ZB-V with another cut and destinations, and tied, over native full backwards.

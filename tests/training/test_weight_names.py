@@ -105,6 +105,7 @@ def gpt2_loss(weights: dict[str, Tensor], config: dict[str, Any], tokens: Tensor
     return float(functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
 
 
+@pytest.mark.ci
 def test_gpt2_computes_the_same_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Up to FP8, and it has learned; the configuration is said, and is complete."""
     weights = exported(run, "kept", "gpt2", "--names", "gpt2")

@@ -148,6 +148,7 @@ def named(goals: Iterable[Goal], name: str, transition: str, path: str) -> Goal:
     return goal
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "transition", "path"), ONCE_OPEN)
 def test_every_lemma_answers_what_few_leave_open(
     name: str,
@@ -273,6 +274,7 @@ def test_a_script_says_lemmas_facts_and_the_denial_and_nothing_else(
     assert with_arrays
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "transition", "path"), ONCE_OPEN)
 def test_no_attempt_refutes_what_is_not_denied(
     name: str, transition: str, path: str, full: Composition, goals: list[Goal]

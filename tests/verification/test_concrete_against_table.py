@@ -263,7 +263,7 @@ def _array(encoding: Encoding, column: Column, values: list[int]) -> Any:
     return array
 
 
-@pytest.mark.parametrize("name", SCOPES)
+@pytest.mark.parametrize("name", few(SCOPES, (1,)))
 def test_the_finite_encoding_predicts_each_run(name: str) -> None:
     """In the bounded proofs' encoding Z3 itself says which path is taken and what it does."""
     encoding, table = _finite(name), _table(name, True)

@@ -43,6 +43,7 @@ def test_calls_found_for_a_mutant_do_not_depend_on_the_other_mutants() -> None:
     assert alone.harmful.keys() == beside.harmful.keys() - others
 
 
+@pytest.mark.ci
 def test_a_part_of_the_sweep_runs_the_mutants_of_its_transitions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
