@@ -104,7 +104,7 @@ def same_bits() -> Iterator[str]:
     if rows:
         said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
         yield (
-            f"*Bits*: {said} differ from the runs they were compared with. "
+            f"*Bits*: {said} differ between compared runs. "
             f"[{len(rows)} reports]({RUNTIME}#in-short)."
         )
 

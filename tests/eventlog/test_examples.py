@@ -68,6 +68,7 @@ def test_the_examples_are_what_their_script_writes() -> None:
     assert main(["--check"]) == 0
 
 
+@pytest.mark.ci
 def test_the_script_repairs_a_folder(tmp_path: Path) -> None:
     """A changed, a missing and a superfluous example are found, then written or removed."""
     main(["--folder", str(tmp_path)])
