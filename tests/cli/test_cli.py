@@ -753,6 +753,7 @@ def test_plan_says_what_sends_hold(capsys: pytest.CaptureFixture[str], awaited: 
     assert "stage 1: 2 live, 1 deferred, 2 forwards, 1 held by sends" in out
 
 
+@pytest.mark.ci
 def test_the_bench_measures_every_figure_and_says_where(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

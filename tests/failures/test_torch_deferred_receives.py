@@ -298,6 +298,7 @@ class TestTwoRanks:
         assert equal(gradients, run.gradients)
         assert [loss.item() for loss in losses] == [loss.item() for loss in run.losses]
 
+    @pytest.mark.ci
     @NEEDS_DEFERRED
     def test_deferred_receives_give_other_gradients_and_no_error(
         self, cls: str, runs: Mapping[tuple[str, bool], Run]

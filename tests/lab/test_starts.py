@@ -57,6 +57,7 @@ def test_only_the_second_start_can_profile_and_it_is_another_process(
     assert notes == ["looked"]
 
 
+@pytest.mark.ci
 def test_every_rank_of_every_start_is_a_process_of_its_own(
     two_starts: tuple[list[RankStart], list[str]],
 ) -> None:

@@ -36,6 +36,7 @@ def test_replicas_that_share_have_the_largest_of_what_each_saw(tmp_path: Path) -
         assert any(step["own"] for step in said.words[rank])
 
 
+@pytest.mark.ci
 def test_replicas_that_do_not_share_keep_what_each_saw(tmp_path: Path) -> None:
     """Their data differ, and so do their histories and scales."""
     said = launch(2, tmp_path, amax_bodies.shared, attrs.evolve(TWO, amax="replica"), 2)

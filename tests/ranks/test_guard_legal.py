@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qeffect.guards.pipelining import guard
 from qeffect.schedule.tables import read_table
+from tests.profiles import few
 from tests.ranks import guard_bodies as bodies
 from tests.ranks.guard_bodies import WIDTH, Run, V
 from tests.ranks.ranks import launch
@@ -59,7 +60,7 @@ def test_numbers_of_microbatches_over_ranks(microbatches: int, tmp_path: Path) -
     assert {(True, 2)} == {tuple(v) for words in said.values() for v in words.values()}
 
 
-@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("manner", few(MANNERS, (0,)))
 def test_evaluations(manner: str, tmp_path: Path) -> None:
     """Before the first step, between steps and under `no_grad`, with the same outputs."""
     names = [name for name in NAMES if name not in V]

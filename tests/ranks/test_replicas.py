@@ -15,6 +15,7 @@ import torch
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.replicas import calls_of
 from qeffect.verification.failures.catalogue import FAILURES
+from tests.profiles import few
 from tests.ranks import replica_bodies
 from tests.ranks.ranks import launch
 
@@ -51,7 +52,7 @@ def test_every_public_failure_of_reductions_has_its_test() -> None:
         assert callable(globals()[test])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", few(["bfloat16", "float32"], (1,)))
 def test_two_replicas_have_the_bits_of_one_call_a_gradient(dtype: str, tmp_path: Path) -> None:
     """A bucket leaves in one call for each type of its gradients, and no bit moves."""
     said = launch(4, tmp_path, replica_bodies.together, JOB, 3, dtype)

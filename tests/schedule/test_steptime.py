@@ -354,6 +354,7 @@ class TestDeadlock:
 
         assert min(seen[True], seen[False]) > 5, seen
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("held", ["queue", "rank"])
     def test_it_stops_where_rendezvous_stops(self, held: str) -> None:
         """With sends that wait for receives it agrees with the check of rendezvous semantics."""

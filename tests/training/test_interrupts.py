@@ -215,11 +215,7 @@ def a_folder(folder: Path, processes: list[subprocess.Popen[str]]) -> Path:
     return made
 
 
-@pytest.mark.parametrize(
-    "slow", [pytest.param("start", marks=pytest.mark.ci), "step",
-             pytest.param("evaluation", marks=pytest.mark.nightly),
-             pytest.param("save", marks=pytest.mark.ci)]
-)  # fmt: skip
+@pytest.mark.parametrize("slow", few(["start", "step", "save", "evaluation"], (), (0, 1, 2)))
 def test_two_ranks_end_at_once(
     slow: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:

@@ -51,9 +51,9 @@ SIZED = [
     pytest.param(
         name,
         marks=()
-        if name in SMALL
+        if name in SMALL[::2]
         else pytest.mark.ci
-        if name == MEDIUM[0]
+        if name in (*SMALL, MEDIUM[0])
         else pytest.mark.nightly
         if name in MEDIUM
         # One worker walks a scope once.

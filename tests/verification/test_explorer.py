@@ -273,11 +273,12 @@ def _without(function: str, marker: str) -> dict[str, ast.FunctionDef]:
             standard_scopes()["stage-tickets"],
             "",
         ),
-        (
+        pytest.param(
             "order.check_dgrad_guards",
             "order.in-flight",
             standard_scopes()["stage-tickets"],
             "order.busy-with-forward-or-dgrad",
+            marks=pytest.mark.ci,
         ),
     ],
 )

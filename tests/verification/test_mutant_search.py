@@ -29,6 +29,7 @@ def searched(transitions: tuple[str, ...]) -> Corpus:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("short")
 def test_calls_found_for_a_mutant_do_not_depend_on_the_other_mutants() -> None:
     """The same calls, in the same order, whether or not other transitions are searched too."""

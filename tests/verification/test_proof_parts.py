@@ -76,6 +76,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("transition", "kind", "what", "steps"), BROKEN)
 def test_a_bounded_search_finds_what_a_line_kept_out(
     transition: str, kind: str, what: str, steps: int
