@@ -22,9 +22,11 @@ check: $(VENV)/.verify
 
 # The test suite on the CPU, but for what takes minutes. HYPOTHESIS_PROFILE=ci runs more examples and
 # more rows of each matrix; the default is dev. Workers take neighbouring tests and steal what is
-# left at the end, so that a module's costly fixture is made once or twice, not everywhere.
+# left at the end, so that a module's costly fixture is made once or twice, not everywhere. Tests
+# wait for processes for a third of their time: three workers for two cores.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(max(2, (os.cpu_count() or 1) * 3 // 2))')
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # `make slow RECORD=tests/records/NAME.json` keeps a dated record, likewise `make nightly`.
 RECORDED = $(if $(RECORD),--record $(RECORD))
