@@ -32,7 +32,7 @@ def chosen_seeds(args: argparse.Namespace) -> range:
     Return the seeds to prove with.
 
     Raises:
-        UnusableError: There are none, or too many.
+        UnusableError: The number is below 1 or too high.
     """
     seeds: int = 1 if args.seeds is None else args.seeds
     if seeds < 1:

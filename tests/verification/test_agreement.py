@@ -16,7 +16,7 @@ from attrs import evolve
 
 from qeffect.engine.stage import Transitions, transitions
 from qeffect.verification.mutants import Mutant, sites
-from qeffect.verification.proofs import prove, second_solver
+from qeffect.verification.proofs import prove, report, second_solver
 from qeffect.verification.proofs.finite import SCOPE
 from qeffect.verification.proofs.goals import Goal
 from qeffect.verification.proofs.obligations import Composition, changes, obligations
@@ -202,7 +202,7 @@ def test_both_solvers_are_asked_the_same_goals(monkeypatch: pytest.MonkeyPatch) 
         asked[solver.name] = list(goals)
         return Agreement(solver.name, seed, len(goals), 0, 0.0)
 
-    monkeypatch.setattr(prove, "agree", remember)
+    monkeypatch.setattr(report, "agree", remember)
     list(prove.again([1], ("z3", "cvc5")))
 
     assert {"z3", "cvc5"} == set(asked)

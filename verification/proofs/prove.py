@@ -21,8 +21,7 @@ from .obligations import COMPOSITIONS, Composition, changes, obligations
 from .parallel import Part, run_parallel
 from .recovery import recovery
 from .recurring import recurring
-from .report import Agreement, ProofReport, agree
-from .second_solver import Cvc5
+from .report import Agreement, ProofReport, agreements
 from .solvers import Z3, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
@@ -185,10 +184,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
     composition = Composition.of((), Encoding.sorted())
     mixed = [*changes(composition), *recurring(composition)]
     goals = [*_goals(composition), *_asked(mixed)]
-    for seed in seeds:
-        yield agree(Z3(composition, seed=seed), goals, seed)
-    if "cvc5" in solvers:
-        yield agree(Cvc5(composition), goals, 0)
+    yield from agreements([(composition, goals)], seeds, solvers)
 
 
 def _asked(found: Iterable[Obligation | Goal]) -> Iterator[Goal]:

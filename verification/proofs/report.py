@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attrs import define, field
 
 from qeffect.spec.promises import PAPER
 
-from .goals import Goal, Obligation
+from .goals import Goal, Obligation, Theory
 from .second_solver import Cvc5
 from .solvers import Z3
 
-__all__ = ["Agreement", "ProofReport", "agree", "together"]
+__all__ = ["Agreement", "ProofReport", "agree", "agreements"]
 
 
 @define
@@ -163,6 +163,26 @@ class ProofReport:
         }
 
 
+def agreements(
+    asked: Sequence[tuple[Theory, Sequence[Goal]]], seeds: Sequence[int], solvers: Sequence[str]
+) -> Iterator[Agreement]:
+    """
+    Yield the answers of other seeds, and of cvc5, to the goals of some theories.
+
+    Args:
+        asked: Each theory with its goals.
+        seeds: Seeds of Z3.
+        solvers: Contains ``cvc5`` to ask cvc5 too.
+
+    Raises:
+        ImportError: cvc5 is asked for and not installed.
+    """
+    for seed in seeds:
+        yield _together([agree(Z3(theory, seed=seed), goals, seed) for theory, goals in asked])
+    if "cvc5" in solvers:
+        yield _together([agree(Cvc5(theory), goals, 0) for theory, goals in asked])
+
+
 def agree(solver: Z3 | Cvc5, goals: Sequence[Goal], seed: int) -> Agreement:
     """Return the answer of a solver to goals that were proved before."""
     began = time.perf_counter()
@@ -179,7 +199,7 @@ def agree(solver: Z3 | Cvc5, goals: Sequence[Goal], seed: int) -> Agreement:
     )
 
 
-def together(parts: Sequence[Agreement]) -> Agreement:
+def _together(parts: Sequence[Agreement]) -> Agreement:
     """Return the answers of one solver and seed to several parts of the goals as one."""
     attempts: Counter[str] = Counter()
     for part in parts:

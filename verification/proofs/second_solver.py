@@ -156,5 +156,5 @@ def _without_constant_arrays(terms: list[Term]) -> list[Term]:
         index = z3.Const("index!", term.sort().domain())
         said.append(z3.ForAll([index], z3.Select(name, index) == term.arg(0)))
         names.append((term, name))
-    # An array of arrays is filled with arrays of one value: what is said of it has them too.
+    # The entries of an array of arrays are arrays of one value too, so they are named as well.
     return [z3.substitute(term, *names) for term in (*terms, *said)] if names else terms

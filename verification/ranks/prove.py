@@ -2,8 +2,8 @@
 Proofs for any number of ranks: every promise and lemma holds at first, and every transition keeps
 it.
 
-Ranks are members of an uninterpreted sort; slots and places are integers. Here is what the goals
-are. They are asked and reported like those of the contract (`qeffect.verification.proofs`).
+Ranks are members of an uninterpreted sort; slots and places are integers. This module makes the
+goals; `qeffect.verification.proofs` asks and reports them as it does the contract's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from qeffect.spec.ranks import RANK_PROMISES, RANK_STEPS
 
 from ..column_reads import ColumnReads
 from ..proofs.goals import Claim, Goal, Obligation, lemmas_within
-from ..proofs.report import Agreement, ProofReport, agree, together
-from ..proofs.second_solver import Cvc5
+from ..proofs.report import Agreement, ProofReport, agreements
 from ..proofs.solvers import Z3
 from ..symbolic import Encoding
 from ..symbolic.terms import Term
@@ -218,10 +217,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
         ImportError: cvc5 is asked for and not installed.
     """
     asked = [(protocol, list(goals(protocol))) for protocol in PROTOCOLS]
-    for seed in seeds:
-        yield together([agree(Z3(protocol, seed=seed), found, seed) for protocol, found in asked])
-    if "cvc5" in solvers:
-        yield together([agree(Cvc5(protocol), found, 0) for protocol, found in asked])
+    yield from agreements(asked, seeds, solvers)
 
 
 def goals(protocol: Protocol) -> Iterator[Goal]:
