@@ -15,11 +15,11 @@ from qeffect.report import environment, require_folder, require_place, write_jso
 from qeffect.text import counted, near
 
 from .scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
+from .solver_options import add_solver_options, chosen_seeds, chosen_solvers
 
 __all__ = [
     "DEPTH",
     "MOST_KEYS",
-    "MOST_SEEDS",
     "MOST_STATES",
     "SCOPES",
     "Explore",
@@ -31,7 +31,6 @@ __all__ = [
 SCOPES = tuple(SCOPE_STATES)
 #: The largest pool that is explored: all its states are kept in memory.
 MOST_STATES, MOST_KEYS = 20_000_000, 64
-MOST_SEEDS = 10_000
 #: The most random schedules of one run; a million take days.
 MOST_RANDOM = 1_000_000
 #: Transitions in a row of the bounded proof; more take minutes each.
@@ -181,21 +180,13 @@ class Prove:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--seeds",
-            type=int,
-            metavar="N",
-            help="number of solver seeds to prove with (default 1)",
-        )
-        parser.add_argument(
             "--depth",
             type=int,
             metavar="N",
             help=f"transitions per bounded proof (default and maximum {DEPTH}); unbounded "
             "proofs always run",
         )
-        parser.add_argument(
-            "--cvc5", action="store_true", help="prove with the second solver, cvc5, too"
-        )
+        add_solver_options(parser)
         parser.add_argument(
             "--mutants",
             action="store_true",
@@ -224,14 +215,10 @@ class Prove:
         elif not args.mutants:
             why = "only mutants make programs"
             refuse_unused(args, ("--programs",), why, wants="--mutants")
-        args.seeds = 1 if args.seeds is None else args.seeds
         args.depth = DEPTH if args.depth is None else args.depth
         if args.programs is not None:
             require_folder(args.programs, "--programs")
-        if args.seeds < 1:
-            raise UnusableError(f"--seeds must be at least 1, not {args.seeds}")
-        if args.seeds > MOST_SEEDS:
-            raise UnusableError(f"--seeds must be at most {MOST_SEEDS:,}, not {args.seeds}")
+        seeds = chosen_seeds(args)
         if not 1 <= args.depth <= DEPTH:
             raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
         require_place(args.out)
@@ -246,14 +233,11 @@ class Prove:
             text = swept.pop("lines")
             survived = swept["mutant_report"]["survivors"]
             return Outcome("refused" if survived else "accepted", swept, text)
-        solvers = ("z3", "cvc5") if args.cvc5 else ("z3",)
-        if args.cvc5:
-            needs("cvc5", _cvc5)
         report = prove.run(
             progress=progress,
             note=progress.note,
-            seeds=range(args.seeds),
-            solvers=solvers,
+            seeds=seeds,
+            solvers=chosen_solvers(args),
             depth=args.depth,
         )
         data: dict[str, Any] = report.asdict()
@@ -272,14 +256,8 @@ class Prove:
             f"{len(kept)} of the paper's {len(data['paper'])} invariants proved: {', '.join(kept)}"
         )
         lines += [f"bounded, {b['path']}: {b['verdict']}" for b in data["bounded"]]
-        lines += [
-            f"{a['solver']}, seed {a['seed']}: {a['unsat']} of {a['goals']} agree"
-            + "".join(f", {count} from {name}" for name, count in a["attempts"].items())
-            for a in data["agreements"]
-        ]
-        lines += [
-            f"  {o['verdict']:8} {o['transition']} {o['path']}: {o['name']}" for o in data["open"]
-        ]
+        lines += [agreement.text for agreement in report.agreements]
+        lines += [obligation.text for obligation in report.open]
         good = not data["open"]
         if data["open"]:
             data["action"] = data["open"][0]["transition"]
@@ -402,12 +380,6 @@ def _mutants() -> Any:
     from . import mutants
 
     return mutants
-
-
-def _cvc5() -> Any:
-    import cvc5
-
-    return cvc5
 
 
 def _machine() -> Any:

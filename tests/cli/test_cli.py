@@ -26,7 +26,8 @@ from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES
 from qeffect.verification.explorer.plain import PlainExplorer
 from qeffect.verification.explorer.space import Space
 from qeffect.verification.proofs import bounded, prove
-from qeffect.verification.proofs.obligations import Obligation
+from qeffect.verification.proofs.goals import Obligation
+from qeffect.verification.proofs.report import ProofReport
 from qeffect.verification.scope_sizes import SCOPE_STATES, UNKNOWN, pool_states
 from qeffect.verification.walks import machine
 from tests.verification.test_explorer import COUNTS
@@ -72,7 +73,7 @@ OPTIONS = {
     "failures": {"names"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
     "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
-    "ranks": {"--mutants"},
+    "ranks": {"--seeds", "--cvc5", "--mutants"},
     "runtime doctor": set(),
     "runtime demo": {"--steps", "--ranks"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
@@ -346,6 +347,7 @@ class TestCheck:
         (["prove", "--seeds", "9" * 4000], "at most"),
         (["check", "--js", "--fixtures"], "unrecognized arguments: --js"),
         (["prove", "--seeds", "0"], "at least 1"),
+        (["ranks", "--seeds", "0"], "at least 1"),
         (["prove", "--depth", "0"], "at least 1 and at most 8"),
         (["prove", "--depth", "9" * 4000], "at least 1 and at most 8"),
         (["prove", "--programs", "out"], "add --mutants"),
@@ -482,7 +484,7 @@ def test_a_refusal_says_where(
     walked = explorer.run(explorer.pool_scope(1, 1, 1))
     goal = Obligation("injective", "step", "full", "check_forward", "accepted", "z3", "sat", 0.1)
     monkeypatch.setattr(explorer, "run", lambda *_, **__: evolve(walked, violation="broken"))
-    monkeypatch.setattr(prove, "run", lambda **_: prove.ProofReport(obligations=[goal]))
+    monkeypatch.setattr(prove, "run", lambda **_: ProofReport(obligations=[goal]))
     report = evolve(qeffect.faults.run(), verdict="refused")
     monkeypatch.setattr(qeffect.faults, "run", lambda: report)
     wrong = machine.RandomReport(schedules=1, actions=9, seconds=1.0, failure="F was refused")

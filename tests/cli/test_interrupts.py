@@ -248,8 +248,9 @@ PROVED = """
 import sys
 from qeffect.cli import main
 from qeffect.verification.proofs import prove
+from qeffect.verification.proofs.report import ProofReport
 
-prove.run = lambda **_: prove.ProofReport()
+prove.run = lambda **_: ProofReport()
 sys.exit(main())
 """
 

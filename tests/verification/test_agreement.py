@@ -16,9 +16,11 @@ from attrs import evolve
 
 from qeffect.engine.stage import Transitions, transitions
 from qeffect.verification.mutants import Mutant, sites
-from qeffect.verification.proofs import prove, second_solver
+from qeffect.verification.proofs import prove, report, second_solver
 from qeffect.verification.proofs.finite import SCOPE
-from qeffect.verification.proofs.obligations import Composition, Goal, changes, obligations
+from qeffect.verification.proofs.goals import Goal
+from qeffect.verification.proofs.obligations import Composition, changes, obligations
+from qeffect.verification.proofs.report import Agreement, agree
 from qeffect.verification.proofs.second_solver import ATTEMPTS, Cvc5
 from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding
@@ -94,7 +96,7 @@ def test_a_second_solver_proves_every_kind_of_obligation(part: int, encoding: En
     asked = [g for kind in sorted(kinds) for g in [g for g in goals if g.kind == kind][::STRIDE]]
     asked = asked[part::PARTS]
 
-    answer = prove._agreement(Cvc5(composition), asked, 0)
+    answer = agree(Cvc5(composition), asked, 0)
 
     assert cvc5.__version__
     assert ("cvc5", len(asked)) == (answer.solver, answer.goals)
@@ -123,8 +125,8 @@ def test_the_sweep_leaves_the_goals_of_a_broken_kernel_open(
     """Without one guard a promise of ``check_dgrad`` is open; with it, none is."""
     whole = Composition.of((), encoding)
 
-    sound = prove._agreement(SOLVERS[name](whole, PATIENT), of_dgrad(whole), 0)
-    answer = prove._agreement(SOLVERS[name](broken, IMPATIENT), of_dgrad(broken), 0)
+    sound = agree(SOLVERS[name](whole, PATIENT), of_dgrad(whole), 0)
+    answer = agree(SOLVERS[name](broken, IMPATIENT), of_dgrad(broken), 0)
 
     assert [] == sound.open
     assert name == answer.solver
@@ -197,11 +199,11 @@ def test_both_solvers_are_asked_the_same_goals(monkeypatch: pytest.MonkeyPatch) 
     """The sweep hands cvc5 the very goals that it hands another seed of Z3."""
     asked: dict[str, list[Goal]] = {}
 
-    def remember(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> prove.Agreement:
+    def remember(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> Agreement:
         asked[solver.name] = list(goals)
-        return prove.Agreement(solver.name, seed, len(goals), 0, 0.0)
+        return Agreement(solver.name, seed, len(goals), 0, 0.0)
 
-    monkeypatch.setattr(prove, "_agreement", remember)
+    monkeypatch.setattr(report, "agree", remember)
     list(prove.again([1], ("z3", "cvc5")))
 
     assert {"z3", "cvc5"} == set(asked)
@@ -274,6 +276,20 @@ def test_a_script_says_lemmas_facts_and_the_denial_and_nothing_else(
     assert with_arrays
 
 
+def test_a_script_of_the_goals_own_members_has_no_lemma_for_all(
+    full: Composition, goals: list[Goal]
+) -> None:
+    """Beside what is configured, it has the lemmas for the goal's members alone."""
+    goal = named(goals, *ONCE_OPEN[1])
+    trusted = [term for claim in full.configuration for term in claim.close(full.encoding)]
+    known: dict[int, tuple[Any, list[str]]] = {}
+
+    said = counted(read_back(Cvc5(full).script(goal, told=True)), known)
+
+    wanted = [*trusted, *full.instances(goal), *goal.facts, goal.denied]
+    assert counted(wanted, known) == said
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(("name", "transition", "path"), ONCE_OPEN)
 def test_no_attempt_refutes_what_is_not_denied(
@@ -314,7 +330,8 @@ FEW, EVERY, *_ = (attempt.name for attempt in ATTEMPTS)
         (["unknown", "unknown", "unsat"], "unsat", ATTEMPTS[2].name),
         (["unknown", "unknown", "sat"], "sat", ATTEMPTS[2].name),
         (["unknown"] * len(ATTEMPTS), "unknown", ""),
-        (["sat", "unknown", "unknown", "sat"], "unknown", ""),
+        (["unknown"] * 4 + ["unsat"], "unsat", ATTEMPTS[4].name),
+        (["sat", "unknown", "unknown", "sat", "sat"], "unknown", ""),
     ],
 )
 def test_an_attempt_with_every_lemma_decides(
@@ -346,7 +363,7 @@ def test_an_agreement_counts_what_each_attempt_proved(full: Composition, goals: 
     goal = named(goals, *ONCE_OPEN[0])
     said = ["unsat", "unknown", "unsat", *["unknown"] * len(ATTEMPTS)]
 
-    answer = prove._agreement(Scripted(full, said), [goal] * 3, 0)
+    answer = agree(Scripted(full, said), [goal] * 3, 0)
 
     assert {FEW: 1, EVERY: 1} == answer.attempts == answer.asdict()["attempts"]
     assert (3, 2, 1) == (answer.goals, answer.unsat, len(answer.open))

@@ -10,7 +10,8 @@ from qeffect.spec.predicates import Predicate
 from qeffect.spec.promises import LEGAL
 from qeffect.verification.proofs.completeness import CHECKS, completeness
 from qeffect.verification.proofs.finite import SCOPE, solver_of
-from qeffect.verification.proofs.obligations import Composition, Obligation
+from qeffect.verification.proofs.goals import Obligation
+from qeffect.verification.proofs.obligations import Composition
 from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding
 from tests.profiles import few

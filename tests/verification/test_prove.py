@@ -17,12 +17,13 @@ from qeffect.verification.coverage import COVERED, UNTAKEN
 from qeffect.verification.mutants import Mutant, sites
 from qeffect.verification.proofs import prove
 from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
+from qeffect.verification.proofs.goals import Obligation
 from qeffect.verification.proofs.obligations import (
     COMPOSITIONS,
     Composition,
-    Obligation,
     composition_name,
 )
+from qeffect.verification.proofs.report import ProofReport
 from qeffect.verification.proofs.witnesses import CONDITIONS
 from qeffect.verification.symbolic import Encoding
 from tests.kernel.helpers import Rig, refused
@@ -31,19 +32,19 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def report() -> prove.ProofReport:
+def report() -> ProofReport:
     """Every proof, once."""
     return prove.run()
 
 
-def test_everything_is_proved(report: prove.ProofReport) -> None:
+def test_everything_is_proved(report: ProofReport) -> None:
     """No obligation is open or unknown, in any composition."""
     assert [] == report.open
     assert 0 == report.unknown
     assert len(report.obligations) == report.unsat > 10_000
 
 
-def test_distinct_questions_are_counted(report: prove.ProofReport) -> None:
+def test_distinct_questions_are_counted(report: ProofReport) -> None:
     """Obligations are told apart: questions put to a solver, what follows, the same term twice."""
     data = report.asdict()
 
@@ -52,14 +53,14 @@ def test_distinct_questions_are_counted(report: prove.ProofReport) -> None:
     assert data["same_term"] == sum(o.solver == "syntax" for o in report.obligations)
 
 
-def test_every_composition_is_proved(report: prove.ProofReport) -> None:
+def test_every_composition_is_proved(report: ProofReport) -> None:
     """The full composition, each with one relation left out, and the bare one."""
     proved = {obligation.composition for obligation in report.obligations}
 
     assert {composition_name(omit) for omit in COMPOSITIONS} <= proved
 
 
-def test_every_kind_is_there(report: prove.ProofReport) -> None:
+def test_every_kind_is_there(report: ProofReport) -> None:
     """Beginnings, induction, steps, refusals, tickets and the way back all have obligations."""
     kinds = report.by_kind()
 
@@ -79,7 +80,7 @@ def test_every_kind_is_there(report: prove.ProofReport) -> None:
         assert kinds[kind] > 0, kind
 
 
-def test_the_papers_invariants_are_proved(report: prove.ProofReport) -> None:
+def test_the_papers_invariants_are_proved(report: ProofReport) -> None:
     """Every promise and theorem that makes one up has obligations, and all are proved."""
     assert dict.fromkeys(PAPER, True) == report.paper()
 
@@ -95,11 +96,11 @@ def test_a_papers_invariant_with_an_open_obligation_is_not_proved() -> None:
     ]
     lost = {"token-once": False, "written-exactly-once": False}
 
-    assert dict.fromkeys(PAPER, True) == prove.ProofReport(made).paper()
-    assert {**dict.fromkeys(PAPER, True), **lost} == prove.ProofReport(broken).paper()
+    assert dict.fromkeys(PAPER, True) == ProofReport(made).paper()
+    assert {**dict.fromkeys(PAPER, True), **lost} == ProofReport(broken).paper()
 
 
-def test_nothing_is_vacuous(report: prove.ProofReport) -> None:
+def test_nothing_is_vacuous(report: ProofReport) -> None:
     """Every way that a state can take is taken from one that keeps every invariant."""
     taken = [witness for witness in report.witnesses if witness.expected == "sat"]
 
@@ -155,7 +156,7 @@ def test_every_composition_is_proved_that_a_contract_may_have(fixed: dict[str, b
     assert len(obligations) > 1_000 * len(expected)
 
 
-def test_bounded_proofs_name_their_scope(report: prove.ProofReport) -> None:
+def test_bounded_proofs_name_their_scope(report: ProofReport) -> None:
     """Bounded proofs begin in the initial state; depth and scope stand in their names."""
     assert report.bounded
     assert all(proof.verdict == "unsat" and proof.path for proof in report.bounded)

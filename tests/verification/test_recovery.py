@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
+from qeffect.verification.proofs.goals import Obligation
 from qeffect.verification.proofs.obligations import (
     COMPOSITIONS,
     Composition,
-    Obligation,
     composition_name,
 )
 from qeffect.verification.proofs.recovery import ENDED, recovery

@@ -11,7 +11,8 @@ from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.steps.counters import BASES, COUNTERS
 from qeffect.steps.recorded_step import RECUR
 from qeffect.verification.proofs.finite import SCOPE, solver_of
-from qeffect.verification.proofs.obligations import Composition, Goal
+from qeffect.verification.proofs.goals import Goal
+from qeffect.verification.proofs.obligations import Composition
 from qeffect.verification.proofs.recurring import MOVED, NAME, recurring
 from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding

@@ -25,7 +25,8 @@ from qeffect.refusals import Refused
 
 from ..concrete_run import Focus
 from ..proofs.finite import SCOPE, refuted, solver_of
-from ..proofs.obligations import Composition, Goal, composition_name
+from ..proofs.goals import Goal
+from ..proofs.obligations import Composition, composition_name
 from ..proofs.solvers import Z3
 from ..symbolic import Encoding, Path
 from ..symbolic.terms import Term

@@ -15,8 +15,9 @@ from ..symbolic import Path
 from ..symbolic.encoding import ARGUMENTS, STAGE_OF
 from ..symbolic.solver import answer, new_solver
 from ..symbolic.terms import Term
+from .goals import Obligation
 from .ground import BITS, Grounding, Known, Value
-from .obligations import Composition, Obligation
+from .obligations import Composition
 from .theorems import beginning
 
 __all__ = ["DEPTH", "SCOPE", "Unrolling", "bounded", "scope_name"]

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from qeffect.spec.promises import LEGAL
 
-from .obligations import Composition, Goal
+from .goals import Goal
+from .obligations import Composition
 
 __all__ = ["CHECKS", "completeness"]
 

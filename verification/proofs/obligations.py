@@ -1,12 +1,11 @@
 """
-Proof obligations: what each path of each transition must preserve, and the verdicts.
+Proof obligations: what each path of each transition must preserve.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import z3
 from attrs import field, frozen
@@ -18,13 +17,13 @@ from qeffect.spec.predicates import Predicate
 from ..claims import MANDATORY
 from ..symbolic import Encoding, Path, PathTable, merge, path_table
 from ..symbolic.terms import Term, lift
-from .vocabulary import Claim, Vocabulary
+from .goals import Claim, Goal, Obligation, lemmas_within
+from .instances import smallest_instances
+from .vocabulary import Vocabulary
 
 __all__ = [
     "COMPOSITIONS",
     "Composition",
-    "Goal",
-    "Obligation",
     "changes",
     "composition_name",
     "obligations",
@@ -52,90 +51,6 @@ def composition_name(omit: Sequence[str]) -> str:
     if not omit:
         return "full"
     return "bare" if len(omit) == len(OPTIONAL) else f"without {', '.join(omit)}"
-
-
-@frozen
-class Obligation:
-    """
-    One proof obligation and its verdict.
-
-    Args:
-        name: What is claimed: a predicate's name, or a theorem's.
-        kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
-            ``capture``, ``restore``, ``recovery``, ``recurring``, ``complete``, ``width``; for a
-            search, ``witness`` or ``bounded``.
-        composition: The relations that took part.
-        transition: The transition, or empty.
-        path: The path through it: its clause or ``accepted``, and its position.
-        solver: ``z3``, ``cvc5``, or ``syntax`` where both sides are the same term.
-        verdict: ``unsat``, ``sat`` or ``unknown``.
-        seconds: Time of the answer; 0 where a stronger claim was already proved.
-        expected: The verdict that proves it.
-        attempt: The attempt of a second solver that gave the verdict, or empty.
-    """
-
-    name: str
-    kind: str
-    composition: str
-    transition: str
-    path: str
-    solver: str
-    verdict: str
-    seconds: float
-    expected: str = "unsat"
-    attempt: str = ""
-
-    @property
-    def proved(self) -> bool:
-        """Whether the verdict is as expected; ``unknown`` never is."""
-        return self.verdict == self.expected
-
-    def asdict(self) -> dict[str, Any]:
-        """Return the record as a plain dictionary."""
-        names = ("name", "kind", "composition", "transition", "path", "solver", "verdict")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "seconds": round(self.seconds, 4),
-            "proved": self.proved,
-        }
-
-
-@frozen
-class Goal:
-    """
-    An obligation as a question to a solver: facts and a denial that cannot all hold.
-
-    Args:
-        name, kind, transition, path: As in ``Obligation``.
-        relations: Relations whose lemmas are the hypotheses of the first attempt; None for claims
-            about the initial state, which have no hypotheses.
-        facts: The path's tests, the assumptions, the claim before the transition.
-        denied: The claim's negation.
-    """
-
-    name: str
-    kind: str
-    transition: str
-    path: str
-    relations: frozenset[str] | None
-    facts: tuple[Term, ...] = field(repr=False)
-    denied: Term = field(repr=False)
-
-    def answered(
-        self, composition: str, solver: str, verdict: str, seconds: float, attempt: str = ""
-    ) -> Obligation:
-        """Return the obligation with a solver's verdict."""
-        return Obligation(
-            self.name,
-            self.kind,
-            composition,
-            self.transition,
-            self.path,
-            solver,
-            verdict,
-            seconds,
-            attempt=attempt,
-        )
 
 
 @frozen(slots=False)
@@ -169,6 +84,11 @@ class Composition:
         return Vocabulary(self.encoding, self.functions.relations)
 
     @cached_property
+    def configuration(self) -> list[Claim]:
+        """What is assumed of a configuration."""
+        return self.vocabulary.configuration()
+
+    @cached_property
     def lemmas(self) -> dict[str, Claim]:
         """What holds in every state before a transition, by name."""
         words = self.vocabulary
@@ -176,9 +96,12 @@ class Composition:
 
     def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
         """Return the names of the lemmas that speak of no other relations; none for None."""
-        if relations is None:
-            return frozenset()
-        return frozenset(n for n, claim in self.lemmas.items() if claim.needs <= relations)
+        return lemmas_within(self.lemmas, relations)
+
+    def instances(self, goal: Goal) -> Iterator[Term]:
+        """Yield the lemmas of a goal's relations, each for the smallest terms of the goal."""
+        chosen = [self.lemmas[name] for name in sorted(self.lemmas_of(goal.relations))]
+        yield from smallest_instances(chosen, goal, self.encoding)
 
     @cached_property
     def every_path(self) -> PathTable:

@@ -21,7 +21,8 @@ from qeffect.engine.stage import STATE
 from ..claims import MANDATORY
 from ..symbolic import Path
 from ..symbolic.terms import Term
-from .obligations import Composition, Goal
+from .goals import Goal
+from .obligations import Composition
 
 __all__ = ["ENDED", "recovery"]
 

@@ -26,7 +26,8 @@ from ..claims import MANDATORY
 from ..symbolic import Encoding, Path, flat_arguments
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term
-from .obligations import Composition, Goal, Obligation
+from .goals import Goal, Obligation
+from .obligations import Composition
 
 __all__ = ["MEMBERS", "MOVED", "NAME", "recurring"]
 

@@ -12,7 +12,7 @@ import z3
 from attrs import frozen
 
 from ..symbolic.terms import Term
-from .obligations import Composition, Goal, Obligation
+from .goals import Goal, Obligation, Theory
 
 __all__ = ["ATTEMPTS", "Attempt", "Cvc5"]
 
@@ -20,7 +20,7 @@ __all__ = ["ATTEMPTS", "Attempt", "Cvc5"]
 @frozen
 class Attempt:
     """
-    One way to ask the goal; every hypothesis is a lemma of the composition.
+    One way to ask the goal; every hypothesis is a lemma of the theory.
 
     Args:
         name: Name in reports.
@@ -28,12 +28,15 @@ class Attempt:
             of fewer hypotheses refutes nothing; a model of all of them is a disagreement.
         seed: Seed of the solver's own choices.
         most: Timeout in milliseconds; None for the solver's own.
+        instances: Whether the lemmas of the goal's relations are told for the members that the
+            goal speaks of instead of for all.
     """
 
     name: str
     whole: bool
     seed: int = 0
     most: int | None = None
+    instances: bool = False
 
 
 #: What is tried in turn until one answers. A goal that the lemmas of its relations prove is proved
@@ -43,15 +46,16 @@ ATTEMPTS: Final = (
     Attempt("every lemma", whole=True),
     Attempt("every lemma, seed 1", whole=True, seed=1),
     Attempt("lemmas of the goal's relations, seed 1", whole=False, seed=1),
+    Attempt("lemmas for the goal's own members", whole=False, instances=True),
 )
 
 
 class Cvc5:
     """
-    cvc5 over the goals of one composition, each a script of its own.
+    cvc5 over the goals of one theory, each a script of its own.
 
     Args:
-        composition: Whose lemmas are the hypotheses.
+        theory: Whose lemmas are the hypotheses.
         timeout: Milliseconds for one attempt at a goal.
 
     Raises:
@@ -60,14 +64,13 @@ class Cvc5:
 
     name = "cvc5"
 
-    def __init__(self, composition: Composition, *, timeout: int = 10_000) -> None:
+    def __init__(self, theory: Theory, *, timeout: int = 10_000) -> None:
         import cvc5
 
         self._cvc5 = cvc5
-        self.composition = composition
+        self.theory = theory
         self.timeout = timeout
-        words = composition.vocabulary
-        self._trusted = [t for c in words.configuration() for t in words.close(c)]
+        self._trusted = [t for c in theory.configuration for t in c.close(theory.encoding)]
 
     def prove(self, goals: Iterable[Goal]) -> Iterator[Obligation]:
         """Answer every goal, in order."""
@@ -75,34 +78,41 @@ class Cvc5:
             began = time.perf_counter()
             verdict, attempt = self._answer(goal)
             seconds = time.perf_counter() - began
-            yield goal.answered(self.composition.name, self.name, verdict, seconds, attempt)
+            yield goal.answered(self.theory.name, self.name, verdict, seconds, attempt)
 
-    def hypotheses(self, goal: Goal, *, whole: bool) -> list[Term]:
+    def hypotheses(self, goal: Goal, *, whole: bool, told: bool = False) -> list[Term]:
         """
         Return the hypotheses beside a goal's own facts.
 
         Args:
             goal: The goal.
             whole: Whether every lemma is a hypothesis; a goal about the initial state has none.
+            told: Whether the lemmas of the goal's relations are told for its own members.
         """
-        lemmas = self.composition.lemmas
-        names = self.composition.lemmas_of(goal.relations)
+        if told:
+            return [*self._trusted, *self.theory.instances(goal)]
+        lemmas = self.theory.lemmas
+        names = self.theory.lemmas_of(goal.relations)
         if whole and goal.relations is not None:
             names = frozenset(lemmas)
-        words = self.composition.vocabulary
-        told = [term for name in sorted(names) for term in words.close(lemmas[name])]
-        return [*self._trusted, *told]
+        encoding = self.theory.encoding
+        closed = [term for name in sorted(names) for term in lemmas[name].close(encoding)]
+        return [*self._trusted, *closed]
 
-    def script(self, goal: Goal, *, whole: bool = False) -> str:
+    def script(self, goal: Goal, *, whole: bool = False, told: bool = False) -> str:
         """Return a goal, facts and denial, as an SMT-LIB script that should be called unsat."""
         solver = z3.Solver()
-        solver.add(self.hypotheses(goal, whole=whole))
-        solver.add(_without_constant_arrays([*goal.facts, goal.denied]))
+        hypotheses = self.hypotheses(goal, whole=whole, told=told)
+        given = [*goal.facts, goal.denied]
+        if told:  # instances speak of the goal's terms, constant arrays among them
+            given, hypotheses = [*hypotheses, *given], []
+        solver.add(hypotheses)
+        solver.add(_without_constant_arrays(given))
         return "(set-logic ALL)\n" + str(solver.to_smt2())
 
     def _answer(self, goal: Goal) -> tuple[str, str]:
         for attempt in ATTEMPTS:
-            script = self.script(goal, whole=attempt.whole)
+            script = self.script(goal, whole=attempt.whole, told=attempt.instances)
             limit = self.timeout if attempt.most is None else min(attempt.most, self.timeout)
             verdict = self._ask(script, attempt.seed, limit)
             told_all = attempt.whole or goal.relations is None
@@ -146,4 +156,5 @@ def _without_constant_arrays(terms: list[Term]) -> list[Term]:
         index = z3.Const("index!", term.sort().domain())
         said.append(z3.ForAll([index], z3.Select(name, index) == term.arg(0)))
         names.append((term, name))
-    return [z3.substitute(term, *names) for term in terms] + said if names else terms
+    # The entries of an array of arrays are arrays of one value too, so they are named as well.
+    return [z3.substitute(term, *names) for term in (*terms, *said)] if names else terms

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any, Final
 
 import z3
@@ -20,8 +20,7 @@ from attrs import define, field
 
 from ..symbolic.solver import EFFORT, TIMEOUT, answer, new_solver
 from ..symbolic.terms import Term
-from .obligations import Composition, Goal, Obligation
-from .vocabulary import Claim
+from .goals import Goal, Obligation, Theory
 
 __all__ = ["Z3", "Proved"]
 
@@ -42,8 +41,6 @@ _NUMBERING = frozenset(
 HASTE: Final = 400_000
 GLANCE: Final = 50_000
 PATIENCE: Final = 2_000_000
-#: How many of a goal's smallest terms of one sort a lemma is instantiated for.
-_TERMS: Final = 6
 
 
 @define
@@ -81,36 +78,35 @@ class Proved:
 
 class Z3:
     """
-    Z3 over the lemmas of one composition.
+    Z3 over the lemmas of one theory.
 
     Args:
-        composition: Whose lemmas are the hypotheses.
+        theory: Whose lemmas are the hypotheses.
         seed: Seed of the solver's own choices.
         proved: The proofs so far; None to prove everything.
         timeout: Milliseconds for one attempt at a goal alone.
+        thorough: Whether a goal that cheap attempts leave open is tried on. A mutant's open goals
+            are not: most of them do not hold.
     """
 
     name = "z3"
 
     def __init__(
         self,
-        composition: Composition,
+        theory: Theory,
         *,
         seed: int = 0,
         proved: Proved | None = None,
         timeout: int = TIMEOUT,
+        thorough: bool = True,
     ) -> None:
-        self.composition = composition
+        self.theory = theory
         self.seed = seed
         self.proved = proved
         self.timeout = timeout
-        words = composition.vocabulary
-        self._trusted = [t for c in words.configuration() for t in words.close(c)]
+        self.thorough = thorough
+        self._trusted = [t for c in theory.configuration for t in c.close(theory.encoding)]
         self._solvers: dict[tuple[frozenset[str], int], Any] = {}
-
-    def lemmas(self, relations: frozenset[str] | None) -> frozenset[str]:
-        """Return the names of the lemmas that speak of no other relations; none for None."""
-        return self.composition.lemmas_of(relations)
 
     def _solver(self, lemmas: frozenset[str], effort: int) -> Any:
         key = lemmas, effort
@@ -121,10 +117,9 @@ class Z3:
     def _new_solver(self, lemmas: frozenset[str], effort: int) -> Any:
         solver = new_solver("quantified", seed=self.seed, timeout=self.timeout, effort=effort)
         solver.add(self._trusted)
-        words = self.composition.vocabulary
         for name in sorted(lemmas):
             weight = 2 if name in _NUMBERING else 1
-            solver.add(list(words.close(self.composition.lemmas[name], weight)))
+            solver.add(list(self.theory.lemmas[name].close(self.theory.encoding, weight)))
         return solver
 
     def _alone(
@@ -144,17 +139,17 @@ class Z3:
         return verdict, time.perf_counter() - began
 
     def _again(self, goal: Goal) -> tuple[str, float]:
-        return self._alone(goal, self.lemmas(goal.relations))
+        return self._alone(goal, self.theory.lemmas_of(goal.relations))
 
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
         """Ask again with every lemma, and with the facts about columns that are never written."""
-        lemmas = frozenset(self.composition.lemmas)
-        return self._attempt([goal], lemmas, self.composition.untouched, effort)[0]
+        lemmas = frozenset(self.theory.lemmas)
+        return self._attempt([goal], lemmas, self.theory.untouched, effort)[0]
 
     def _told(self, goal: Goal, effort: int = EFFORT) -> tuple[str, float]:
         """Ask again with the lemmas instantiated for the goal's own members."""
-        lemmas = self.lemmas(goal.relations)
-        told = [self._at_hand(self.composition.lemmas[name]) for name in sorted(lemmas)]
+        lemmas = self.theory.lemmas_of(goal.relations)
+        told = [self.theory.lemmas[name].at_hand(self.theory.encoding) for name in sorted(lemmas)]
         return self._alone(goal, lemmas, told, effort)
 
     def _attempts(self, goal: Goal) -> Iterator[Callable[[Goal], tuple[str, float]]]:
@@ -162,43 +157,37 @@ class Z3:
         if goal.relations is not None:
             yield partial(self._with_all, effort=GLANCE)
             yield self._instantiated
+        if goal.relations is not None and self.thorough:
             yield partial(self._told, effort=PATIENCE)
             yield self._again
             yield self._with_all
             yield self._told
 
     def _instantiated(self, goal: Goal) -> tuple[str, float]:
-        """Ask with no lemma for all members, but each for the smallest terms of the goal."""
+        """Ask with no lemma for all members, but each for those that the goal speaks of."""
         began = time.perf_counter()
-        enc = self.composition.encoding
-        terms = _smallest([goal.denied, *goal.facts])
-        solver = new_solver("quantified", seed=self.seed, timeout=self.timeout)
+        effort = EFFORT if self.thorough else PATIENCE
+        solver = new_solver("quantified", seed=self.seed, timeout=self.timeout, effort=effort)
         solver.add(self._trusted)
         solver.add(*goal.facts, goal.denied)
-        for name in sorted(self.lemmas(goal.relations)):
-            claim = self.composition.lemmas[name]
-            members = [enc.const(f"var.{n}", sort) for n, sort in claim.variables.items()]
-            instance = self._at_hand(claim)
-            for chosen in product(*(terms.get(m.sort().name(), ()) for m in members)):
-                solver.add(z3.substitute(instance, *zip(members, chosen, strict=True)))
+        for instance in self.theory.instances(goal):
+            solver.add(instance)
         return answer(solver), time.perf_counter() - began
-
-    def _at_hand(self, claim: Claim) -> Term:
-        """Return a lemma instantiated for the members that its denial would name."""
-        enc = self.composition.encoding
-        nulls = [
-            (enc.const(f"var.{n}", sort), enc.null(sort)) for n, sort in claim.variables.items()
-        ]
-        return z3.Or(*(term == null for term, null in nulls if null is not None), claim.body)
 
     def prove(self, goals: Iterable[Goal]) -> Iterator[Obligation]:
         """Answer every goal, in order."""
         for _, group in groupby(goals, lambda goal: (_where(goal), goal.relations)):
             yield from self._prove_alike(list(group))
 
+    def settle(self, found: Iterable[Obligation | Goal]) -> Iterator[Obligation]:
+        """Answer every goal, in order; the obligations that need no solver come after."""
+        settled: list[Obligation] = []
+        yield from self.prove(_asked(found, settled))
+        yield from settled
+
     def _prove_alike(self, goals: Sequence[Goal]) -> Iterator[Obligation]:
         relations = goals[0].relations
-        lemmas = self.lemmas(relations)
+        lemmas = self.theory.lemmas_of(relations)
         first = self._attempt(goals, lemmas, ())
         for goal, (verdict, seconds) in zip(goals, first, strict=True):
             for attempt in self._attempts(goal):
@@ -206,7 +195,7 @@ class Z3:
                     break
                 verdict, more = attempt(goal)
                 seconds += more
-            yield goal.answered(self.composition.name, self.name, verdict, seconds)
+            yield goal.answered(self.theory.name, self.name, verdict, seconds)
 
     def _attempt(
         self,
@@ -257,6 +246,15 @@ class Z3:
         return verdict
 
 
+def _asked(found: Iterable[Obligation | Goal], settled: list[Obligation]) -> Iterator[Goal]:
+    """Yield the goals, and keep the obligations."""
+    for one in found:
+        if isinstance(one, Goal):
+            yield one
+        else:
+            settled.append(one)
+
+
 def _name(fact: Term) -> Term:
     """Return the proposition that stands for a fact, so that a refutation can say what it used."""
     return z3.Bool(f"fact!{fact.get_id()}")
@@ -264,27 +262,6 @@ def _name(fact: Term) -> Term:
 
 def _named(fact: Term) -> Term:
     return z3.Implies(_name(fact), fact)
-
-
-def _smallest(formulas: Sequence[Term]) -> dict[str, list[Term]]:
-    """Return the smallest ground terms of some formulas, by the name of their sort."""
-    sizes: dict[int, tuple[int, Term]] = {}
-
-    def size(term: Term) -> int:
-        found = sizes.get(term.get_id())
-        if found is None:
-            parts = [] if z3.is_quantifier(term) else term.children()
-            found = sizes[term.get_id()] = (1 + sum(size(part) for part in parts), term)
-        return found[0]
-
-    for formula in formulas:
-        size(formula)
-    made: dict[str, list[Term]] = defaultdict(list)
-    for _, term in sorted(sizes.values(), key=lambda found: found[0]):
-        kept = made[term.sort().name()]
-        if len(kept) < _TERMS:
-            kept.append(term)
-    return made
 
 
 def _where(goal: Goal) -> tuple[str, str, str]:

@@ -17,8 +17,9 @@ from ..claims import MANDATORY
 from ..induction.ghosts import GHOSTS
 from ..symbolic import Path, flat_arguments
 from ..symbolic.terms import Term, lift
-from .obligations import Composition, Goal, Obligation
-from .vocabulary import Claim, Moment
+from .goals import Claim, Goal, Obligation
+from .obligations import Composition
+from .vocabulary import Moment
 
 __all__ = [
     "beginning",

@@ -9,8 +9,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-import z3
-from attrs import field, frozen
+from attrs import frozen
 
 from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG, Column
@@ -25,29 +24,12 @@ from ..induction.history import advance
 from ..symbolic import Encoding, Memory, Path
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term, raw
+from .goals import Claim
 
-__all__ = ["Claim", "Moment", "Vocabulary"]
+__all__ = ["Moment", "Vocabulary"]
 
 #: Transitions whose ``slot`` may be the sentinel: the caller found no free slot.
 _MAY_FIND_NO_SLOT = frozenset({"reserve", "check_forward"})
-
-
-@frozen
-class Claim:
-    """
-    A predicate as a term over its variables.
-
-    Args:
-        name: The predicate's name.
-        needs: Relations that it speaks of.
-        variables: Sort of each variable.
-        body: Term over constants named ``var.NAME``.
-    """
-
-    name: str
-    needs: frozenset[str]
-    variables: Mapping[str, str]
-    body: Term = field(repr=False)
 
 
 @frozen
@@ -109,35 +91,18 @@ class Vocabulary:
 
     def claim(self, predicate: Predicate, *subjects: Any) -> Claim:
         """Return a predicate of some subjects (memory, history, arguments) as a term."""
-        variables = {
-            name: self.encoding.sym(self.encoding.const(f"var.{name}", sort))
-            for name, sort in predicate.variables.items()
-        }
-        body = raw(predicate.function(*subjects, **variables))
-        return Claim(predicate.name, predicate.needs, predicate.variables, body)
+        return Claim.of(predicate, self.encoding, *subjects)
 
     def close(self, claim: Claim, weight: int = 1) -> Iterator[Term]:
         """Yield the claim for all values of its variables: quantified, or one by one."""
-        yield from self.encoding.close(
-            {f"var.{n}": sort for n, sort in claim.variables.items()}, claim.body, weight
-        )
+        yield from claim.close(self.encoding, weight)
 
     def denied(self, claim: Claim) -> Term:
         """Return the claim's denial: it fails for some values of its variables."""
         key = ("denied", claim.name, claim.body.get_id())
         if key not in self.encoding.memo:
-            self.encoding.memo[key] = (self._denied(claim), claim.body)
+            self.encoding.memo[key] = (claim.denied(self.encoding), claim.body)
         return self.encoding.memo[key][0]
-
-    def _denied(self, claim: Claim) -> Term:
-        if not self.encoding.unbounded:
-            return z3.Not(z3.And(list(self.close(claim))))
-        members = [
-            self.encoding.const(f"var.{n}", sort) != self.encoding.null(sort)
-            for n, sort in claim.variables.items()
-            if self.encoding.null(sort) is not None
-        ]
-        return z3.And(*members, z3.Not(claim.body))
 
     # The predicates that are claimed
 

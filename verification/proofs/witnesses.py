@@ -19,7 +19,8 @@ from ..symbolic import Path
 from ..symbolic.solver import answer, new_solver
 from ..symbolic.terms import Term, raw
 from .finite import solver_of
-from .obligations import Composition, Obligation
+from .goals import Obligation
+from .obligations import Composition
 
 __all__ = ["CONDITIONS", "witnesses"]
 

@@ -7,6 +7,6 @@ from __future__ import annotations
 from .explore import SCOPES, explore
 from .kernel import KERNEL_SCOPES, match
 from .mutants import caught, mutants
-from .prove import prove
+from .prove import run_proofs
 
-__all__ = ["KERNEL_SCOPES", "SCOPES", "caught", "explore", "match", "mutants", "prove"]
+__all__ = ["KERNEL_SCOPES", "SCOPES", "caught", "explore", "match", "mutants", "run_proofs"]

@@ -12,6 +12,7 @@ from typing import Any
 from qeffect.cli.command import Outcome, Progress, needs
 from qeffect.countdown import Countdown
 
+from ..solver_options import add_solver_options, chosen_seeds, chosen_solvers
 from .replay import RankReport, replay_ranks
 
 __all__ = ["Ranks"]
@@ -30,6 +31,7 @@ class Ranks:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
+        add_solver_options(parser)
         parser.add_argument(
             "--mutants",
             action="store_true",
@@ -38,16 +40,12 @@ class Ranks:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove, explore and report."""
+        seeds = chosen_seeds(args)
         analysis = needs("verify", _analysis)
-        answers: list[Any] = []
-        for answer in analysis.prove(progress=progress):
-            if not answer.proved and all(earlier.proved for earlier in answers):
-                progress.note(
-                    f"First finding. {answer.transition}: {answer.claim}: {answer.verdict}"
-                )
-            answers.append(answer)
-        open_ = [answer for answer in answers if not answer.proved]
-        asked = [answer for answer in answers if answer.verdict != "kept"]
+        report = analysis.run_proofs(
+            progress=progress, note=progress.note, seeds=seeds, solvers=chosen_solvers(args)
+        )
+        asked = len(report.obligations) - report.same_term
         scopes = []
         count = Countdown("scopes", len(analysis.SCOPES))
         for number, scope in enumerate(analysis.SCOPES.values()):
@@ -57,10 +55,11 @@ class Ranks:
                 progress.note(f"Finding. {scope.name}: {scopes[-1].violation}")
         kernels = [analysis.match(name=name) for name in analysis.KERNEL_SCOPES]
         lines = [
-            f"any number of ranks: {len(asked) - len(open_)} of {len(asked)} obligations proved, "
-            f"{sum(a.verdict == 'unknown' for a in open_)} unknown; {len(answers) - len(asked)} "
-            "more read nothing that their transition writes",
-            *(f"  {a.verdict:8} {a.transition}: {a.claim}" for a in open_),
+            f"any number of ranks: {report.unsat - report.same_term} of {asked} obligations "
+            f"proved, {report.unknown} unknown; {report.same_term} more read nothing that their "
+            "transition writes",
+            *(agreement.text for agreement in report.agreements),
+            *(obligation.text for obligation in report.open),
         ]
         for found in scopes:
             said = found.violation or "no promise broken; every state can reach the end"
@@ -75,13 +74,14 @@ class Ranks:
             lines.append(
                 f"{kernel.scope:20} {kernel.states:>7,} states {kernel.moves:>8,} moves: {said}"
             )
-        good = not open_ and not any(f.violation for f in scopes)
+        good = not report.open and not any(f.violation for f in scopes)
         good = good and not any(k.difference for k in kernels)
         data: dict[str, Any] = {
-            "obligations": len(answers),
-            "asked": len(asked),
-            "unknown": sum(a.verdict == "unknown" for a in open_),
-            "open": [a.record() for a in open_],
+            "obligations": len(report.obligations),
+            "asked": asked,
+            "unknown": report.unknown,
+            "agreements": [agreement.asdict() for agreement in report.agreements],
+            "open": [obligation.asdict() for obligation in report.open],
             "scopes": [f.record() for f in scopes],
             "kernel": [k.record() for k in kernels],
             "mutants": None,

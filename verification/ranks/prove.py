@@ -2,104 +2,174 @@
 Proofs for any number of ranks: every promise and lemma holds at first, and every transition keeps
 it.
 
-Ranks are members of an uninterpreted sort; slots and places are integers. A goal is first asked
-with hypotheses instantiated for the ranks and places that the goal names. If that does not prove
-the goal, it is asked again with the quantified hypotheses. Only ``unsat`` is a proof; ``unknown``
-is a failure.
+Ranks are members of an uninterpreted sort; slots and places are integers. This module makes the
+goals; `qeffect.verification.proofs` asks and reports them as it does the contract's.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from inspect import signature
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Final
 
 import z3
-from attrs import asdict, frozen
+from attrs import field, frozen
 
 from qeffect.spec.launches import LAUNCH_PROMISES, LAUNCH_STEPS
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import RANK_PROMISES, RANK_STEPS
 
 from ..column_reads import ColumnReads
-from ..symbolic import Sym
-from ..symbolic.solver import TIMEOUT, answer, new_solver
+from ..proofs.goals import Claim, Goal, Obligation, lemmas_within
+from ..proofs.report import Agreement, ProofReport, agreements
+from ..proofs.solvers import Z3
+from ..symbolic import Encoding
+from ..symbolic.terms import Term
 from .launches import LAUNCH_LEMMAS, LAUNCHES
 from .lemmas import CONFIGURATION, LEMMAS
 from .protocol import TRANSITIONS, RankTransition
-from .symbolic_state import (
-    COLUMNS,
-    SymbolicState,
-    Symbols,
-    closed,
-    fresh,
-    holds,
-    initial,
-    run,
-    variables,
-)
+from .symbolic_state import COLUMNS, ENCODING, SymbolicState, Symbols, fresh, initial, run
 
-__all__ = ["PROTOCOLS", "Answer", "Protocol", "prove"]
+__all__ = ["PROTOCOLS", "Protocol", "again", "goals", "prove", "run_proofs"]
 
 
-@frozen
+@frozen(slots=False)
 class Protocol:
     """
-    What is proved together: transitions, and what they keep.
+    What is proved together: transitions, and what they keep. A theory for the solvers.
 
     Args:
+        name: Its name in reports.
         transitions: The transitions, by name.
         given: What a configuration is.
         invariants: What holds in every reachable state.
         steps: What holds whenever a transition is taken.
     """
 
-    transitions: Mapping[str, RankTransition]
-    given: tuple[Predicate, ...]
-    invariants: tuple[Predicate, ...]
-    steps: tuple[Predicate, ...]
+    name: str
+    transitions: Mapping[str, RankTransition] = field(repr=False)
+    given: tuple[Predicate, ...] = field(repr=False)
+    invariants: tuple[Predicate, ...] = field(repr=False)
+    steps: tuple[Predicate, ...] = field(repr=False)
+
+    @property
+    def encoding(self) -> Encoding:
+        """What the sorts are."""
+        return ENCODING
+
+    @cached_property
+    def configuration(self) -> list[Claim]:
+        """What is assumed of a configuration."""
+        return [_claim(predicate, fresh()) for predicate in self.given]
+
+    @cached_property
+    def lemmas(self) -> dict[str, Claim]:
+        """What holds in every state before a transition, by name."""
+        return {predicate.name: _claim(predicate, fresh()) for predicate in self.invariants}
+
+    @property
+    def untouched(self) -> Sequence[Term]:
+        """Nothing: every column is written, or is configured."""
+        return ()
+
+    @cached_property
+    def reads(self) -> dict[str, frozenset[str]]:
+        """The columns that each invariant reads."""
+        found = {}
+        for predicate in self.invariants:
+            state = ColumnReads(SymbolicState(fresh()))
+            Claim.of(predicate, ENCODING, state)
+            found[predicate.name] = frozenset(state.read & COLUMNS.keys())
+        return found
+
+    def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
+        """Return the names of all lemmas; none for None."""
+        return lemmas_within(self.lemmas, relations)
+
+    def instances(self, goal: Goal) -> Iterator[Term]:
+        """Yield what holds before a goal's transition, for members that the goal speaks of."""
+        sorts = self._sorts(goal)
+        space = _members([(ENCODING.const(name, sort), sort) for name, sort in sorts.items()])
+        for claim in (*self.configuration, *self.lemmas.values()):
+            own = [ENCODING.const(f"var.{name}", sort) for name, sort in claim.variables.items()]
+            if len(own) <= _MANY:
+                for values in product(*(space[sort] for sort in claim.variables.values())):
+                    yield z3.substitute(claim.body, *zip(own, values, strict=True))
+            elif sorts.keys() >= {f"var.{name}" for name in claim.variables}:
+                yield claim.body
+
+    def _sorts(self, goal: Goal) -> dict[str, str]:
+        """The sorts of a goal's constants: the transition's arguments, the claim's variables."""
+        arguments = self.transitions[goal.transition].arguments if goal.transition else ()
+        known = self.lemmas.get(goal.name)
+        return {
+            **{f"arg.{number}": sort for number, sort in enumerate(arguments)},
+            **{f"var.{n}": s for n, s in (known.variables if known else {}).items()},
+        }
+
+
+#: A claim with more variables is not told for every combination of members.
+_MANY: Final = 3
+
+
+def _members(named: Sequence[tuple[Term, str]]) -> dict[str, list[Term]]:
+    """Return members of each sort: those that a goal names, and what these count and hold."""
+    state = SymbolicState(fresh())
+    space: dict[str, list[Term]] = {
+        sort: [member for member, its in named if its == sort]
+        for sort in ("rank", "place", "attempt", "count", "name")
+    }
+    space["name"].append(state.offered[0].term)
+    if space["name"][1:]:
+        space["rank"].append(state.lead[0].term)
+    for rank in map(ENCODING.sym, space["rank"]):
+        turn = state.round[rank].term
+        space["attempt"] += [state.life[rank].term, turn, turn - 1]
+        space["name"].append(state.name[rank].term)
+        step = state.step[rank].term
+        space["count"] += [step, step + 1]
+    return space
 
 
 #: Steps whose commit the hosts agree on, and steps that are launches.
 PROTOCOLS: Final = (
-    Protocol(TRANSITIONS, (*CONFIGURATION,), (*RANK_PROMISES, *LEMMAS), (*RANK_STEPS,)),
-    Protocol(LAUNCHES, (), (*LAUNCH_PROMISES, *LAUNCH_LEMMAS), (*LAUNCH_STEPS,)),
+    Protocol("hosts", TRANSITIONS, (*CONFIGURATION,), (*RANK_PROMISES, *LEMMAS), (*RANK_STEPS,)),
+    Protocol("launches", LAUNCHES, (), (*LAUNCH_PROMISES, *LAUNCH_LEMMAS), (*LAUNCH_STEPS,)),
 )
-_CLAIMS: Final = {claim.name: claim for one in PROTOCOLS for claim in (*one.given, *one.invariants)}
-#: A claim with more variables is not instantiated for every combination of members.
-_MANY: Final = 3
 
 
-@frozen
-class Answer:
+def run_proofs(
+    progress: Callable[[str], None] | None = None,
+    seeds: Iterable[int] = (),
+    solvers: Sequence[str] = ("z3",),
+    *,
+    note: Callable[[str], None] | None = None,
+) -> ProofReport:
     """
-    The answer to one obligation.
+    Prove every obligation of every protocol.
 
     Args:
-        transition: The transition, or ``initially``.
-        claim: The promise or lemma that must hold after the transition, or when it is taken.
-        verdict: ``unsat`` for a proof; ``kept`` where the transition writes none of the claim's
-            columns; else ``sat`` or ``unknown``.
-        seconds: Time of the answer.
+        progress: Called with a progress line.
+        seeds: Seeds of Z3. The proofs use the first; each other seed proves the goals again.
+        solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
+        note: Told the first obligation without a proof at once.
+
+    Raises:
+        ImportError: cvc5 is asked for and not installed.
     """
-
-    transition: str
-    claim: str
-    verdict: str
-    seconds: float
-
-    @property
-    def proved(self) -> bool:
-        """Whether the claim is proved."""
-        return self.verdict in ("unsat", "kept")
-
-    def record(self) -> dict[str, Any]:
-        """Return the answer as plain data."""
-        return asdict(self)
+    first, *others = [*seeds] or [0]
+    report = ProofReport()
+    for obligation in prove(seed=first, progress=progress):
+        if note is not None and not obligation.proved and not report.open:
+            note(f"First finding. {obligation.found}: {obligation.verdict}")
+        report.obligations.append(obligation)
+    for agreement in again(others, solvers):
+        report.agreements.append(agreement)
+        if progress is not None:
+            progress(f"Proving. {agreement.counted}")
+    return report
 
 
 def prove(
@@ -107,10 +177,10 @@ def prove(
     transition: str = "",
     without: frozenset[str] = frozenset(),
     seed: int = 0,
-    timeout: int = TIMEOUT,
+    thorough: bool = True,
     progress: Callable[[str], None] | None = None,
     instead: Mapping[str, RankTransition] = MappingProxyType({}),
-) -> Iterator[Answer]:
+) -> Iterator[Obligation]:
     """
     Prove every obligation, or those of one transition.
 
@@ -119,126 +189,87 @@ def prove(
         without: Names of needs that the transition does not ask, ``COLUMN =`` for columns that it
             does not write.
         seed: Seed of the solver.
-        timeout: Timeout per question in milliseconds.
+        thorough: Whether a goal that cheap attempts leave open is tried on.
         progress: Called with a progress line.
         instead: Transitions that are proved instead of those of the same name.
     """
     for protocol in PROTOCOLS:
+        solver = Z3(protocol, seed=seed, thorough=thorough)
         if not transition:
-            yield from _initially(protocol, (seed, timeout))
+            yield from solver.prove(_initially(protocol))
         for taken in protocol.transitions.values():
             if transition in ("", taken.name):
                 if progress is not None:
                     progress(f"Proving. {taken.name}")
                 taken = instead.get(taken.name, taken)
-                yield from _kept(protocol, taken, without, (seed, timeout))
+                yield from solver.settle(_kept(protocol, taken, without))
 
 
-def _initially(protocol: Protocol, how: tuple[int, int]) -> Iterator[Answer]:
+def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Agreement]:
+    """
+    Yield the answers of other seeds, and of cvc5, to the same goals.
+
+    Args:
+        seeds: Seeds of Z3.
+        solvers: Contains ``cvc5`` to ask cvc5 too.
+
+    Raises:
+        ImportError: cvc5 is asked for and not installed.
+    """
+    asked = [(protocol, list(goals(protocol))) for protocol in PROTOCOLS]
+    yield from agreements(asked, seeds, solvers)
+
+
+def goals(protocol: Protocol) -> Iterator[Goal]:
+    """Yield all that a solver is asked about a protocol."""
+    yield from _initially(protocol)
+    for transition in protocol.transitions.values():
+        yield from (one for one in _kept(protocol, transition) if isinstance(one, Goal))
+
+
+def _initially(protocol: Protocol) -> Iterator[Goal]:
+    """Yield that what is kept holds at first."""
     state = initial()
-    given = [closed(claim, state) for claim in protocol.given]
-    for claim in protocol.invariants:
-        began = time.perf_counter()
-        verdict = _ask([*given, z3.Not(holds(claim, state))], how)
-        yield Answer("initially", claim.name, verdict, time.perf_counter() - began)
+    for predicate in protocol.invariants:
+        denied = _claim(predicate, state).denied(ENCODING)
+        yield Goal(predicate.name, "initial", "", "", None, (), denied)
 
 
 def _kept(
-    protocol: Protocol, transition: RankTransition, without: frozenset[str], how: tuple[int, int]
-) -> Iterator[Answer]:
+    protocol: Protocol, transition: RankTransition, without: frozenset[str] = frozenset()
+) -> Iterator[Obligation | Goal]:
+    """
+    Yield what holds when a transition is taken, and what it keeps.
+
+    An invariant of which a transition writes no column is the same term before and after.
+    """
     before = fresh()
     conditions, after, arguments = run(transition, before, without)
     written = {name for name in COLUMNS if not _same(name, before, after)}
     for step in protocol.steps:
         if transition.name in step.transitions:
-            names = list(signature(step.function).parameters)[1:]
-            given = dict(zip(names, arguments.values(), strict=True))
-            denied = z3.Not(holds(step, before, **given))
-            yield _answer(protocol, transition, step, before, arguments, conditions, denied, how)
-    for claim in protocol.invariants:
-        if not _reads(claim.name) & written:
-            yield Answer(transition.name, claim.name, "kept", 0.0)
-            continue
-        denied = z3.Not(holds(claim, after))
-        yield _answer(protocol, transition, claim, before, arguments, conditions, denied, how)
+            taken = _claim(step, before, *arguments)
+            yield _goal(taken, "step", transition, conditions)
+    for predicate in protocol.invariants:
+        if protocol.reads[predicate.name] & written:
+            earlier = protocol.lemmas[predicate.name].body
+            claim = _claim(predicate, after)
+            yield _goal(claim, "inductive", transition, [*conditions, earlier])
+        else:
+            kept = predicate.name, "inductive", protocol.name, transition.name, ""
+            yield Obligation(*kept, "syntax", "unsat", 0.0)
 
 
-def _answer(
-    protocol: Protocol,
-    transition: RankTransition,
-    claim: Predicate,
-    before: Symbols,
-    arguments: dict[str, Any],
-    conditions: list[Any],
-    denied: Any,
-    how: tuple[int, int],
-) -> Answer:
-    began = time.perf_counter()
-    sorts = dict(zip(arguments, transition.arguments, strict=True))
-    members = dict(arguments)
-    if not claim.transitions:
-        members |= variables(claim.variables)
-        sorts |= claim.variables
-    near = list(_instances(protocol, before, members, sorts))
-    verdict = _ask([*near, *conditions, denied], how)
-    if verdict != "unsat":
-        known = [closed(one, before) for one in (*protocol.given, *protocol.invariants)]
-        verdict = _ask([*known, *near, *conditions, denied], how)
-    return Answer(transition.name, claim.name, verdict, time.perf_counter() - began)
+def _goal(claim: Claim, kind: str, transition: RankTransition, facts: Sequence[Term]) -> Goal:
+    denied = claim.denied(ENCODING)
+    return Goal(claim.name, kind, transition.name, "", claim.needs, tuple(facts), denied)
 
 
-def _instances(
-    protocol: Protocol, before: Symbols, members: dict[str, Any], sorts: dict[str, str]
-) -> Iterator[Any]:
-    """Yield the hypotheses, instantiated for the members that a goal names."""
-    state = SymbolicState(before)
-    space: dict[str, list[Any]] = {
-        sort: [member for name, member in members.items() if sorts[name] == sort]
-        for sort in ("rank", "place", "attempt", "count", "name")
-    }
-    space["name"].append(state.offered[0].term)
-    if space["name"][1:]:
-        space["rank"].append(state.lead[0].term)
-    for rank in space["rank"]:
-        turn = state.round[Sym(rank, {})].term
-        space["attempt"] += [state.life[Sym(rank, {})].term, turn, turn - 1]
-        space["name"].append(state.name[Sym(rank, {})].term)
-        step = state.step[Sym(rank, {})].term
-        space["count"] += [step, step + 1]
-    for claim in (*protocol.given, *protocol.invariants):
-        if len(claim.variables) > _MANY:
-            # Only the goal's own members, if the goal has as many.
-            if claim.variables.keys() <= members.keys():
-                yield _template(claim.name)
-            continue
-        bound = variables(claim.variables).values()
-        for values in product(*(space[sort] for sort in claim.variables.values())):
-            yield z3.substitute(_template(claim.name), *zip(bound, values, strict=True))
-
-
-@cache
-def _template(name: str) -> Any:
-    """Return a claim about the state before, as a term over its variables' constants."""
-    return holds(_CLAIMS[name], fresh())
-
-
-def _ask(facts: list[Any], how: tuple[int, int]) -> str:
-    seed, timeout = how
-    solver = new_solver("quantified", seed=seed, timeout=timeout)
-    solver.add(facts)
-    return answer(solver)
+def _claim(predicate: Predicate, symbols: Symbols, *arguments: Any) -> Claim:
+    return Claim.of(predicate, ENCODING, SymbolicState(symbols), *arguments)
 
 
 def _same(name: str, before: Symbols, after: Symbols) -> bool:
     one = COLUMNS[name][0] == ("one",)
     old = z3.K(z3.IntSort(), z3.Select(before[name], 0)) if one else before[name]
     return bool(after[name].eq(old))
-
-
-@cache
-def _reads(name: str) -> frozenset[str]:
-    """Return the columns that a claim reads."""
-    claim = _CLAIMS[name]
-    state = ColumnReads(SymbolicState(fresh()))
-    claim.function(state, **{n: Sym(t, {}) for n, t in variables(claim.variables).items()})
-    return frozenset(state.read & COLUMNS.keys())

@@ -10,7 +10,6 @@ from typing import Any, Final
 import z3
 
 from qeffect.spec.launches import LAUNCH_COLUMNS
-from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
 from ..symbolic import Array, Encoding, Scalar, Sym, raw
@@ -19,15 +18,13 @@ from .protocol import RankTransition
 __all__ = [
     "COLUMNS",
     "CONFIGURED",
+    "ENCODING",
     "SymbolicState",
     "Symbols",
     "asked",
-    "closed",
     "fresh",
-    "holds",
     "initial",
     "run",
-    "variables",
 ]
 
 #: Ranks are a sort of which nothing is known; everything else is an integer.
@@ -102,8 +99,7 @@ class SymbolicState:
     Args:
         symbols: A term for each column.
         without: Names of conditions that the protocol leaves out, and ``COLUMN =`` for writes that
-        it
-            leaves out.
+            it leaves out.
     """
 
     def __init__(self, symbols: Symbols, without: frozenset[str] = frozenset()) -> None:
@@ -174,38 +170,19 @@ def asked(transition: RankTransition) -> list[str]:
     return state.asked
 
 
-def variables(sorts: Mapping[str, str]) -> dict[str, Any]:
-    """Return a constant for each variable of a predicate."""
-    return {name: ENCODING.const(f"var.{name}", sort) for name, sort in sorts.items()}
-
-
-def holds(predicate: Predicate, symbols: Symbols, **given: Any) -> Any:
-    """Return a predicate of a state as a term over its variables' constants."""
-    bound = {n: Sym(t, {}) for n, t in (given or variables(predicate.variables)).items()}
-    return raw(predicate.function(SymbolicState(symbols), **bound))
-
-
-def closed(predicate: Predicate, symbols: Symbols) -> Any:
-    """Return a predicate of a state as a term, for all values of its variables."""
-    named = {f"var.{name}": sort for name, sort in predicate.variables.items()}
-    [term] = ENCODING.close(named, holds(predicate, symbols))
-    return term
-
-
 def run(
     transition: RankTransition, symbols: Symbols, without: frozenset[str] = frozenset()
-) -> tuple[list[Any], Symbols, dict[str, Any]]:
+) -> tuple[list[Any], Symbols, list[Sym]]:
     """
     Run a transition from an arbitrary state.
 
     Returns:
-        Its conditions, the state after it, and the constants that stand for its arguments.
+        Its conditions, the state after it, and its arguments.
     """
     state = SymbolicState(symbols, without)
-    names = [f"arg.{number}" for number in range(len(transition.arguments))]
-    given = {
-        name: ENCODING.const(name, sort)
-        for name, sort in zip(names, transition.arguments, strict=True)
-    }
-    transition.run(state, *(Sym(term, {}) for term in given.values()))
-    return state.conditions, state.symbols(), given
+    arguments = [
+        ENCODING.sym(ENCODING.const(f"arg.{number}", sort))
+        for number, sort in enumerate(transition.arguments)
+    ]
+    transition.run(state, *arguments)
+    return state.conditions, state.symbols(), arguments

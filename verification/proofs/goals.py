@@ -1,0 +1,204 @@
+"""
+What is asked of a solver and what it answered, whatever the transitions are: those of the contract
+or those of the ranks' protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import z3
+from attrs import field, frozen
+
+from qeffect.spec.predicates import Predicate
+
+from ..symbolic import Encoding
+from ..symbolic.terms import Term, raw
+
+__all__ = ["Claim", "Goal", "Obligation", "Theory", "lemmas_within"]
+
+
+@frozen
+class Claim:
+    """
+    A predicate as a term over its variables.
+
+    Args:
+        name: The predicate's name.
+        needs: Relations that it speaks of.
+        variables: Sort of each variable.
+        body: Term over constants named ``var.NAME``.
+    """
+
+    name: str
+    needs: frozenset[str]
+    variables: Mapping[str, str]
+    body: Term = field(repr=False)
+
+    @classmethod
+    def of(cls, predicate: Predicate, encoding: Encoding, *subjects: Any) -> Claim:
+        """Return a predicate of some subjects (memory, history, arguments) as a term."""
+        variables = {
+            name: encoding.sym(encoding.const(f"var.{name}", sort))
+            for name, sort in predicate.variables.items()
+        }
+        body = raw(predicate.function(*subjects, **variables))
+        return cls(predicate.name, predicate.needs, predicate.variables, body)
+
+    def close(self, encoding: Encoding, weight: int = 1) -> Iterator[Term]:
+        """Yield the claim for all values of its variables: quantified, or one by one."""
+        variables = {f"var.{name}": sort for name, sort in self.variables.items()}
+        yield from encoding.close(variables, self.body, weight)
+
+    def denied(self, encoding: Encoding) -> Term:
+        """Return the claim's denial: it fails for some values of its variables."""
+        if encoding.members:
+            return z3.Not(z3.And(list(self.close(encoding))))
+        members = [term != null for term, null in self._with_sentinels(encoding)]
+        return z3.And(*members, z3.Not(self.body))
+
+    def at_hand(self, encoding: Encoding) -> Term:
+        """Return the claim for the members that its denial would name."""
+        nulls = [term == null for term, null in self._with_sentinels(encoding)]
+        return z3.Or(*nulls, self.body)
+
+    def _with_sentinels(self, encoding: Encoding) -> Iterator[tuple[Term, Term]]:
+        """Yield each variable of a sort with a sentinel, and the sentinel."""
+        for name, sort in self.variables.items():
+            null = encoding.null(sort)
+            if null is not None:
+                yield encoding.const(f"var.{name}", sort), null
+
+
+@frozen
+class Obligation:
+    """
+    One proof obligation and its verdict.
+
+    Args:
+        name: What is claimed: a predicate's name, or a theorem's.
+        kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
+            ``capture``, ``restore``, ``recovery``, ``recurring``, ``complete``, ``width``; for a
+            search, ``witness`` or ``bounded``.
+        composition: The relations that took part, or the ranks' protocol.
+        transition: The transition, or empty.
+        path: The path through it: its clause or ``accepted``, and its position; empty where a
+            transition has one.
+        solver: ``z3``, ``cvc5``, or ``syntax`` where both sides are the same term.
+        verdict: ``unsat``, ``sat`` or ``unknown``.
+        seconds: Time of the answer; 0 where a stronger claim was already proved.
+        expected: The verdict that proves it.
+        attempt: The attempt of a second solver that gave the verdict, or empty.
+    """
+
+    name: str
+    kind: str
+    composition: str
+    transition: str
+    path: str
+    solver: str
+    verdict: str
+    seconds: float
+    expected: str = "unsat"
+    attempt: str = ""
+
+    @property
+    def proved(self) -> bool:
+        """Whether the verdict is as expected; ``unknown`` never is."""
+        return self.verdict == self.expected
+
+    @property
+    def found(self) -> str:
+        """What was found, and where."""
+        where = " ".join(filter(None, (self.transition, self.path)))
+        return f"{where or 'initially'}: {self.name}"
+
+    @property
+    def text(self) -> str:
+        """The obligation in a line, with its verdict."""
+        return f"  {self.verdict:8} {self.found}"
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the record as a plain dictionary."""
+        names = ("name", "kind", "composition", "transition", "path", "solver", "verdict")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "seconds": round(self.seconds, 4),
+            "proved": self.proved,
+        }
+
+
+@frozen
+class Goal:
+    """
+    An obligation as a question to a solver: facts and a denial that cannot all hold.
+
+    Args:
+        name, kind, transition, path: As in ``Obligation``.
+        relations: Relations whose lemmas are the hypotheses of the first attempt; None for claims
+            about the initial state, which have no hypotheses.
+        facts: The path's tests, the assumptions, the claim before the transition.
+        denied: The claim's negation.
+    """
+
+    name: str
+    kind: str
+    transition: str
+    path: str
+    relations: frozenset[str] | None
+    facts: tuple[Term, ...] = field(repr=False)
+    denied: Term = field(repr=False)
+
+    def answered(
+        self, composition: str, solver: str, verdict: str, seconds: float, attempt: str = ""
+    ) -> Obligation:
+        """Return the obligation with a solver's verdict."""
+        return Obligation(
+            self.name,
+            self.kind,
+            composition,
+            self.transition,
+            self.path,
+            solver,
+            verdict,
+            seconds,
+            attempt=attempt,
+        )
+
+
+class Theory(Protocol):
+    """What a solver may use for goals about some transitions."""
+
+    @property
+    def name(self) -> str:
+        """Whose transitions they are."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What the sorts are."""
+
+    @property
+    def configuration(self) -> Sequence[Claim]:
+        """What is assumed of a configuration."""
+
+    @property
+    def lemmas(self) -> Mapping[str, Claim]:
+        """What holds in every state before a transition, by name."""
+
+    @property
+    def untouched(self) -> Sequence[Term]:
+        """Facts about the columns that no transition writes: they keep their initial values."""
+
+    def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
+        """Return the names of the lemmas that speak of no other relations; none for None."""
+
+    def instances(self, goal: Goal) -> Iterator[Term]:
+        """Yield the lemmas of a goal's relations, each for members that the goal speaks of."""
+
+
+def lemmas_within(lemmas: Mapping[str, Claim], relations: frozenset[str] | None) -> frozenset[str]:
+    """Return the names of the lemmas that speak of no other relations; none for None."""
+    if relations is None:
+        return frozenset()
+    return frozenset(name for name, claim in lemmas.items() if claim.needs <= relations)
