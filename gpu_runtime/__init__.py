@@ -5,7 +5,7 @@ A training step, from the command to the launch of a graph:
 
 1. `commands.py` names the commands; `training/command.py` reads the file and joins the ranks.
 2. `training/loop.py` builds this rank's worker and calls `StepRunner.step` of
-   `training/launches.py`.
+   `training/step_runner.py`.
 3. `ranks/worker.py` holds a rank's runtime, connections and optimizer. `Worker.step` calls
    `ranks/pipeline.py`, which walks the rank's row of the schedule, message by message.
 4. `step/actions.py` performs one F, dI or dW: ask the contract, act, tell the contract.

@@ -40,7 +40,7 @@ def calibrate_pipeline(pipeline: Pipeline) -> Calibration:
 
     def walk() -> None:
         run.begin()
-        pipeline.actions()
+        pipeline.run_actions()
         scaling = runtime.reductions.scaling
         if scaling is not None:
             replicas: Any = runtime.reducer

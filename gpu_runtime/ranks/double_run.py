@@ -100,7 +100,7 @@ class Walk(Protocol):
     position: int
     program: list[Any]
 
-    def actions(self) -> None:
+    def run_actions(self) -> None:
         """Every action and message of the row."""
 
 
@@ -208,7 +208,7 @@ class DoubleRun:
         """Run the walk and the reductions once more, and return the gradients."""
         with self._repeating(pipeline):
             self.repeat.begin()
-            pipeline.actions()
+            pipeline.run_actions()
             return self.repeat.finalize()
 
     @contextmanager

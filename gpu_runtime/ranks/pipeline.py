@@ -242,7 +242,7 @@ class Pipeline:
             with self.runtime.caller_scope():
                 if twice is not None:
                     twice.begin()
-                self.actions()
+                self.run_actions()
                 gradients = self.finalize()
                 if twice is not None:
                     gradients = twice.of_guarded(self, gradients)
@@ -301,7 +301,7 @@ class Pipeline:
             agreed = [parts[part] for part in sorted(parts)] if parts else []
         return None if parts is None else Norm.of(agreed, self.clipping)
 
-    def actions(self) -> None:
+    def run_actions(self) -> None:
         """
         Every action and message of the row, in the table's order, once in each walk of a step.
 

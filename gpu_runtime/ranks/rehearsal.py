@@ -255,5 +255,5 @@ class Rehearsal:
 
     def _walk(self) -> None:
         with self.pipeline.performed_by(self.performer, self.channels):
-            self.pipeline.actions()
+            self.pipeline.run_actions()
             self.pipeline.runtime.declare_final()

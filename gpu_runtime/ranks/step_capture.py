@@ -127,7 +127,7 @@ class StepCapture:
         performer: Any = runtime.performer
         stamped = self.gate.stamps.around(performer.executor)
         with runtime.performed_by(attrs.evolve(performer, executor=stamped)):
-            self.pipeline.actions()
+            self.pipeline.run_actions()
         self._update(self.pipeline.finalize())
 
     def _update(self, gradients: Gradients, differs: Tensor | None = None) -> None:

@@ -41,7 +41,6 @@ from ..ranks.processes import (
     stopped_outcome,
 )
 from ..report import Report, environment
-from .assembly import JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints
 from .checkpoint.files import AWAY, checkpoint_name
 from .checkpoint.lock import FolderLock
@@ -50,6 +49,7 @@ from .config import Config
 from .config_file import read
 from .divergence import DivergedError, UpdateWatch
 from .figures import derive_train
+from .job_assembly import JobData, backend_of, measure_cut, open_job
 from .language_model import LanguageJob
 from .loop import RESUMABLE, Trainer
 

@@ -19,13 +19,12 @@ from qeffect.log.rotation import Rotation
 from qeffect.report import UnusableError, finite
 from qeffect.text import counted
 
-from ..ranks.assembly import build_worker
 from ..ranks.causes import Cause, TerminatedError
 from ..ranks.consent import StoppedError
-from ..ranks.launcher import Launcher, shared_store_warning
 from ..ranks.membership import Member, agree_on, all_gather
+from ..ranks.torchrun_agent import TorchrunAgent, shared_store_warning
+from ..ranks.worker_assembly import build_worker
 from ..step.graphs import GraphExecutor
-from .assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .checkpoint import Checkpoints
 from .checkpoint.lock import FolderLock
 from .config import Config
@@ -34,7 +33,7 @@ from .ending import REASONS, EndRequest
 from .evaluate import evaluate
 from .event_logs import set_aside
 from .figures import perplexity
-from .launches import StepRunner, mode_of
+from .job_assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from .look import nonfinite
 from .metrics import Log
 from .saturation import GradientScales
@@ -42,6 +41,7 @@ from .saves import Saves
 from .start import load_start
 from .state_digest import state_digest
 from .step_log import StepLog
+from .step_runner import StepRunner, mode_of
 
 __all__ = ["RESUMABLE", "Trainer"]
 
@@ -93,7 +93,7 @@ class Trainer:
         adopt: bool = False,
         lock: FolderLock | None = None,
     ) -> None:
-        self._launcher, self.saves = Launcher(), Saves(member, config, lock)
+        self._agent, self.saves = TorchrunAgent(), Saves(member, config, lock)
         self._met, self.ended_by = time.monotonic(), ""
         self.stands: dict[str, Any] = {}
         self.tell: Callable[[Cause, Mapping[str, Any]], bool] = lambda *_: True
@@ -381,7 +381,7 @@ class Trainer:
             StoppedError: All ranks stopped this step or the one before.
         """
         try:
-            self._launcher.require()
+            self._agent.require()
         except TerminatedError as error:
             raise self.steps.stop(error) from None
         self.worker.consent.asks = self._request.look()

@@ -18,9 +18,9 @@ from .config import Config
 from .digest_log import DIGESTS, MATRICES, joined, padded
 from .divergence import UpdateWatch
 from .language_model import LanguageJob
-from .launches import StepResult, StepRunner
 from .metrics import Log, memory_bytes
 from .saturation import SATURATED, GradientScales
+from .step_runner import StepResult, StepRunner
 from .step_times import SlowestRank
 
 __all__ = ["StepLog"]
@@ -113,7 +113,7 @@ class StepLog:
             StoppedError: A rank is gone.
         """
         steps = range(self.collected, end)
-        if self.steps.whole is None:
+        if self.steps.one_launch is None:
             # Launches have finished by now.
             limit = self.worker.limits.commit
             self.member.synchronize(limit, action="step log", step=end - 1)

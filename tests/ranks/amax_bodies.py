@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import all_gather, join
 from qeffect.gpu_runtime.ranks.pipeline import Entry, Pipeline
 from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Gradients
 from qeffect.schedule.actions import Kind

@@ -27,7 +27,6 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
 from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer, UnansweredError, gloo_group
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Batches, Job
@@ -35,6 +34,7 @@ from qeffect.gpu_runtime.ranks.membership import Limits, all_gather, join, leave
 from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import Limits, join
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 
 
 def logged(schedules: list[str], folder: str, steps: int) -> list[int]:

@@ -44,7 +44,7 @@ from qeffect.gpu_runtime.step.effects import Effects
 from qeffect.gpu_runtime.step.memory.slots import Slot
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.slots import WgradVariant
-from qeffect.gpu_runtime.training import launches, saturation
+from qeffect.gpu_runtime.training import saturation, step_runner
 
 
 class _Stream:
@@ -303,7 +303,7 @@ def gate_without_kernels() -> None:
 
 def _behind_launches() -> None:
     """What a training loop queues behind a launch, and before the next one."""
-    copy, training, optimizers = launches._copy, cast("Any", launches), cast("Any", Optimizer)
+    copy, training, optimizers = step_runner._copy, cast("Any", step_runner), cast("Any", Optimizer)
 
     def copied(held: Any, groups: Any) -> None:
         STREAM.submit(lambda: copy(held, groups))

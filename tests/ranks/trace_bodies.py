@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import action_name
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.trace import Tracer, chrome_trace
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from tests.ranks.bodies import LIMITS, bits
 
 

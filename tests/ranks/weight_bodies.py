@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 
 from qeffect.gpu_runtime.backends.ends import LossShare, mean_cross_entropy
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Job, mean_squared_error
 from qeffect.gpu_runtime.ranks.membership import join
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.training.language_model import LanguageJob
 
 from .bodies import LIMITS, parameters_of

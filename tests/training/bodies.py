@@ -32,13 +32,13 @@ from qeffect.gpu_runtime.lab.sides.restart import (
     persistent_digests,
 )
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, action_name
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import Limits, join
 from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.plan.order import Order

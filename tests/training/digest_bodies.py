@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qeffect.gpu_runtime.training.launches import StepRunner
+from qeffect.gpu_runtime.training.step_runner import StepRunner
 from tests.ranks import recorded
 
 from .language_bodies import trained

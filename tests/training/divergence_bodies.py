@@ -11,7 +11,7 @@ from qeffect.gpu_runtime.lab.comparisons import look_price
 from qeffect.gpu_runtime.ranks.job import Batches
 from qeffect.gpu_runtime.training.checkpoint import checkpoints
 from qeffect.gpu_runtime.training.data import Loader
-from qeffect.gpu_runtime.training.launches import StepRunner
+from qeffect.gpu_runtime.training.step_runner import StepRunner
 from tests.ranks import recorded
 
 from .language_bodies import trained

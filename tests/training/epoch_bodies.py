@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import parameters
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.membership import Member, join
 from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.language_model import LanguageJob

@@ -19,8 +19,8 @@ from qeffect.gpu_runtime.backends.reference.dropout import RandomNumbers
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
 from qeffect.gpu_runtime.ranks import processes
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.membership import join
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Optimizer

@@ -18,13 +18,13 @@ from qeffect.gpu_runtime.backends.determinism import DETERMINISTIC
 from qeffect.gpu_runtime.lab.sides import restart as restarts
 from qeffect.gpu_runtime.lab.sides.restart import Trial
 from qeffect.gpu_runtime.ranks import processes
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.loop import Trainer
@@ -55,7 +55,7 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
     for _, rank, kind, action in faults:
         assert kind in makes, (rank, action)
     due = {epoch: fault for epoch, *fault in faults}
-    step, whole = trainer.steps.step, trainer.steps.whole
+    step, whole = trainer.steps.step, trainer.steps.one_launch
     ahead: list[int] = []
 
     def faulty() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qeffect.gpu_runtime.training.assembly import job_of
 from qeffect.gpu_runtime.training.balance import ACTIONS, Times, measure_times, slowest
 from qeffect.gpu_runtime.training.config_file import read
+from qeffect.gpu_runtime.training.job_assembly import job_of
 from qeffect.report import UnusableError
 from tests.ranks.ranks import launch
 

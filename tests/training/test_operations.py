@@ -20,7 +20,7 @@ from qeffect.cli import main
 from qeffect.cli.interrupts import descendants
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.causes import TerminatedError
-from qeffect.gpu_runtime.ranks.launcher import Launcher, shared_store_warning
+from qeffect.gpu_runtime.ranks.torchrun_agent import TorchrunAgent, shared_store_warning
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.checkpoint.files import FACTS, MANIFEST, canonical, run_of
 from qeffect.gpu_runtime.training.checkpoint.lock import LOCK, FolderLock
@@ -265,9 +265,9 @@ def test_a_run_whose_event_log_ends_goes_on(tmp_path: Path) -> None:
 def test_a_rank_whose_launcher_has_ended_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher is torchrun's agent; a process that torchrun did not start has none."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert Launcher().pid is None
+    assert TorchrunAgent().pid is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    Launcher().require()
+    TorchrunAgent().require()
     read, write = os.pipe()
     agent = os.fork()
     if agent == 0:  # starts a rank, and is gone
@@ -278,7 +278,7 @@ def test_a_rank_whose_launcher_has_ended_stops(monkeypatch: pytest.MonkeyPatch) 
             while os.getppid() == own:
                 time.sleep(0.001)
             try:
-                Launcher().require()
+                TorchrunAgent().require()
             except TerminatedError as error:
                 os.write(write, str(error).encode())
             os._exit(0)
@@ -336,12 +336,12 @@ def test_a_launcher_that_ended_before_the_first_import_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    Launcher().require()
-    monkeypatch.setattr("qeffect.gpu_runtime.ranks.launcher.ORPHANED", [True])
+    TorchrunAgent().require()
+    monkeypatch.setattr("qeffect.gpu_runtime.ranks.torchrun_agent.ORPHANED", [True])
     with pytest.raises(TerminatedError, match="its launcher had ended before this process began"):
-        Launcher().require()
+        TorchrunAgent().require()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    Launcher().require()
+    TorchrunAgent().require()
 
 
 def test_a_launcher_that_ends_during_the_imports_is_noticed(tmp_path: Path) -> None:
@@ -353,9 +353,9 @@ def test_a_launcher_that_ends_during_the_imports_is_noticed(tmp_path: Path) -> N
         "print(agent, flush=True)\n"
         "while os.getppid() == agent:\n"
         "    time.sleep(0.001)\n"
-        "from qeffect.gpu_runtime.ranks.launcher import Launcher, TerminatedError\n"
+        "from qeffect.gpu_runtime.ranks.torchrun_agent import TorchrunAgent, TerminatedError\n"
         "try:\n"
-        "    Launcher().require()\n"
+        "    TorchrunAgent().require()\n"
         "except TerminatedError as error:\n"
         "    open('said.txt', 'w').write(str(error))\n"
         "os.rename('said.txt', 'said')\n"

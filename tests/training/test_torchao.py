@@ -13,8 +13,8 @@ from qeffect.gpu_runtime.backends import dynamic_head
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, matrices
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
-from qeffect.gpu_runtime.training.assembly import job_of
 from qeffect.gpu_runtime.training.config_file import read
+from qeffect.gpu_runtime.training.job_assembly import job_of
 from qeffect.report import UnusableError
 from tests.ranks.ranks import launch
 

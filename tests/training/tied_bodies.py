@@ -12,12 +12,12 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
 from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches
 from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.ties import Reducers, Tie
 from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.step.clipping import Norm, square_sums
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.plan.order import Kind, Order

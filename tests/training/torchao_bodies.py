@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qeffect.gpu_runtime.lab.comparisons.ranks import compare_pipelines
-from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.membership import join
+from qeffect.gpu_runtime.ranks.worker_assembly import build_worker
 from qeffect.gpu_runtime.training.language_model import LanguageJob
 from tests.ranks.bodies import LIMITS
 

@@ -26,10 +26,10 @@ from qeffect.report import UnusableError, program
 from ...ranks.consent import StoppedError
 from ...ranks.membership import all_gather
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
-from ...training.assembly import TIMES, backend_of, measure_cut, open_job
 from ...training.command import require_processes
 from ...training.config import Checkpointing
 from ...training.config_file import read
+from ...training.job_assembly import TIMES, backend_of, measure_cut, open_job
 from ..reports.report import (
     ALIKE,
     Report,

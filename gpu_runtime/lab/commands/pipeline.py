@@ -18,7 +18,6 @@ from qeffect.report import UnusableError, finite, require_place, write_text
 from qeffect.text import counted
 
 from ...backends.layers import LayerConfig
-from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.fallback import fall_back
 from ...ranks.job import NAMES, Batches, Job
@@ -28,6 +27,7 @@ from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
 from ...ranks.worker import Worker
+from ...ranks.worker_assembly import build_worker
 from ...runtime import Mode, mode_on
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX

@@ -20,10 +20,10 @@ from qeffect.report import UnusableError
 from ...backends.epoch_scales import SCALES
 from ...ranks.consent import StoppedError
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
-from ...training.assembly import backend_of, open_job
 from ...training.command import require_processes
 from ...training.config import Checkpointing
 from ...training.config_file import read
+from ...training.job_assembly import backend_of, open_job
 from ..reports.report import Report, add_report_options, environment, require_place
 from ..runner.training_run import RunControl, RunName, train_run
 

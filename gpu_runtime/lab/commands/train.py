@@ -17,7 +17,6 @@ from qeffect.text import counted
 from ...ranks.membership import all_gather
 from ...ranks.processes import report_once
 from ...runtime import mode_on
-from ...training.assembly import backend_of
 from ...training.command import (
     JoinedRun,
     carry_out,
@@ -29,6 +28,7 @@ from ...training.command import (
 )
 from ...training.config import Checkpointing
 from ...training.config_file import read
+from ...training.job_assembly import backend_of
 from ...training.loop import Trainer
 from ..comparisons.ranks import compare_pipelines, tensor_digests, totals_of_ranks, train_natively
 

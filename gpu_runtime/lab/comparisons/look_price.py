@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ranks.assembly import build_worker
 from ...ranks.membership import Member
 from ...ranks.processes import join_ranks
+from ...ranks.worker_assembly import build_worker
 from ...runtime import mode_on, without_launches
 from ...step.zero_stages import ZeroStages
-from ...training.assembly import backend_of, open_job
 from ...training.checkpoint.save import tensors_of
 from ...training.command import require_processes
 from ...training.config_file import read
+from ...training.job_assembly import backend_of, open_job
 from ...training.look import nonfinite
 from ...training.saturation import GradientScales
 from ...training.state import checksums

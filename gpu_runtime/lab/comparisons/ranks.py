@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...backends.protocol import StageBackend, parameters
-from ...ranks.assembly import build_worker
 from ...ranks.channels import transport_of
 from ...ranks.job import Batches, Job
 from ...ranks.membership import Limits, Member, all_gather
 from ...ranks.pipeline import Passage, Pipeline
 from ...ranks.ties import Tie
+from ...ranks.worker_assembly import build_worker
 from ...runtime import Mode, Runtime
 from ...step.clipping import EPSILON, square_sums
 from ...step.memory.digests import digests

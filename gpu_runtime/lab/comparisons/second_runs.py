@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from ...backends.protocol import parameters
-from ...ranks.assembly import build_worker
 from ...ranks.causes import StoppedError
 from ...ranks.job import Job
 from ...ranks.membership import Limits, Member, all_gather
 from ...ranks.one_launch import OneLaunch
 from ...ranks.worker import Worker
+from ...ranks.worker_assembly import build_worker
 from ...runtime import Mode
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import live_state

@@ -25,10 +25,10 @@ from ...backends.protocol import parameters
 from ...ranks.job import NAMES
 from ...ranks.membership import Member, all_gather
 from ...runtime import Mode
-from ...training.assembly import JobData
 from ...training.command import release_memory
 from ...training.config import Checkpointing, Config
 from ...training.config_file import read
+from ...training.job_assembly import JobData
 from ..comparisons.ranks import tensor_digests
 from ..sides.pipelines import NativeSide, TrainedSide
 from ..sides.training import evaluate_side, guarded_training, native_training

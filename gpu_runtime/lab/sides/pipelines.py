@@ -24,7 +24,7 @@ from ...ranks.worker import Worker
 from ...runtime import Mode, RuntimeConfig, mode_on
 from ...step.graphs import GraphExecutor
 from ...step.optimizer import Gradients, Optimizer
-from ...training.launches import StepRunner
+from ...training.step_runner import StepRunner
 from ..comparisons.ranks import live_tensors, native_pipeline
 from .side import RankSide
 from .torch_pipeline import Batch, NativePipeline

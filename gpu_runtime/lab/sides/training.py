@@ -5,12 +5,12 @@ The sides of a training run of a configuration, and their loss on held-out text.
 from __future__ import annotations
 
 from ...backends.protocol import BackendError
-from ...ranks.assembly import build_worker
 from ...ranks.membership import Member
-from ...training.assembly import JobData, backend_of
+from ...ranks.worker_assembly import build_worker
 from ...training.config import Config
 from ...training.evaluate import evaluate
-from ...training.launches import mode_of
+from ...training.job_assembly import JobData, backend_of
+from ...training.step_runner import mode_of
 from ..comparisons.evaluation import evaluate_native
 from ..comparisons.ranks import native_pipeline
 from .pipelines import NativeSide, TrainedSide

@@ -13,10 +13,10 @@ from qeffect.launched import ORPHANED, PARENT
 
 from .causes import TerminatedError
 
-__all__ = ["Launcher", "shared_store_warning"]
+__all__ = ["TorchrunAgent", "shared_store_warning"]
 
 
-class Launcher:
+class TorchrunAgent:
     """
     The agent of torchrun that started this process, if there is one.
 

@@ -104,10 +104,10 @@ class StepRunner:
         self.feed = feed
         self.launches = 0
         self.replays = why
-        self.whole: OneLaunch | None = None
+        self.one_launch: OneLaunch | None = None
         if worker.runtime.config.mode == "one launch" and not why:
             self.replays = first_obstacle(worker.member, obstacles(worker))
-            self.whole = None if self.replays else OneLaunch(worker)
+            self.one_launch = None if self.replays else OneLaunch(worker)
         self._left = False
         self._behind: dict[int, _PendingResults] = {}
         self._norms: dict[int, tuple[Norm | None, Tensor | None]] = {}
@@ -125,7 +125,7 @@ class StepRunner:
             StoppedError: All ranks stopped this step, or with launches the previous step, for one
                 cause.
         """
-        epoch, whole = self.worker.runtime.epoch, self.whole
+        epoch, whole = self.worker.runtime.epoch, self.one_launch
         if whole is None:
             with self._stopwatch.step(epoch):
                 self.worker.step()
@@ -156,8 +156,8 @@ class StepRunner:
     def stop(self, error: Exception) -> StoppedError:
         """Stop all ranks between two steps, for a reason that this rank has; return the cause."""
         worker, epoch = self.worker, self.worker.runtime.epoch
-        if self.whole is not None and not self._left:
-            return self.whole.stop(error)
+        if self.one_launch is not None and not self._left:
+            return self.one_launch.stop(error)
         record_fault(worker.runtime, error, epoch, worker.member.rank)
         stopped = worker.consent.stop(error, epoch, None, 0, at="step")
         worker.runtime.abort()
@@ -180,7 +180,7 @@ class StepRunner:
     @property
     def known(self) -> int:
         """Number of steps, from the first on, that are known to have succeeded on all ranks."""
-        ahead = 0 if self.whole is None else self.whole.ahead
+        ahead = 0 if self.one_launch is None else self.one_launch.ahead
         return self.worker.runtime.epoch - ahead
 
     def result(self, step: int) -> StepResult:
@@ -188,8 +188,8 @@ class StepRunner:
         if step not in self._results:
             found = self._result(step)
             times = self._times.pop(step, StepTimes(0.0)).read()
-            if self.whole is not None:
-                times.weights = self.whole.weights_ms(step)
+            if self.one_launch is not None:
+                times.weights = self.one_launch.weights_ms(step)
             self._results[step] = attrs.evolve(found, times=times)
         return self._results[step]
 
@@ -224,7 +224,7 @@ class StepRunner:
             StoppedError: A rank has stopped in the current launch.
         """
         consent = self.worker.consent
-        if self.whole is None:
+        if self.one_launch is None:
             return consent.heard
         if step % _ASK_EVERY:
             return 0
@@ -241,8 +241,8 @@ class StepRunner:
         Raises:
             StoppedError: All ranks stopped the last step, for one cause.
         """
-        if self.whole is not None and not self._left:
-            self.whole.leave()
+        if self.one_launch is not None and not self._left:
+            self.one_launch.leave()
             self._left = True
 
     def all_gather(self, own: Sequence[float]) -> list[list[float]]:
@@ -252,12 +252,12 @@ class StepRunner:
         Raises:
             StoppedError: A rank has stopped in the current launch, or is gone.
         """
-        if self.whole is None:
+        if self.one_launch is None:
             try:
                 return all_gather(self.worker.member, list(own))
             except RuntimeError as error:
                 raise self.stop(lost(error, "step")) from None
-        found: list[list[float]] = self.whole.all_gather(
+        found: list[list[float]] = self.one_launch.all_gather(
             torch.tensor(own, dtype=torch.float64)
         ).tolist()
         return found
@@ -271,7 +271,7 @@ class StepRunner:
             BackendError: A rank did not come back, or device work did not finish before the
                 deadline.
         """
-        (self.whole or self.worker).rebuild(stopped)
+        (self.one_launch or self.worker).rebuild(stopped)
         self._left = False
         if self.scales is not None:
             self.scales.reset()
@@ -285,20 +285,20 @@ class StepRunner:
         Returns:
             Whether a failed capture was the cause of the stop; if not, nothing was done.
         """
-        whole = self.whole
+        whole = self.one_launch
         if whole is None or not capture_failed(whole, stopped):
             return False
         self.rebuild(stopped)
         whole.close()
-        self.whole = None
+        self.one_launch = None
         self.replays = f"the step could not be captured: {stopped.cause.text}"
         return True
 
     def close(self) -> None:
         """Drop the launch's graph, before the worker's connections are closed."""
-        if self.whole is not None:
-            self.whole.close()
-            self.whole = None
+        if self.one_launch is not None:
+            self.one_launch.close()
+            self.one_launch = None
 
 
 @attrs.frozen
