@@ -198,7 +198,7 @@ def test_a_norm_or_counts_are_read_behind_a_bounded_wait_for_the_device(
     pipeline = Rank(Job(schedule="il", pp=1, vpp=2, microbatches=2, config=SMALL), 0).pipeline
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", _Never)
-    monkeypatch.setattr(pipeline, "actions", lambda: None)
+    monkeypatch.setattr(pipeline, "run_actions", lambda: None)
     monkeypatch.setattr(pipeline, "finalize", lambda: {0: {"a": torch.ones(1)}})
     monkeypatch.setattr(pipeline.runtime.domain, "device", torch.device("cuda", 0))
     monkeypatch.setattr("qeffect.gpu_runtime.ranks.pipeline.square_sums", asked.append)

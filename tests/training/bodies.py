@@ -275,7 +275,7 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
     again("live tape", inside("3I1", 0))
 
     def walked() -> None:
-        worker.pipeline.actions()
+        worker.pipeline.run_actions()
         run.save()
 
     again("mid-epoch", run.attempt(walked))
@@ -602,7 +602,7 @@ def unasked(job: Job, folder: str) -> dict[str, Any]:
     run.worker.step()
     runtime = run.worker.runtime
     before = run.bits()
-    run.worker.pipeline.actions()
+    run.worker.pipeline.run_actions()
     runtime.contract.check_checkpoint = lambda: None  # type: ignore[method-assign]
     path = run.save()
     after = run.bits()
@@ -614,7 +614,7 @@ def reducing(job: Job, folder: str) -> dict[str, Any]:
     """A save while gradients are summed over replicas."""
     run = Run(job, folder)
     run.worker.step()
-    run.worker.pipeline.actions()
+    run.worker.pipeline.run_actions()
     started = [s for s in run.worker._reduces._started if s.works]  # type: ignore[union-attr]
     said = run.attempt(run.save)
     return {**said, "started": len(started), "files": [p.name for p in Path(folder).glob("*")]}
