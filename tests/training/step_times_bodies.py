@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import os
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from qeffect.gpu_runtime.ranks import wait_clock
 from qeffect.gpu_runtime.step.actions import GuardedActions
+from qeffect.gpu_runtime.training import step_times
 from tests.ranks import recorded
 
 from . import language_bodies, launched_bodies
 
 
+class _HostClock:
+    """A host's clock, in seconds, which only F and waits for other ranks move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """The time."""
+        return self.now
+
+
 def slow(case: list[str], rank: int) -> Any:
-    """A run in which every F of one rank takes 20 ms longer."""
-    if os.environ["RANK"] == str(rank):
-        real = GuardedActions.forward
+    """A run in which every F of one rank takes three times as long, and no wait of it is long."""
+    clock, is_slow = _HostClock(), os.environ["RANK"] == str(rank)
+    real_forward, real_waiting = GuardedActions.forward, wait_clock.WaitClock.waiting
 
-        def forward(self: GuardedActions, *args: Any, **named: Any) -> Any:
-            time.sleep(0.02)
-            return real(self, *args, **named)
+    def forward(self: GuardedActions, *args: Any, **named: Any) -> Any:
+        clock.now += 0.03 if is_slow else 0.01
+        return real_forward(self, *args, **named)
 
-        GuardedActions.forward = forward  # type: ignore[method-assign]
+    @contextmanager
+    def waiting(self: wait_clock.WaitClock, *args: Any) -> Iterator[None]:
+        with real_waiting(self, *args):
+            clock.now += 0.001 if is_slow else 0.005
+            yield
+
+    for module in (step_times, wait_clock):
+        module.time = clock  # type: ignore[attr-defined]
+    GuardedActions.forward = forward  # type: ignore[method-assign]
+    wait_clock.WaitClock.waiting = waiting  # type: ignore[assignment,method-assign]
     return language_bodies.in_turn([case])
 
 
