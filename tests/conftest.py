@@ -53,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("record")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(file.absolute(), config), "qeffect record")
+        # `timeout` ends a run as Ctrl-C does: with what failed so far, and a record.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def selects_devices(expression: str) -> bool:

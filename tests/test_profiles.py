@@ -184,6 +184,32 @@ def test_this_run_sees_no_gpu(pytestconfig: pytest.Config) -> None:
     assert hidden != selects_devices(pytestconfig.getoption("markexpr"))
 
 
+def test_a_run_whose_time_is_over_leaves_its_record(tmp_path: Path) -> None:
+    """`timeout` sends SIGTERM; the record then says that the run was broken off."""
+    (tmp_path / "hangs.py").write_text(
+        "import time\ndef pytest_runtest_call(item):\n    print('at it', flush=True)\n"
+        "    time.sleep(100)\n"
+    )
+    file = tmp_path / "run.json"
+    node = "tests/test_profiles.py::test_what_a_test_starts_can_be_interrupted"
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    with subprocess.Popen(
+        [*RUN, "-s", "-p", "hangs", "--record", str(file), "--commit", "1" * 40, node],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert any("at it" in line for line in process.stdout)
+        process.terminate()
+        said = process.stdout.read()
+
+    assert process.returncode == 2, said
+    assert json.loads(file.read_text())["exit_status"] == 2
+
+
 def test_a_kept_record_is_of_a_whole_run_of_a_commit() -> None:
     """No record of a run that was broken off, or of files that no commit has."""
     for file in RECORDS.glob("*.json"):
