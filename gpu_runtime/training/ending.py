@@ -43,6 +43,8 @@ GRACE_S: Final = 30.0
 """Seconds from torchrun's SIGTERM to its SIGKILL; Slurm and Kubernetes give as many by default."""
 #: A step that SIGTERM finds and that then runs so long waits for a rank that has died or hangs.
 _STUCK_S = 10.0
+#: After a step that ended in that time, whether the next one waits is looked at so much later.
+_NEXT_S = 5.0
 #: An evaluation or a save that SIGTERM finds may run so long under torchrun.
 _LATEST_S = 16.0
 #: Timeout of publishing why this rank stops.
@@ -61,7 +63,7 @@ _AT_ONCE_S = 0.5
 
 def worst_end_s() -> float:
     """The most seconds from SIGTERM to the end of the process, if the store does not answer."""
-    stuck = _STUCK_S + _PUBLISH_S + _BACK_S
+    stuck = _STUCK_S + _NEXT_S + _PUBLISH_S + _BACK_S
     return max(stuck, _LATEST_S + _PUBLISH_S) + _DECIDE_S + _TELL_S + _LAST_WORD_S
 
 
@@ -203,8 +205,17 @@ class EndRequest:
         return self.worker.runtime.epoch, self.doing
 
     def _end_stuck(self, place: tuple[int, str]) -> None:
-        """End a step that has not ended since SIGTERM; an evaluation or a save may go on."""
-        if self._place() != place or self.doing != "step" or self.worker.consent.claimed:
+        """
+        End a step that has not ended since SIGTERM; an evaluation or a save may go on.
+
+        A step that ended is followed by another one if the others had not heard of SIGTERM yet. A
+        rank may hang in that one, so it is looked at again.
+        """
+        if self.worker.consent.claimed:
+            return
+        if self._place() != place or self.doing != "step":
+            again = partial(self._end_stuck, self._place())
+            self._plans.append((time.monotonic() + _NEXT_S, again))
             return
         self._publish()
         if not self.worker.in_step:

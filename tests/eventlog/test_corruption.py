@@ -189,7 +189,7 @@ def verdict_of_bytes(data: bytes) -> str | None:
         return "unusable"
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_every_listed_field_and_proof_is_needed_in_the_list() -> None:
     """Each occurs among the accepted edits; of keys, links and tokens no more than counted."""
     found: dict[str, set[str | None]] = {}

@@ -167,7 +167,7 @@ def test_a_walk_would_be_seen() -> None:
         _instrumented(4).contract.commit_epoch()
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_live_tape_in_a_full_pool_fits_about_a_kibibyte() -> None:
     """Slot, microbatch, key and reference together, in the largest pool that is measured."""
     configured, live = memory_of_a_tape(4096)

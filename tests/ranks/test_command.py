@@ -53,7 +53,7 @@ def test_torchrun_trains_replicas_with_the_bits_of_torchs_pipeline(tmp_path: Pat
         assert main(["replay", str(log)]) == 0
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_torchrun_clips_and_writes_one_trace_of_all_ranks(tmp_path: Path) -> None:
     """No option is taken by torchrun for one of its own; rank 0 writes the file."""
     small = ("--hidden", "32", "--ffn", "64", "--sequence", "16", "--steps", "2")

@@ -195,7 +195,7 @@ class TestMatrix:
 
 
 class TestCompare:
-    @pytest.mark.ci
+    @pytest.mark.nightly
     def test_two_cases_with_faults(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

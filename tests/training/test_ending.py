@@ -140,20 +140,24 @@ class Fake:
 
 
 @pytest.mark.parametrize(
-    ("change", "published", "woken"),
+    ("change", "published", "woken", "plans"),
     [
-        ({}, True, True),
-        ({"epoch": 4}, False, False),
-        ({"claimed": True}, False, False),
-        ({"doing": "checkpoint"}, False, False),
-        ({"in_step": False}, True, False),
+        ({}, True, True, 1),  # if the main thread does not come back
+        ({"epoch": 4}, False, False, 1),  # a look at the next step
+        ({"claimed": True}, False, False, 0),
+        ({"doing": "checkpoint"}, False, False, 1),
+        ({"in_step": False}, True, False, 0),
     ],
     ids=["in the step", "the next step", "stopping already", "a save", "between two steps"],
 )
 def test_a_step_that_sigterm_finds_and_that_does_not_end_is_stopped(
-    change: dict[str, Any], published: bool, woken: bool, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    published: bool,
+    woken: bool,
+    plans: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank that has gone on, that stops already, or that saves, is left alone."""
+    """A rank that has gone on, that stops already, or that saves, is left alone for now."""
     fake, acts = Fake(), []
     request = ending.EndRequest(fake, 0.0, 0.0)  # type: ignore[arg-type]
     monkeypatch.setattr(request, "_wake_main", lambda: acts.append("wake"))
@@ -165,7 +169,24 @@ def test_a_step_that_sigterm_finds_and_that_does_not_end_is_stopped(
     said = "0RECV_B1 with rank 1 did not end within 0 s of SIGTERM"
     assert fake.told == ([(said, 3, "step")] if published else [])
     assert acts == (["wake"] if woken else ["end"] if published else [])
-    assert len(request._plans) == int(woken)  # if the main thread does not come back
+    assert len(request._plans) == plans
+
+
+def test_a_step_behind_the_one_that_sigterm_found_is_stopped_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step that SIGTERM found ended; the peer hangs in the next one."""
+    fake, acts = Fake(), []
+    request = ending.EndRequest(fake, 0.0, 0.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(request, "_wake_main", lambda: acts.append("wake"))
+    place = request._place()
+    fake.epoch += 1
+    request._end_stuck(place)
+    assert acts == []
+    ((_, look),) = request._plans
+    look()
+    assert acts == ["wake"]
+    assert [(epoch, at) for _, epoch, at in fake.told] == [(4, "step")]
 
 
 def test_an_interrupt_is_told_in_the_status_file(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_rank_whose_peer_hangs_names_it_after_sigterm(
     store: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     """In half of the message limit; the last line and the status file say to resume."""
-    short = {"_STUCK_S": 1.0, "_BACK_S": 0.5}
+    short = {"_STUCK_S": 1.0, "_NEXT_S": 1.0, "_BACK_S": 0.5}
     own, peer = pair(tmp_path, (store, store), short)
     processes += [own, peer]
     wait(own, lambda: logged(tmp_path))
@@ -193,7 +193,8 @@ def test_torchruns_sigterm_leaves_time_for_a_cause(
 
 
 @pytest.mark.parametrize(
-    "name", ["_STUCK_S", "_PUBLISH_S", "_BACK_S", "_DECIDE_S", "_TELL_S", "_LAST_WORD_S"]
+    "name",
+    ["_STUCK_S", "_NEXT_S", "_PUBLISH_S", "_BACK_S", "_DECIDE_S", "_TELL_S", "_LAST_WORD_S"],
 )
 def test_the_limits_of_an_end_are_below_the_grace(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -276,7 +276,7 @@ def test_event_logs_have_a_launch_in_one_line(tmp_path: Path) -> None:
     assert main(["replay", str(tmp_path / "events" / "rank0.jsonl"), "--quiet"]) == 0
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_launch_costs_less_than_a_kilobyte_of_a_rotating_log(tmp_path: Path) -> None:
     """
     Per step and rank, with what each file begins and ends with; together with the rank log beside

@@ -92,7 +92,7 @@ def test_both_explorers_have_the_same_edges(name: str) -> None:
     assert expected == found
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.xfail(
     reason="paths tell apart every combination of configured flags, and no scope has some: fills "
     "reported without updates, live scales with messages or a declared order; and some paths, such "

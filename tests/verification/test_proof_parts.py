@@ -98,7 +98,7 @@ def test_a_bounded_search_finds_what_a_line_kept_out(
     assert [*["unsat"] * (steps - 1), "sat"] == verdicts
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_what_one_step_cannot_break_is_no_suspect() -> None:
     """Of the contract's own violations a few need the search from the beginning, most do not."""
     unrolling = Unrolling(Composition.of((), Encoding.finite(SCOPE)))
