@@ -30,6 +30,5 @@ def fall_back(whole: OneLaunch | None, stopped: StoppedError, notes: list[str]) 
     """
     if whole is None or not capture_failed(whole, stopped):
         raise stopped
-    whole.rebuild(stopped)
-    whole.close()
+    whole.give_up(stopped)
     notes.append(f"guarded replays, as the step could not be captured: {stopped.cause.text}")

@@ -350,6 +350,25 @@ class OneLaunch:
                 numbers of updates: relaunch, and resume from a checkpoint.
             BackendError: A rank did not return, or its device did not finish before the deadline.
         """
+        self._restart(stopped)
+        self._begin()
+
+    def give_up(self, stopped: StoppedError) -> None:
+        """
+        Restart the epoch as `rebuild` does, for steps of the worker alone; the launches are over.
+
+        No connections for launches are made. A rank that made them only to close them would break
+        them off while another rank still connects.
+
+        Raises:
+            StoppedError: As `rebuild`.
+            BackendError: As `rebuild`.
+        """
+        self._restart(stopped)
+        self._drop()
+
+    def _restart(self, stopped: StoppedError) -> None:
+        """Restart the epoch from the weights after the last update that all devices ran."""
         base = self._capture.epoch
         if base is None or not stopped.cause.recoverable:
             self.worker.rebuild(stopped)
@@ -360,7 +379,6 @@ class OneLaunch:
                 stopped, epoch=epoch, restore=lambda: self.runtime.rebuild_from(epoch, kept)
             )
             self._weights_moved()
-        self._begin()
 
     def resume(self) -> None:
         """

@@ -272,6 +272,10 @@ class StepRunner:
                 deadline.
         """
         (self.one_launch or self.worker).rebuild(stopped)
+        self._rebuilt()
+
+    def _rebuilt(self) -> None:
+        """Forget what belongs to the epochs after the one that the runtime is at again."""
         self._left = False
         if self.scales is not None:
             self.scales.reset()
@@ -288,8 +292,8 @@ class StepRunner:
         whole = self.one_launch
         if whole is None or not capture_failed(whole, stopped):
             return False
-        self.rebuild(stopped)
-        whole.close()
+        whole.give_up(stopped)
+        self._rebuilt()
         self.one_launch = None
         self.replays = f"the step could not be captured: {stopped.cause.text}"
         return True

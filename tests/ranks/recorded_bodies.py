@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from qeffect.gpu_runtime.ranks import fallback, gate
+from qeffect.gpu_runtime.ranks import fallback, gate, one_launch
 from qeffect.gpu_runtime.ranks.channels import ChannelEnds, Channels, Message
 from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
@@ -92,9 +92,21 @@ def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def uncaptured(job: Job, steps: int) -> dict[str, Any]:
-    """A capture that one rank's library refuses: how the run goes on, and what it leaves."""
+    """
+    A capture that one rank's library refuses: how the run goes on, and what it leaves.
+
+    The last word is how many gates were made. A rank may still connect a gate that another has
+    closed, so a run without launches must not make one.
+    """
     recorded.install()
     worker = _made(job, {})
+    gates, make = [], one_launch.UpdateGate
+
+    def counted(*given: Any) -> Any:
+        gates.append(given)
+        return make(*given)
+
+    one_launch.UpdateGate = counted  # type: ignore[assignment,misc]
     runner: OneLaunch | Worker = OneLaunch(worker)
     assert isinstance(runner, OneLaunch)
     if worker.member.rank == job.world - 1:
@@ -116,7 +128,7 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
             runner = worker
     left = bits(worker)
     worker.close()
-    return {"notes": notes, "left": left}
+    return {"notes": notes, "left": left, "gates": len(gates)}
 
 
 def unwarmed(job: Job, steps: int, behind: bool) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def test_a_launch_behind_one_that_was_skipped_moves_no_weights(
 def test_a_step_that_cannot_be_captured_is_taken_by_replays(
     tmp_path: Path, replayed: Replayed
 ) -> None:
-    """One rank's library refuses it: all ranks go on without launches, and say why."""
+    """One rank's library refuses it: all ranks go on without a gate, and say why."""
     said = launch(2, tmp_path, recorded_bodies.uncaptured, PIPE, 5)
     whole = replayed(PIPE, 5, {})
     assert said.codes == [0, 0]
@@ -248,3 +248,4 @@ def test_a_step_that_cannot_be_captured_is_taken_by_replays(
         (note,) = said.words[rank]["notes"]
         assert note.startswith("guarded replays, as the step could not be captured: rank 1, step 1")
         assert "operation not permitted when stream is capturing" in note
+        assert said.words[rank]["gates"] == 1
