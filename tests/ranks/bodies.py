@@ -679,3 +679,8 @@ def connected_alone(seconds: float) -> str:
     finally:
         member.store.set("over", b"1")
     return "came"
+
+
+def asleep(seconds: float) -> None:
+    """A rank that hangs."""
+    time.sleep(seconds)

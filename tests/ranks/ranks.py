@@ -6,6 +6,7 @@ The test's own process keeps the store, as torchrun's agent does, so that it out
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import multiprocessing
@@ -22,6 +23,8 @@ from .rank_logs import alike, keep_logs, logs_of, replayed
 
 #: No launch takes longer: a rank that hangs is killed and fails its test.
 LIMIT_S = 100.0
+#: Seconds before the limit at which a rank that hangs writes where each of its threads is.
+_STACKS_S = 5.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ranks.preloaded"])
@@ -46,8 +49,17 @@ class Said:
 
 
 def _rank(
-    rank: int, world: int, port: int, out: str, logs: Path, body: Callable[..., Any], args: Any
+    rank: int,
+    world: int,
+    port: int,
+    out: str,
+    logs: Path,
+    limit: float,
+    body: Callable[..., Any],
+    args: Any,
 ) -> None:
+    stacks = _stacks(logs, rank).open("w")
+    faulthandler.dump_traceback_later(max(limit - _STACKS_S, limit / 2), file=stacks)
     import torch
 
     torch.set_num_threads(1)
@@ -66,6 +78,11 @@ def _rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without a barrier: a run that was stopped has no group left to meet in
+
+
+def _stacks(logs: Path, rank: int) -> Path:
+    """Where a rank that hangs writes its stacks."""
+    return logs.with_name(f"stacks of {logs.name}") / str(rank)
 
 
 def launch(
@@ -92,20 +109,24 @@ def launch(
     """
     logs = next(path for n in itertools.count() if not (path := folder / f"logs {n}").exists())
     logs.mkdir()
+    _stacks(logs, 0).parent.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     began = time.monotonic()
     ranks = [
-        _CONTEXT.Process(target=_rank, args=(n, world, store.port, str(folder), logs, body, args))
+        _CONTEXT.Process(
+            target=_rank, args=(n, world, store.port, str(folder), logs, LIMIT_S, body, args)
+        )
         for n in range(world)
     ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(max(0.0, began + LIMIT_S - time.monotonic()))
-    for rank in ranks:
+    for n, rank in enumerate(ranks):
         if rank.is_alive():
             rank.kill()
             rank.join()
+            print(f"rank {n} hung:", _stacks(logs, n).read_text(), sep="\n", file=sys.stderr)
     words = {int(f.stem): json.loads(f.read_text()) for f in folder.glob("*.json")}
     seconds = time.monotonic() - began
     left = logs_of(logs)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import bodies
+from tests.ranks import bodies, ranks
 from tests.ranks.ranks import launch
 
 #: Rank 0 leaves a collective under way, which ends while the interpreter is about to: the sleep
@@ -78,3 +78,16 @@ def test_a_rank_begins_with_what_its_server_imported(tmp_path: Path) -> None:
     assert said.codes == [0]
     assert said.words[0]["imported"]
     assert said.words[0]["frozen"] > 100_000
+
+
+def test_a_rank_that_hangs_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is killed at the limit, and its stacks are printed with the failure of its test."""
+    monkeypatch.setattr(ranks, "LIMIT_S", 2.0)
+    said = launch(2, tmp_path, bodies.asleep, 60.0)
+    assert said.codes == [-9, -9]
+    printed = capfd.readouterr().err
+    for rank in range(2):
+        assert f"rank {rank} hung:" in printed
+    assert printed.count("in asleep") == 2
