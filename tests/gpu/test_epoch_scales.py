@@ -67,12 +67,14 @@ def test_one_rank_has_one_digest_under_every_schedule_and_mode(tmp_path: Path) -
 
 @two_gpus
 def test_two_ranks_have_the_digest_of_one(tmp_path: Path) -> None:
-    """Of every schedule; where scales move at every action, two mappings have two digests."""
+    """Of every schedule; scales that move at every action have another one."""
     found = digests(tmp_path, (ONE[0], *TWO))
     assert found == [found[0]] * len(found)
     other = tmp_path / "action"
     other.mkdir()
-    assert len(set(digests(other, (ONE[0], TWO[3]), "tied = true"))) == 2
+    # Here the library's default has one digest too: every schedule runs a stage's microbatches in
+    # one order, and an update of scales passes over those without a new amax.
+    assert digests(other, (ONE[0],), "tied = true") != [found[0]]
 
 
 @pytest.mark.parametrize(
