@@ -7,11 +7,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..backends.protocol import StageBackend
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "to_device"]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """
+    Copy a tensor of the host to a device, without a wait of the host for the device.
+
+    A plain ``tensor.to("cuda")`` waits, as its memory is pageable; this copies to pinned memory
+    first.
+
+    Args:
+        tensor: A tensor on the CPU.
+        device: The device; a CPU takes the tensor itself.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Feed(Protocol):
@@ -22,6 +39,10 @@ class Feed(Protocol):
     gradients are asked for on a separate stream that does not wait for any other stream. So the
     returned tensors must not be written again, and must not depend on the `outputs` of the same
     step.
+
+    No method may wait for the device: copy with `to_device`. A graph that waits for another rank
+    can hold up any stream of its device. If that rank is gone, the host would wait for ever, and
+    could not learn why.
     """
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:

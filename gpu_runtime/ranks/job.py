@@ -26,6 +26,7 @@ from ..step.clipping import Clipping
 from ..step.memory.arena import Rule
 from ..step.optimizer import Optimizer
 from ..step.plan.slots import Provisioning
+from .feed import to_device
 from .ties import Tie
 
 __all__ = ["NAMES", "Batches", "Job", "loss_of"]
@@ -253,8 +254,8 @@ class Job:
             place = (step * self.dp + replica) * self.microbatches + microbatch
             g = torch.Generator().manual_seed((self.seed << 32) + place)
             shape = c.sequence, c.batch, c.hidden
-            x, y = (torch.randn(shape, generator=g).to(c.dtype).to(device) for _ in range(2))
-            return x, y
+            x, y = (torch.randn(shape, generator=g).to(c.dtype) for _ in range(2))
+            return to_device(x, device), to_device(y, device)
 
         return draw
 

@@ -1,9 +1,10 @@
 """
 Data that are made on a side stream, so that a feed never waits for a message.
 
-The stream of a pipeline waits for messages of other ranks. A copy from pageable host memory to a
-device makes the host wait for the stream. Behind a message from a rank that is gone, the host would
-wait forever, and could not learn the cause.
+The stream of a pipeline waits for messages of other ranks. A host that waits for data on that
+stream behind a message from a rank that is gone waits forever, and cannot learn the cause. A stream
+of its own is not enough where a launch holds all the device's queues, so a feed must not wait for
+the device at all (`feed.to_device`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SideStreamFeed:
     A feed of a GPU that makes its data on a side stream.
 
     Args:
-        inner: The feed; it may wait for the current stream, and for no other.
+        inner: The feed; it waits for no stream.
         device: Device of the data.
     """
 

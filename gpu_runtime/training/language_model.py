@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..backends.ends import EMBEDDED, PROJECTED, Ends, LossShare, mean_cross_entropy
 from ..backends.protocol import BackendError, StageBackend
+from ..ranks.feed import to_device
 from ..ranks.job import Job
 from ..ranks.ties import Tie
 from ..step.clipping import Clipping
@@ -282,9 +283,7 @@ class LanguageJob(Job):
                 side.view(c.sequence, self.microbatches, c.batch).transpose(0, 1).contiguous()
                 for side in both
             ]
-            if device.type == "cuda":
-                sides = [side.pin_memory().to(device, non_blocking=True) for side in sides]
-            return sides[0], sides[1]
+            return to_device(sides[0], device), to_device(sides[1], device)
 
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
             if step not in held:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...backends.layers import LayerConfig
+from ...ranks.feed import to_device
 from ...ranks.membership import Member
 from ...runtime import Mode
 from ...step.optimizer import Gradients, Optimizer
@@ -58,7 +59,7 @@ class DrawnLanguage(LanguageJob):
             place = (step * self.dp + replica) * self.microbatches + microbatch
             g = torch.Generator().manual_seed((self.seed << 32) + place)
             x, y = (torch.randint(self.vocabulary, shape, generator=g) for _ in range(2))
-            return x.to(device), y.to(device)
+            return to_device(x, device), to_device(y, device)
 
         return draw
 
