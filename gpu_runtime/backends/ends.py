@@ -54,8 +54,7 @@ class Ends:
             seed, so a model starts with the same bits however it is cut into stages.
         tied: Whether the head's matrix starts as a copy of the token table. The summed gradients
             and the update then keep both equal.
-        dynamic: Whether the head is TorchAO's, with dynamic scaling, instead of the layers'
-            library's.
+        kind: What computes the head (`heads.HEADS`): `te` is the library of the layers.
 
     Raises:
         ValueError: The vocabulary does not fit FP8's blocks of 16.
@@ -66,7 +65,7 @@ class Ends:
     head: bool = False
     first_layer: int = 0
     tied: bool = False
-    dynamic: bool = False
+    kind: str = "te"
 
     def __attrs_post_init__(self) -> None:
         if self.vocabulary < 16 or self.vocabulary % 16:
@@ -105,8 +104,8 @@ def stage_ends(
     Raises:
         ValueError: The stage takes tokens but is not the first.
     """
-    takes = config.activation(device, differentiable=not first)
-    gives = config.activation(device)
+    takes = config.hidden_states(device, differentiable=not first)
+    gives = config.hidden_states(device)
     if ends is not None and ends.embedding:
         if not first:
             raise ValueError(
@@ -155,13 +154,13 @@ def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig,
 
 class TokenEmbedding(torch.nn.Module):
     """
-    Token and position embeddings, added.
+    Token and position embeddings, added; with rotary positions tokens alone.
 
     Args:
         config: Width, positions and type.
         vocabulary: Rows of the token embedding.
         device: Device of the parameters.
-        seed: Seed of both tables, which are drawn on the CPU so that devices agree.
+        seed: Seed of the tables, which are drawn on the CPU so that devices agree.
     """
 
     def __init__(
@@ -175,12 +174,14 @@ class TokenEmbedding(torch.nn.Module):
             return torch.nn.Parameter(values.to(device, config.dtype))
 
         self.weight = table(vocabulary)
-        self.position = table(config.sequence)
+        learned = config.positions == "learned"
+        self.position: torch.nn.Parameter | None
+        self.register_parameter("position", table(config.sequence) if learned else None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states of tokens, each `(sequence, batch)`."""
         rows: Tensor = _Rows.apply(self.weight, tokens)  # type: ignore[no-untyped-call]
-        return rows + self.position.unsqueeze(1)
+        return rows if self.position is None else rows + self.position.unsqueeze(1)
 
 
 class _Rows(torch.autograd.Function):

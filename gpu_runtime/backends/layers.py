@@ -4,10 +4,43 @@ from __future__ import annotations
 
 import attrs
 import torch
+from torch import Tensor
 
 from qeffect.text import shown
 
 from .protocol import TensorSpec
+
+__all__ = ["ACTIVATIONS", "NORMS", "POSITIONS", "LayerConfig", "rotary_angles"]
+
+NORMS = ("layernorm", "rmsnorm")
+"""Norms, by name in a configuration."""
+ACTIVATIONS = ("gelu", "swiglu")
+"""What an MLP does between its two products."""
+POSITIONS = ("learned", "rotary")
+"""How tokens get their positions: a table that is added to the embedding, or rotations of queries
+and keys in each layer."""
+
+_OPTIONS = {"norm": NORMS, "activation": ACTIVATIONS, "positions": POSITIONS}
+_BASE = 10_000.0
+"""The base of the rotations' wavelengths."""
+
+
+def rotary_angles(config: LayerConfig, device: torch.device) -> Tensor:
+    """
+    Return by how much a position rotates each pair of elements of a query or a key.
+
+    Args:
+        config: The dimensions.
+        device: Device of the angles.
+
+    Returns:
+        The angles in fp32, `(sequence, 1, 1, head width)`; the two halves are equal, as elements
+        `i` and `i + width / 2` are a pair. This is the form that Transformer Engine takes.
+    """
+    width = config.head_width
+    waves = _BASE ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.outer(torch.arange(config.sequence, dtype=torch.float64), 1 / waves)
+    return torch.cat((angles, angles), -1)[:, None, None].float().to(device)
 
 
 @attrs.frozen
@@ -24,6 +57,12 @@ class LayerConfig:
         fused_qkv: One parameter for query, key and value (12 parameters, 4 of them matrices);
             otherwise three (16 parameters, 6 matrices).
         dtype: Type of parameters and activations.
+        kv_heads: Heads of keys and values, each of which several heads of queries share
+            (grouped-query attention); None for as many as there are of queries.
+        norm: One of `NORMS`.
+        activation: One of `ACTIVATIONS`. With `swiglu`, fc1 computes twice the width of the MLP.
+        positions: One of `POSITIONS`.
+        bias: Whether products have a bias.
 
     Raises:
         ValueError: A dimension does not fit the heads, or FP8's blocks of 16.
@@ -36,6 +75,11 @@ class LayerConfig:
     batch: int = 1
     fused_qkv: bool = True
     dtype: torch.dtype = torch.bfloat16
+    kv_heads: int | None = None
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    positions: str = "learned"
+    bias: bool = True
 
     def __attrs_post_init__(self) -> None:
         for name in ("hidden", "ffn", "heads", "sequence", "batch"):
@@ -49,12 +93,65 @@ class LayerConfig:
                 f"hidden {self.hidden} is not a multiple of heads {self.heads}; "
                 "choose heads that divide it"
             )
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; "
+                "choose kv_heads that divide it"
+            )
+        for name, options in _OPTIONS.items():
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {options}")
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ValueError(
+                f"a head is {self.head_width} wide; rotary positions need an even width"
+            )
         rows = self.sequence * self.batch
-        for name, size in (("hidden", self.hidden), ("ffn", self.ffn), ("sequence * batch", rows)):
+        sizes = {"hidden": self.hidden, "ffn": self.ffn, "sequence * batch": rows}
+        if self.kv_heads is not None:
+            sizes["kv_heads * head width"] = self.kv_width
+        for name, size in sizes.items():
             if size % 16:
                 raise ValueError(f"{name} is {size}; FP8 products need a multiple of 16")
 
-    def activation(self, device: torch.device, *, differentiable: bool = True) -> TensorSpec:
+    @property
+    def head_width(self) -> int:
+        """Elements of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all keys of a token, and of all values."""
+        return self.groups * self.head_width
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused product for queries, keys and values."""
+        return self.hidden + 2 * self.kv_width
+
+    @property
+    def fc1_rows(self) -> int:
+        """Rows of the first product of an MLP."""
+        return self.ffn * (2 if self.activation == "swiglu" else 1)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of a layer."""
+        rows = self.qkv_rows + self.hidden + self.fc1_rows
+        matrices = rows * self.hidden + self.ffn * self.hidden
+        norms = 2 * self.hidden * self.norm_vectors
+        return matrices + norms + (rows + self.hidden if self.bias else 0)
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of parameters of a norm: a weight, and a bias except with `rmsnorm`."""
+        return 1 if self.norm == "rmsnorm" else 2
+
+    def hidden_states(self, device: torch.device, *, differentiable: bool = True) -> TensorSpec:
         """The hidden states between stages: sequence first, as Transformer Engine has them."""
         return TensorSpec(
             (self.sequence, self.batch, self.hidden), self.dtype, device, differentiable

@@ -141,7 +141,7 @@ class Job:
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
         """Return the arguments of a stage, for either backend, except its dimensions."""
-        target = attrs.evolve(self.config.activation(device), differentiable=False)
+        target = attrs.evolve(self.config.hidden_states(device), differentiable=False)
         ends = loss and index == self.num_stages - 1
         by_layer = self.scales == "epoch"
         return {

@@ -468,9 +468,11 @@ def release_memory(member: Member) -> None:
 
 def _count(config: Config) -> int:
     """Parameters of the model, norms and biases included."""
-    m = config.model
-    layer = m.hidden * (4 * m.hidden + 2 * m.ffn) + 9 * m.hidden + m.ffn
-    return m.layers * layer + ((2 - m.tied) * m.vocabulary + m.sequence + 2) * m.hidden
+    m, layer = config.model, config.layer()
+    rows = (2 - m.tied) * m.vocabulary + layer.norm_vectors
+    if m.positions == "learned":
+        rows += m.sequence
+    return m.layers * layer.parameters + rows * m.hidden
 
 
 def _alone() -> None:

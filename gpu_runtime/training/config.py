@@ -16,7 +16,8 @@ import attrs
 from qeffect.report import UnusableError
 
 from ..backends.epoch_scales import SCALES
-from ..backends.layers import LayerConfig
+from ..backends.heads import HEADS
+from ..backends.layers import ACTIVATIONS, NORMS, POSITIONS, LayerConfig
 from ..ranks.membership import Limits
 from ..runtime import MODES
 from ..step.memory.arena import RULES
@@ -75,6 +76,14 @@ class Model:
         hidden: Width of the model; a multiple of 16 and of `heads`.
         ffn: Width of the MLPs; a multiple of 16.
         heads: Attention heads of a layer.
+        kv_heads: Heads of keys and values; `heads` must be a multiple. Several heads of queries
+            then share one of them (grouped-query attention). 0 takes as many as `heads`.
+        norm: The norm before attention, MLP and head: `layernorm`, or `rmsnorm`, which has no bias.
+        activation: What an MLP computes between its products. With `swiglu` its first product has
+            twice `ffn` rows: gates, and what they multiply.
+        positions: How a token gets its position: `learned` adds a table to the embedding; `rotary`
+            rotates queries and keys in every layer.
+        bias: Whether the products of layers have a bias.
         sequence: Tokens of a window.
         seed: Seed of the initial parameters, and of dropout.
         start: File of the weights that a run begins with, as `qeffect runtime export` writes it;
@@ -92,7 +101,7 @@ class Model:
             and step, and `pp` may change.
         head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
             layers of either backend; `torchao` takes TorchAO's `Float8Linear`, with dynamic
-            scaling.
+            scaling; `bf16` takes a product of bf16, without FP8.
         scales: When scales move: `action` at the end of every F and dI, as Transformer Engine does;
             `epoch` once a step. With `epoch` the bits of training depend neither on the schedule
             nor on the mapping onto ranks; the first step begins with walks that calibrate the
@@ -105,6 +114,11 @@ class Model:
     hidden: int = whole(64, unit="elements", resume=SAME)
     ffn: int = whole(256, unit="elements", resume=SAME)
     heads: int = whole(4, unit="heads", resume=SAME)
+    kv_heads: int = whole(0, 0, unit="heads", resume=SAME)
+    norm: str = one_of("layernorm", *NORMS, resume=SAME)
+    activation: str = one_of("gelu", *ACTIVATIONS, resume=SAME)
+    positions: str = one_of("learned", *POSITIONS, resume=SAME)
+    bias: bool = flag(True, resume=SAME)
     sequence: int = whole(64, unit="tokens", resume=SAME)
     seed: int = whole(0, 0, _PART_SEED, resume=_SEED)
     start: str = text("", unit="path", resume=_WEIGHTS)
@@ -112,8 +126,31 @@ class Model:
     history: int = whole(16, unit="entries", resume=SAME)
     tied: bool = flag(False, resume=SAME)
     dropout: float = fraction(0.0, resume=SAME)
-    head: str = one_of("te", "te", "torchao", resume=SAME)
+    head: str = one_of("te", *HEADS, resume=SAME)
     scales: str = one_of("action", *SCALES, resume=SAME)
+
+    def layer(self, batch: int = 16) -> LayerConfig:
+        """
+        Return the dimensions of a layer.
+
+        Args:
+            batch: Windows per microbatch; FP8 fits the default whatever a window's length.
+
+        Raises:
+            ValueError: The dimensions do not fit each other, or FP8.
+        """
+        return LayerConfig(
+            self.hidden,
+            self.ffn,
+            self.heads,
+            self.sequence,
+            batch,
+            kv_heads=self.kv_heads or None,
+            norm=self.norm,
+            activation=self.activation,
+            positions=self.positions,
+            bias=self.bias,
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -390,9 +427,8 @@ class Config:
         Raises:
             UnusableError: The dimensions do not fit each other, or FP8.
         """
-        m = self.model
         try:
-            return LayerConfig(m.hidden, m.ffn, m.heads, m.sequence, self.parallel.batch)
+            return self.model.layer(self.parallel.batch)
         except ValueError as error:
             both = str(error).startswith("sequence * batch")
             where = "[model] sequence and [parallel] batch:" if both else "[model]"

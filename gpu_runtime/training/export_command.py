@@ -18,6 +18,15 @@ from .weight_names import GPT2, WeightNames, gpt2_config
 
 __all__ = ["add_export_arguments", "run_export"]
 
+_OF_GPT2 = {
+    "kv_heads": 0,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "positions": "learned",
+    "bias": True,
+}
+"""What GPT-2 has of the fields of `[model]`."""
+
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `export`."""
@@ -101,4 +110,10 @@ def _gpt2(facts: Mapping[str, Any]) -> dict[str, Any]:
             f"found the backend {backend}, which orders queries, keys and values differently; "
             "write a file of names"
         )
+    for field, expected in _OF_GPT2.items():
+        if (found := model.get(field, expected)) != expected:
+            raise BackendError(
+                f"--names gpt2: expected [model] {field} = {expected!r}, as GPT-2 computes, found "
+                f"{found!r}; write a file of names"
+            )
     return gpt2_config(model)

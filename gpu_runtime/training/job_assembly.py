@@ -74,7 +74,7 @@ def job_of(config: Config) -> LanguageJob:
             tied=model.tied,
             dropout=model.dropout,
             scales=model.scales,  # type: ignore[arg-type]
-            dynamic=model.head == "torchao",
+            head=model.head,
             rate=Rate(
                 peak=config.optimizer.rate,
                 warmup=config.optimizer.warmup,

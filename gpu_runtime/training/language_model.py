@@ -157,7 +157,7 @@ class LanguageJob(Job):
         skip_nonfinite: Whether to skip an update if that norm is not finite.
         tied: Whether the token embedding and the head's matrix are one weight, named
             `embedding.weight`. The first stage and the last each have a copy.
-        dynamic: Whether the head is TorchAO's `Float8Linear` with dynamic scaling.
+        head: What computes the head, one of `heads.HEADS`.
 
     Raises:
         ValueError: The cut has the wrong number of stages, or a stage without a layer.
@@ -172,7 +172,7 @@ class LanguageJob(Job):
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     tied: bool = False
-    dynamic: bool = False
+    head: str = "te"
 
     @cut.default
     def _one_each(self) -> tuple[int, ...]:
@@ -208,7 +208,7 @@ class LanguageJob(Job):
             head=last,
             first_layer=sum(self.cut[:index]),
             tied=self.tied,
-            dynamic=self.dynamic,
+            kind=self.head,
         )
         closes = loss and last
         return {

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..backends.layers import rotary_angles
+from ..backends.norms import EPSILON
 from ..backends.protocol import BackendError
+from ..backends.reference.layer import rotated
 from .config import Model
 
 __all__ = ["PlainModel"]
@@ -36,6 +39,8 @@ class PlainModel:
 
     def __init__(self, model: Model, weights: Mapping[str, Tensor], *, gelu: str) -> None:
         self.model, self.gelu = model, gelu
+        self.layer = layer = model.layer()
+        self.angles = rotary_angles(layer, torch.device("cpu"))[:, 0]
         shapes = _shapes(model)
         if odd := sorted(weights.keys() ^ shapes.keys()):
             raise BackendError(
@@ -59,48 +64,70 @@ class PlainModel:
             The logits over the vocabulary, fp32.
         """
         w = self.weights
-        x = w["embedding.weight"][torch.tensor(list(ids))] + w["embedding.position"][: len(ids)]
+        x = w["embedding.weight"][torch.tensor(list(ids))]
+        if self.model.positions == "learned":
+            x = x + w["embedding.position"][: len(ids)]
         for n in range(self.model.layers):
             x = x + self._attended(f"layers.{n}.", self._normed(x, f"layers.{n}.norm1"))
             hidden = self._product(self._normed(x, f"layers.{n}.norm2"), f"layers.{n}.fc1")
-            hidden = functional.gelu(hidden, approximate=self.gelu)
-            x = x + self._product(hidden, f"layers.{n}.fc2")
+            x = x + self._product(self._activated(hidden), f"layers.{n}.fc2")
         row: Tensor = functional.linear(self._normed(x[-1:], "head.norm"), w["head.weight"])[0]
         return row
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
-        w = self.weights
-        return functional.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+        weight = self.weights[f"{name}.weight"]
+        if self.model.norm == "rmsnorm":
+            return functional.rms_norm(x, x.shape[-1:], weight, EPSILON)
+        bias = self.weights[f"{name}.bias"]
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, EPSILON)
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        if self.model.activation == "gelu":
+            return functional.gelu(inner, approximate=self.gelu)
+        gate, up = inner.chunk(2, -1)
+        return functional.silu(gate) * up
 
     def _product(self, x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+        weights = self.weights
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def _attended(self, layer: str, x: Tensor) -> Tensor:
         """Causal attention over `(tokens, hidden)`."""
-        query, key, value = (
-            part.view(len(x), self.model.heads, -1).transpose(0, 1)
-            for part in self._product(x, f"{layer}qkv").chunk(3, -1)
-        )
+        config = self.layer
+        rows = [config.hidden, config.kv_width, config.kv_width]
+        parts = [
+            part.view(len(x), -1, config.head_width)
+            for part in torch.split(self._product(x, f"{layer}qkv"), rows, -1)
+        ]
+        if config.positions == "rotary":
+            parts[:2] = (rotated(part, self.angles[: len(x)]) for part in parts[:2])
+        query, key, value = (part.transpose(0, 1) for part in parts)
+        shared = config.heads // config.groups
+        key, value = (part.repeat_interleave(shared, 0) for part in (key, value))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self._product(mixed.transpose(0, 1).reshape(x.shape), f"{layer}proj")
 
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """The shape of each weight."""
-    hidden, ffn = model.hidden, model.ffn
+    hidden, layer = model.hidden, model.layer()
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (model.vocabulary, hidden),
-        "embedding.position": (model.sequence, hidden),
-        "head.norm.weight": (hidden,),
-        "head.norm.bias": (hidden,),
         "head.weight": (model.vocabulary, hidden),
     }
-    products = {"qkv": (3 * hidden, hidden), "proj": (hidden, hidden)}
-    products |= {"fc1": (ffn, hidden), "fc2": (hidden, ffn)}
+    if model.positions == "learned":
+        shapes["embedding.position"] = model.sequence, hidden
+    products = {"qkv": (layer.qkv_rows, hidden), "proj": (hidden, hidden)}
+    products |= {"fc1": (layer.fc1_rows, hidden), "fc2": (hidden, model.ffn)}
+    norms = ["head.norm"]
     for n in range(model.layers):
         for name, (rows, width) in products.items():
             shapes[f"layers.{n}.{name}.weight"] = rows, width
-            shapes[f"layers.{n}.{name}.bias"] = (rows,)
-        for name in ("norm1", "norm2"):
-            shapes[f"layers.{n}.{name}.weight"] = shapes[f"layers.{n}.{name}.bias"] = (hidden,)
+            if model.bias:
+                shapes[f"layers.{n}.{name}.bias"] = (rows,)
+        norms += f"layers.{n}.norm1", f"layers.{n}.norm2"
+    for name in norms:
+        shapes[f"{name}.weight"] = (hidden,)
+        if model.norm == "layernorm":
+            shapes[f"{name}.bias"] = (hidden,)
     return shapes

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..backends.ends import EMBEDDED, PROJECTED, Ends
-from ..backends.layers import LayerConfig
 from ..backends.protocol import BackendError, parameters
 from ..backends.reference import ReferenceDomain, ReferenceStage
 from ..step.memory.numerical_state import Snapshot
@@ -81,7 +80,7 @@ class WholeModel:
         if model.tied:
             weights[PROJECTED] = weights[EMBEDDED]
         if backend == _LIBRARY:
-            plain = PlainModel(model, as_reference(weights, model.heads), gelu="tanh")
+            plain = PlainModel(model, as_reference(weights, model.layer()), gelu="tanh")
             return cls(model, facts, plain.logits, "in fp32, without FP8")
         return cls(model, facts, _reference(path, model, weights), "with the reference backend")
 
@@ -136,13 +135,13 @@ def _reference(
     """
     # Windows of an F; only the first one has text.
     batch = next(n for n in range(1, 17) if model.sequence * n % 16 == 0)
-    layer = LayerConfig(model.hidden, model.ffn, model.heads, model.sequence, batch)
+    layer = model.layer(batch)
     ends = Ends(
         vocabulary=model.vocabulary,
         embedding=True,
         head=True,
         tied=model.tied,
-        dynamic=model.head == "torchao",
+        kind=model.head,
     )
     domain = ReferenceDomain(model.history)
     stage = ReferenceStage(0, domain, layer, num_layers=model.layers, first=True, ends=ends)

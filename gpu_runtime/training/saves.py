@@ -23,7 +23,7 @@ from .checkpoint.files import clear
 from .checkpoint.identity import identity_of
 from .checkpoint.lock import FolderLock
 from .checkpoint.status import facts_of_run, write_status
-from .config import Config
+from .config import Config, Model
 from .config_file import differences
 from .data import DataError
 from .divergence import diverged
@@ -34,6 +34,11 @@ __all__ = ["Saves"]
 
 #: Tables that say what a run trains. The others say how, how long, and where results go.
 _TRAINING = ("model", "data", "optimizer")
+#: Fields of `[model]` that earlier releases lacked; a model with these values is one of theirs.
+_LATER = {
+    name: getattr(Model(), name)
+    for name in ("dropout", "scales", "kv_heads", "norm", "activation", "positions", "bias")
+}
 
 
 class Saves:
@@ -301,10 +306,9 @@ class Saves:
         """The facts that must be equal in the saving run and the loading run."""
         model = attrs.asdict(self.config.model)
         del model["seed"], model["start"], model["start_names"]
-        if not model["dropout"]:
-            del model["dropout"]  # as in checkpoints of earlier releases
-        if model["scales"] == "action":
-            del model["scales"]
+        for name, default in _LATER.items():
+            if model[name] == default:
+                del model[name]
         return {"model": model, "master": job.master}
 
     def _configuration(self, job: LanguageJob) -> dict[str, Any]:

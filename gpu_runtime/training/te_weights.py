@@ -3,9 +3,11 @@ The weights of Transformer Engine's layers under the names that the reference ba
 
 A layer of either backend computes the same function but for two things. The library's fused product
 for queries, keys and values has its rows head by head (`qkv_weight_interleaved`, its default); the
-reference has all queries, then all keys, then all values. And the library's GELU is the approximate
-one, with tanh (`common/util/math.h`); the reference's is exact. Norms (epsilon 1e-5), residuals,
-biases, masks and the scale of the scores are the same. This was read in the library's sources.
+reference has all queries, then all keys, then all values. Where heads share keys and values, the
+library's rows are group by group: the queries of a group, its key, its value. And the library's
+GELU is the approximate one, with tanh (`common/util/math.h`); the reference's is exact. Norms
+(epsilon 1e-5), residuals, biases, masks, the gates of SwiGLU (the first half of the rows),
+rotations and the scale of the scores are the same. This was read in the library's sources.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..backends.layers import LayerConfig
 from ..backends.protocol import BackendError
 
 __all__ = ["as_reference"]
@@ -48,13 +51,13 @@ _QKV: Final = "self_attention.layernorm_qkv."
 _SPLIT: Final = ("query", "key", "value")
 
 
-def as_reference(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+def as_reference(weights: Mapping[str, Tensor], config: LayerConfig) -> dict[str, Tensor]:
     """
     Return a model's weights under the reference backend's names, in its order of rows.
 
     Args:
         weights: The weights of a checkpoint of Transformer Engine's backend.
-        heads: Attention heads of a layer.
+        config: The dimensions of a layer.
 
     Returns:
         The weights with fused queries, keys and values: all queries first, then keys, then values.
@@ -75,7 +78,7 @@ def as_reference(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]
         if rest in _LAYER and layer:
             found[layer + _LAYER[rest]] = tensor
         elif layer and rest.startswith(_QKV) and kind in ("weight", "bias"):
-            found[f"{layer}qkv.{kind}"] = _parts_first(name, tensor, heads)
+            found[f"{layer}qkv.{kind}"] = _parts_first(name, tensor, config)
         elif layer and rest.startswith(_QKV) and kind.partition("_")[0] in _SPLIT:
             part, _, of = kind.partition("_")
             split.setdefault(f"{layer}qkv.{of}", {})[part] = tensor
@@ -91,12 +94,15 @@ def as_reference(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]
     return found
 
 
-def _parts_first(name: str, tensor: Tensor, heads: int) -> Tensor:
-    """Reorder rows from (head, part, element) to (part, head, element)."""
-    rows = tensor.shape[0]
-    if rows % (3 * heads):
+def _parts_first(name: str, tensor: Tensor, config: LayerConfig) -> Tensor:
+    """Reorder rows from (group, part, element) to (part, group, element)."""
+    rows, groups, width = tensor.shape[0], config.groups, config.head_width
+    if rows != config.qkv_rows:
         raise BackendError(
-            f"{name}: expected rows of {heads} heads of queries, keys and values, found {rows}"
+            f"{name}: expected {config.qkv_rows} rows, of {config.heads} heads of queries and "
+            f"{groups} of keys and values, found {rows}"
         )
-    by_head = tensor.view(heads, 3, rows // (3 * heads), *tensor.shape[1:])
-    return by_head.transpose(0, 1).reshape(tensor.shape)
+    shared = config.heads // groups
+    by_group = tensor.view(groups, shared + 2, width, *tensor.shape[1:])
+    parts = torch.split(by_group, [shared, 1, 1], 1)
+    return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])

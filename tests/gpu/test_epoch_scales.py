@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from .helpers import two_gpus
-from .test_language import ran
+from .test_language import COMMON, ran
 
 #: Schedule, ranks, mode.
 Mapping = tuple[str, int, str]
@@ -75,6 +75,13 @@ def test_two_ranks_have_the_digest_of_one(tmp_path: Path) -> None:
     # Here the library's default has one digest too: every schedule runs a stage's microbatches in
     # one order, and an update of scales passes over those without a new amax.
     assert digests(other, (ONE[0],), "tied = true") != [found[0]]
+
+
+@two_gpus
+def test_a_model_of_the_common_kind_has_one_digest(tmp_path: Path) -> None:
+    """Eager on one GPU, and one launch on one and two, with a head in bf16."""
+    found = digests(tmp_path, (ONE[0], ONE[2], TWO[3]), f'{MODEL}\nhead = "bf16"\n{COMMON}')
+    assert found == [found[0]] * 3
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,12 @@ class FP8Module(torch.nn.Module):
     primary_weights_in_fp8 = False
 
     def __init__(
-        self, pieces: dict[str, tuple[int, int]], norm: int | None, fuse: bool, bias: bool = True
+        self,
+        pieces: dict[str, tuple[int, int]],
+        norm: int | None,
+        fuse: bool,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
     ) -> None:
         super().__init__()
         self.biased = bias
@@ -270,7 +275,9 @@ class FP8Module(torch.nn.Module):
                 self.register_parameter(f"{name}bias", torch.nn.Parameter(zeros))
         if norm is not None:
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(norm).bfloat16())
-            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(norm).bfloat16())
+            self.layer_norm_bias: torch.nn.Parameter | None = None
+            if normalization == "LayerNorm":
+                self.layer_norm_bias = torch.nn.Parameter(torch.zeros(norm).bfloat16())
 
     @property
     def weight_names(self) -> list[str]:
@@ -294,8 +301,11 @@ class FP8Module(torch.nn.Module):
             FP8GlobalStateManager.register(self.fp8_meta)
 
     def norm(self, x: Tensor) -> Tensor:
-        """The fused layer norm."""
-        return functional.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias)
+        """The fused norm."""
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        if bias is None:
+            return functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
+        return functional.layer_norm(x, x.shape[-1:], weight, bias)
 
 
 class LayerNormLinear(FP8Module):
@@ -315,13 +325,14 @@ class Head(LayerNormLinear):
         in_features: int,
         out_features: int,
         *,
+        normalization: str,
         bias: bool,
         params_dtype: torch.dtype,
         fuse_wgrad_accumulation: bool,
         device: torch.device,
     ) -> None:
         pieces = {"": (out_features, in_features)}
-        super().__init__(pieces, in_features, fuse_wgrad_accumulation, bias)
+        super().__init__(pieces, in_features, fuse_wgrad_accumulation, bias, normalization)
 
     def forward(self, x: Tensor, is_first_microbatch: bool) -> Tensor:
         """F."""
@@ -340,23 +351,33 @@ class Linear(FP8Module):
 class LayerNormMLP(FP8Module):
     """Norm and two products over one store."""
 
+    activation = "gelu"
+
     def forward(self, x: Tensor, first: bool) -> Tensor:
         """F."""
         self.begin(first, 2)
         hidden = Call(self, ["fc1_"], "fc1_weight", 0)(self.norm(x))
-        return Call(self, ["fc2_"], "fc2_weight", 2)(functional.gelu(hidden, approximate="tanh"))
+        if self.activation == "swiglu":
+            gate, up = hidden.chunk(2, -1)
+            hidden = functional.silu(gate) * up
+        else:
+            hidden = functional.gelu(hidden, approximate="tanh")
+        return Call(self, ["fc2_"], "fc2_weight", 2)(hidden)
 
 
 class SelfAttention(torch.nn.Module):
     """Where the library keeps the attention's two linear modules."""
 
-    def __init__(self, hidden: int, *, fused_qkv: bool, fuse: bool) -> None:
+    def __init__(
+        self, hidden: int, kv: int, *, fused_qkv: bool, fuse: bool, bias: bool, normalization: str
+    ) -> None:
         super().__init__()
-        qkv = {"": (3 * hidden, hidden)}
+        qkv = {"": (hidden + 2 * kv, hidden)}
         if not fused_qkv:
-            qkv = {f"{part}_": (hidden, hidden) for part in ("query", "key", "value")}
-        self.layernorm_qkv = LayerNormLinear(qkv, hidden, fuse)
-        self.proj = Linear({"": (hidden, hidden)}, None, fuse)
+            rows = {"query": hidden, "key": kv, "value": kv}
+            qkv = {f"{part}_": (each, hidden) for part, each in rows.items()}
+        self.layernorm_qkv = LayerNormLinear(qkv, hidden, fuse, bias, normalization)
+        self.proj = Linear({"": (hidden, hidden)}, None, fuse, bias)
 
 
 class TransformerLayer(torch.nn.Module):
@@ -370,32 +391,61 @@ class TransformerLayer(torch.nn.Module):
         *,
         fuse_qkv_params: bool,
         fuse_wgrad_accumulation: bool,
+        num_gqa_groups: int | None = None,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        bias: bool = True,
         **_: Any,
     ) -> None:
         super().__init__()
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError("Gradient accumulation fusion requires fuse_qkv_params=True")
-        self.heads, self.interleaved = heads, fuse_qkv_params
+        self.groups, self.interleaved = num_gqa_groups or heads, fuse_qkv_params
+        self.shared, self.width = heads // self.groups, hidden // heads
         self.self_attention = SelfAttention(
-            hidden, fused_qkv=fuse_qkv_params, fuse=fuse_wgrad_accumulation
+            hidden,
+            self.groups * self.width,
+            fused_qkv=fuse_qkv_params,
+            fuse=fuse_wgrad_accumulation,
+            bias=bias,
+            normalization=normalization,
         )
-        mlp = {"fc1_": (ffn, hidden), "fc2_": (hidden, ffn)}
-        self.layernorm_mlp = LayerNormMLP(mlp, hidden, fuse_wgrad_accumulation)
+        rows = 2 * ffn if activation == "swiglu" else ffn
+        mlp = {"fc1_": (rows, hidden), "fc2_": (hidden, ffn)}
+        self.layernorm_mlp = LayerNormMLP(mlp, hidden, fuse_wgrad_accumulation, bias, normalization)
+        self.layernorm_mlp.activation = activation
 
-    def forward(self, x: Tensor, is_first_microbatch: bool) -> Tensor:
+    def forward(
+        self, x: Tensor, is_first_microbatch: bool, rotary_pos_emb: Tensor | None = None
+    ) -> Tensor:
         """F."""
         sequence, batch, _ = x.shape
         mixed = self.self_attention.layernorm_qkv(x, is_first_microbatch)
+        parts = (self.shared, 1, 1)
         if self.interleaved:
-            parts = mixed.view(sequence, batch, self.heads, 3, -1).unbind(-2)
+            mixed = mixed.view(sequence, batch, self.groups, sum(parts), self.width)
+            split = [part.flatten(2, 3) for part in mixed.split(parts, -2)]
         else:
-            parts = mixed.view(sequence, batch, 3, self.heads, -1).unbind(-3)
-        query, key, value = (part.permute(1, 2, 0, 3) for part in parts)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            whole = mixed.split([self.groups * part * self.width for part in parts], -1)
+            split = [part.unflatten(-1, (-1, self.width)) for part in whole]
+        if rotary_pos_emb is not None:
+            split[:2] = (_turned(part, rotary_pos_emb) for part in split[:2])
+        query, key, value = (part.permute(1, 2, 0, 3) for part in split)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.shared > 1
+        )
         attended = attended.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
         x = x + self.self_attention.proj(attended, is_first_microbatch)
         result: Tensor = x + self.layernorm_mlp(x, is_first_microbatch)
         return result
+
+
+def _turned(x: Tensor, angles: Tensor) -> Tensor:
+    """As the library's fused kernel: in fp32, each pair by one rotation of the plane."""
+    half = x.shape[-1] // 2
+    pairs = torch.view_as_complex(torch.stack((x[..., :half], x[..., half:]), -1).float())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[..., :half]
+    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
 def noop_cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,23 @@ from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.gpu_runtime.training.rates import Rate
 
 TINY = LayerConfig(32, 64, 2, 16)
+COMMON = LayerConfig(
+    *(32, 64, 4, 16),
+    kv_heads=2,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rotary",
+    bias=False,
+)
+"""Layers of the kind that most models have today."""
+COMMON_MODEL = """heads = 4
+kv_heads = 2
+norm = "rmsnorm"
+activation = "swiglu"
+positions = "rotary"
+bias = false
+"""
+"""The same, as fields of `[model]`."""
 TEXT = b"the quick brown fox jumps over the lazy dog. "
 
 

@@ -41,7 +41,7 @@ def test_without_the_library_one_line_says_what_to_install(
     with pytest.raises(BackendError, match="TorchAO cannot be imported"):
         dynamic_head.DynamicHead(TINY, 64, CPU, 0)
     config.write_text(CONFIG)
-    assert not job_of(read(config)).dynamic
+    assert job_of(read(config)).head == "te"
     dynamic_head.library.cache_clear()
 
 
@@ -103,10 +103,12 @@ def test_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
     pytest.importorskip("torchao.float8")
     path = noise(tmp_path)
     jobs = [
-        language(path, schedule="il", pp=2, dynamic=True, clip_norm=0.05),
-        language(path, schedule="zbv", pp=2, dynamic=True, cut=(1, 1, 2, 1), rule="per_microbatch"),
-        language(path, schedule="zbv", pp=2, dynamic=True, tied=True, master=True, rule="copied"),
-        language(path, schedule="il", pp=2, dynamic=True, tied=True),
+        language(path, schedule="il", pp=2, head="torchao", clip_norm=0.05),
+        language(
+            path, schedule="zbv", pp=2, head="torchao", cut=(1, 1, 2, 1), rule="per_microbatch"
+        ),
+        language(path, schedule="zbv", pp=2, head="torchao", tied=True, master=True, rule="copied"),
+        language(path, schedule="il", pp=2, head="torchao", tied=True),
     ]
     (tmp_path / "said").mkdir()
     said = launch(2, tmp_path / "said", bodies.against_native, jobs, 3)
@@ -123,8 +125,8 @@ def test_it_stands_behind_the_librarys_layers_too(tmp_path: Path) -> None:
     """Over a stand-in for Transformer Engine: its stores and caches leave the head out."""
     pytest.importorskip("torchao.float8")
     jobs = [
-        language(noise(tmp_path), schedule="il", pp=2, dynamic=True),
-        language(noise(tmp_path), schedule="zbv", pp=2, dynamic=True, rule="copied"),
+        language(noise(tmp_path), schedule="il", pp=2, head="torchao"),
+        language(noise(tmp_path), schedule="zbv", pp=2, head="torchao", rule="copied"),
     ]
     (tmp_path / "said").mkdir()
     said = launch(2, tmp_path / "said", language_bodies.library, jobs, 3)
@@ -140,9 +142,10 @@ def test_it_begins_with_the_bits_of_the_other_head(tmp_path: Path) -> None:
     """One seed, one matrix, whichever library multiplies it; dW covers it."""
     pytest.importorskip("torchao.float8")
     found = []
-    for is_dynamic in (True, False):
-        job = language(noise(tmp_path), schedule="zbv", pp=2, dynamic=is_dynamic)
+    for head in ("torchao", "te", "bf16"):
+        job = language(noise(tmp_path), schedule="zbv", pp=2, head=head)
         (last,) = job.stages([3], CPU, "reference")
         found.append(matrices(last)[-1])
-    assert found[0].name == found[1].name == "head.weight"
-    assert same_bits(found[0].parameter, found[1].parameter)
+    assert {matrix.name for matrix in found} == {"head.weight"}
+    for other in found[1:]:
+        assert same_bits(found[0].parameter, other.parameter)

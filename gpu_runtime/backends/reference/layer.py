@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..layers import LayerConfig
+from ..layers import LayerConfig, rotary_angles
+from ..norms import norm_of
 from ..protocol import NonMatrix, WgradUnit
 from .linear import ScaledLinear
 from .scaling import ReferenceDomain
@@ -31,23 +32,35 @@ class ReferenceLayer(torch.nn.Module):
         self.number = number  # among the model's layers
         hidden, ffn = config.hidden, config.ffn
         self.name = name
-        self.heads = config.heads
+        self.config = config
+        self.angles = None
+        if config.positions == "rotary":
+            self.angles = rotary_angles(config, domain.device)
         self.forward_scaling = domain.scaling(forward=True, tensors=8)
         self.backward_scaling = domain.scaling(forward=False, tensors=4)
         scaling = (self.forward_scaling, self.backward_scaling)
 
         def linear(part: str, sizes: dict[str, int], width: int, index: int) -> ScaledLinear:
             return ScaledLinear(
-                f"{name}.{part}", sizes, width, domain, scaling, index, config.dtype, generator
+                f"{name}.{part}",
+                sizes,
+                width,
+                domain,
+                scaling,
+                index,
+                config.dtype,
+                generator,
+                bias=config.bias,
             )
 
-        qkv = {"": 3 * hidden} if config.fused_qkv else dict.fromkeys(("q_", "k_", "v_"), hidden)
-        where = domain.device
-        self.norm1 = torch.nn.LayerNorm(hidden, device=where, dtype=config.dtype)
+        qkv = {"": config.qkv_rows}
+        if not config.fused_qkv:
+            qkv = {"q_": hidden, "k_": config.kv_width, "v_": config.kv_width}
+        self.norm1 = norm_of(config, domain.device)
         self.qkv = linear("qkv", qkv, hidden, 0)
         self.proj = linear("proj", {"": hidden}, hidden, 2)
-        self.norm2 = torch.nn.LayerNorm(hidden, device=where, dtype=config.dtype)
-        self.fc1 = linear("fc1", {"": ffn}, hidden, 4)
+        self.norm2 = norm_of(config, domain.device)
+        self.fc1 = linear("fc1", {"": config.fc1_rows}, hidden, 4)
         self.fc2 = linear("fc2", {"": hidden}, ffn, 6)
 
     @property
@@ -68,22 +81,48 @@ class ReferenceLayer(torch.nn.Module):
         """F over `(sequence, batch, hidden)`."""
         drop, p, n = self.domain.drop, self.dropout, self.number
         x = x + drop(self.proj(self.attention(self.qkv(self.norm1(x)))), p, n, 0)
-        result: Tensor = x + drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))), p, n, 1)
+        result: Tensor = x + drop(self.fc2(self.activation(self.fc1(self.norm2(x)))), p, n, 1)
         return result
+
+    def activation(self, inner: Tensor) -> Tensor:
+        """What the MLP does between its products, over the last dimension."""
+        if self.config.activation == "gelu":
+            return functional.gelu(inner)
+        gate, up = inner.chunk(2, -1)
+        return functional.silu(gate) * up
 
     def attention(self, qkv: Tensor) -> Tensor:
         """Causal attention in the type of the activations, by a deterministic kernel."""
         sequence, batch, _ = qkv.shape
-        query, key, value = (
-            part.view(sequence, batch, self.heads, -1).permute(1, 2, 0, 3)
-            for part in qkv.chunk(3, -1)
-        )
+        width = self.config.kv_width
+        parts = [
+            part.view(sequence, batch, -1, self.config.head_width)
+            for part in torch.split(qkv, [self.config.hidden, width, width], -1)
+        ]
+        if self.angles is not None:
+            parts[:2] = (rotated(part, self.angles) for part in parts[:2])
+        query, key, value = (part.permute(1, 2, 0, 3) for part in parts)
+        if (shared := self.config.heads // self.config.groups) > 1:
+            key, value = (part.repeat_interleave(shared, 1) for part in (key, value))
         if qkv.is_cuda:
             with sdpa_kernel(SDPBackend.MATH):
                 mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """
+    Rotate queries or keys by their positions, in fp32.
+
+    Args:
+        x: `(sequence, batch, heads, head width)`, or without the batch.
+        angles: Those of `rotary_angles`; of as many positions, and broadcast over the rest.
+    """
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (x.float() * angles.cos() + turned * angles.sin()).to(x.dtype)
 
 
 class ReferenceHead(torch.nn.Module):
@@ -100,7 +139,7 @@ class ReferenceHead(torch.nn.Module):
         self.name = "head"
         self.forward_scaling = domain.scaling(forward=True, tensors=2)
         self.backward_scaling = domain.scaling(forward=False, tensors=1)
-        self.norm = torch.nn.LayerNorm(config.hidden, device=domain.device, dtype=config.dtype)
+        self.norm = norm_of(config, domain.device)
         self.linear = ScaledLinear(
             "head",
             {"": vocabulary},
@@ -124,7 +163,7 @@ class ReferenceHead(torch.nn.Module):
         return (self.linear.unit,)
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
-        """The norm's weight and bias."""
+        """The norm's weight, and its bias if it has one."""
         return _vectors(self, self.name)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..dynamic_head import DynamicHead
 from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head, weight_of
+from ..heads import split_head_of
 from ..layers import LayerConfig
 from ..protocol import (
     RELATIONS,
@@ -33,6 +33,7 @@ from ..protocol import (
     WgradUnit,
     module_probe,
 )
+from ..split_head import SplitHead
 from .layer import ReferenceHead, ReferenceLayer
 from .linear import (
     ScaledLinear,
@@ -123,10 +124,10 @@ class ReferenceStage(torch.nn.Module):
                 generator.manual_seed(part_seed(seed, 2 + number))
             layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator, dropout, number))
         self.layers = torch.nn.ModuleList(layers)
-        self.head: ReferenceHead | DynamicHead | None = None
-        if ends is not None and ends.head and ends.dynamic:
-            self.head = DynamicHead(config, ends.vocabulary, domain.device, part_seed(seed, 1))
-        elif ends is not None and ends.head:
+        self.head: ReferenceHead | SplitHead | None = split_head_of(
+            ends, config, domain.device, seed
+        )
+        if ends is not None and ends.head and self.head is None:
             generator.manual_seed(part_seed(seed, 1))
             self.head = ReferenceHead(config, ends.vocabulary, domain, generator)
         self.inputs, self.outputs = stage_ends(
@@ -145,7 +146,7 @@ class ReferenceStage(torch.nn.Module):
         self._uncached = 0
 
     @property
-    def _layers(self) -> tuple[ReferenceLayer | ReferenceHead | DynamicHead, ...]:
+    def _layers(self) -> tuple[ReferenceLayer | ReferenceHead | SplitHead, ...]:
         """All parts with products, in the order of F."""
         layers = tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
         return layers if self.head is None else (*layers, self.head)
@@ -153,10 +154,10 @@ class ReferenceStage(torch.nn.Module):
     @property
     def _scaled(self) -> tuple[ReferenceLayer | ReferenceHead, ...]:
         """All parts with scaling state and caches, in the order of F."""
-        return tuple(layer for layer in self._layers if not isinstance(layer, DynamicHead))
+        return tuple(layer for layer in self._layers if not isinstance(layer, SplitHead))
 
     @property
-    def _all_linears(self) -> tuple[ScaledLinear | DynamicHead, ...]:
+    def _all_linears(self) -> tuple[ScaledLinear | SplitHead, ...]:
         """Every product of the stage, in the order of F."""
         return tuple(linear for layer in self._layers for linear in layer.linears)
 
@@ -221,9 +222,7 @@ class ReferenceStage(torch.nn.Module):
         self._weight = weight_of(self.loss)
         return outputs
 
-    def _through(
-        self, layer: ReferenceLayer | ReferenceHead | DynamicHead, hidden: Tensor
-    ) -> Tensor:
+    def _through(self, layer: ReferenceLayer | ReferenceHead | SplitHead, hidden: Tensor) -> Tensor:
         """Run one layer; its activations are kept, or recomputed in dI."""
         if not self.recompute or not isinstance(layer, ReferenceLayer):
             return cast(Tensor, layer(hidden))
@@ -320,7 +319,7 @@ class ReferenceStage(torch.nn.Module):
         """Quantize every weight again, in the open interval."""
         for linear in self.linears:
             linear.refresh()
-        if isinstance(self.head, DynamicHead):
+        if isinstance(self.head, SplitHead):
             self._uncached += 1
         self.cache_was_refreshed()
 
@@ -340,7 +339,7 @@ class ReferenceStage(torch.nn.Module):
             for _ in range(linear.take_fills())
             for m in linear.unit.matrices
         ]
-        if isinstance(self.head, DynamicHead):
+        if isinstance(self.head, SplitHead):
             found += [m.name for _ in range(uncached) for m in self.head.unit.matrices]
         return tuple(found)
 
@@ -422,7 +421,7 @@ class ReferenceStage(torch.nn.Module):
             linear.main_grad = None if destinations is None else destinations[linear.unit.name]
 
 
-def _drain(store: Store) -> list[tuple[ScaledLinear | DynamicHead, tuple[object, ...]]]:
+def _drain(store: Store) -> list[tuple[ScaledLinear | SplitHead, tuple[object, ...]]]:
     drained = list(store)
     store.clear()
     return list(drained)

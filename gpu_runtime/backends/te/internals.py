@@ -90,7 +90,11 @@ IMPORTED = (
         _PYTORCH,
         "TransformerLayer",
         (
+            "num_gqa_groups",
             "layer_number",
+            "normalization",
+            "activation",
+            "bias",
             "self_attn_mask_type",
             "hidden_dropout",
             "attention_dropout",
@@ -103,7 +107,7 @@ IMPORTED = (
     ImportedName(
         _PYTORCH,
         "LayerNormLinear",
-        ("bias", "params_dtype", "fuse_wgrad_accumulation", "device"),
+        ("normalization", "bias", "params_dtype", "fuse_wgrad_accumulation", "device"),
     ),
     ImportedName(_PYTORCH, "autocast", ("enabled", "recipe")),
     ImportedName(

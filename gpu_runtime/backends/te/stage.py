@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dynamic_head import DynamicHead
 from ..ends import Ends, TokenEmbedding, part_seed, stage_ends, tie_head, weight_of
-from ..layers import LayerConfig
+from ..heads import split_head_of
+from ..layers import LayerConfig, rotary_angles
 from ..protocol import (
     RELATIONS,
     Accumulation,
@@ -34,6 +34,7 @@ from ..protocol import (
     WgradUnit,
     module_probe,
 )
+from ..split_head import SplitHead
 from . import deferred_gradients
 from .domain import (
     TransformerEngineDomain,
@@ -49,6 +50,8 @@ from .internals import (
 )
 
 _DIRECTIONS = (("forward", "scaling_fwd"), ("backward", "scaling_bwd"))
+NORMALIZATION = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+"""The library's names of norms."""
 
 
 class TransformerEngineStage:
@@ -68,7 +71,7 @@ class TransformerEngineStage:
         extra_inputs: The further inputs of `loss` (targets).
         seed: Seed of the initial parameters.
         ends: Which ends of a language model the stage has; None for a stage of layers alone. The
-            head, with the final norm, is one `LayerNormLinear` of the library, or TorchAO's.
+            head, with the final norm, is one `LayerNormLinear` of the library, or a `SplitHead`.
         first_layer: Number of the model's layers before the stage's own. Each layer then has its
             own seed. None takes that of `ends`; without ends the stage has one seed.
 
@@ -118,6 +121,10 @@ class TransformerEngineStage:
             )
         if first_layer is None and ends is not None:
             first_layer = ends.first_layer
+        # Rotations are at one address, which graphs read; they are no state of the model.
+        self._given: dict[str, Tensor] = {}
+        if config.positions == "rotary":
+            self._given["rotary_pos_emb"] = rotary_angles(config, domain.device)
         layers = []
         for n in range(num_layers):
             if first_layer is not None:
@@ -125,17 +132,16 @@ class TransformerEngineStage:
             layers.append(self._layer((first_layer or 0) + n, fuse))
         self.layers = self.root.layers = torch.nn.ModuleList(layers)
         self.head: Any = None
-        self.dynamic: DynamicHead | None = None
-        if ends is not None and ends.head and ends.dynamic:
-            self.dynamic = self.root.head = DynamicHead(
-                config, ends.vocabulary, domain.device, part_seed(seed, 1)
-            )
+        self.split_head: SplitHead | None = split_head_of(ends, config, domain.device, seed)
+        if self.split_head is not None:
+            self.root.head = self.split_head
         elif ends is not None and ends.head:
             torch.manual_seed(part_seed(seed, 1))
             self.head = self.root.head = self._lib.te.LayerNormLinear(
                 config.hidden,
                 ends.vocabulary,
                 bias=False,
+                normalization=NORMALIZATION[config.norm],
                 params_dtype=config.dtype,
                 fuse_wgrad_accumulation=fuse,
                 device=domain.device,
@@ -157,7 +163,7 @@ class TransformerEngineStage:
         if self.head is not None:
             self._holders.append(self.head)
             self._queued.append((_unit("head", self.head, "head"),))
-        last = () if self.dynamic is None else self.dynamic.units
+        last = () if self.split_head is None else self.split_head.units
         self.units: tuple[WgradUnit, ...] = (*(u for units in self._queued for u in units), *last)
         tie_head(self.units, ends, config, seed)
         deferred_names = {m.name for unit in self.units for m in unit.matrices}
@@ -177,6 +183,10 @@ class TransformerEngineStage:
             config.ffn,
             config.heads,
             layer_number=n + 1,
+            num_gqa_groups=config.groups,
+            normalization=NORMALIZATION[config.norm],
+            activation=config.activation,
+            bias=config.bias,
             self_attn_mask_type="causal",
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -209,12 +219,12 @@ class TransformerEngineStage:
 
     def new_tape(self, slot: int) -> Tape:
         """A tape with its own stores."""
-        last = () if self.dynamic is None else (deque[Any](),)
+        last = () if self.split_head is None else (deque[Any](),)
         return Tape(slot, (*(self._lib.WeightGradStore(True) for _ in self._holders), *last))
 
     def _install(self, stores: Sequence[Any]) -> None:
-        if self.dynamic is not None:  # without a store the library's own backward runs
-            self.dynamic.store = stores[-1] if len(stores) > len(self._holders) else None
+        if self.split_head is not None:  # without a store the library's own backward runs
+            self.split_head.store = stores[-1] if len(stores) > len(self._holders) else None
         for module, store in zip(self._holders, stores, strict=False):
             module.wgrad_store = store
 
@@ -226,11 +236,11 @@ class TransformerEngineStage:
             hidden = self.embedding(hidden)
         with self.domain.autocast(registers=registers):
             for layer in self.layers:
-                hidden = layer(hidden, is_first_microbatch=first)
+                hidden = layer(hidden, is_first_microbatch=first, **self._given)
             if self.head is not None:
                 hidden = self.head(hidden, is_first_microbatch=first)
-        if self.dynamic is not None:
-            hidden = self.dynamic(hidden)
+        if self.split_head is not None:
+            hidden = self.split_head(hidden)
         if self.loss is None:
             return (hidden,)
         outputs = (self.loss(hidden, *extra),)
@@ -259,7 +269,7 @@ class TransformerEngineStage:
             BackendError: They are missing: the first use would create them inside a captured graph.
         """
         cached = len(list(self._caches()))
-        expected = len(self.units) - (self.dynamic is not None)
+        expected = len(self.units) - (self.split_head is not None)
         if cached != expected:
             raise BackendError(
                 f"stage {self.index} has {cached} weight caches, expected {expected}; warm "
@@ -317,7 +327,7 @@ class TransformerEngineStage:
             for store, units in zip(tape.stores, self._queued, strict=False)
             for work in deferred_gradients.take(store, units)
         ]
-        if self.dynamic is not None:
+        if self.split_head is not None:
             for head, operands in tape.stores[-1]:
                 tape.work.append(DeferredWork(head.unit, operands, head.product))
             tape.stores[-1].clear()
@@ -347,12 +357,12 @@ class TransformerEngineStage:
         return Wgrads(covered, by_unit)
 
     def _run_deferred(self, work: DeferredWork, destination: Tensor | None, adds: bool) -> Tensor:
-        if self.dynamic is None or work.unit is not self.dynamic.unit:
+        if self.split_head is None or work.unit is not self.split_head.unit:
             return deferred_gradients.run(work, destination, accumulate=adds)
         value: Tensor = work.compute(*work.operands)
         if destination is None:
             return value
-        return self.dynamic.write(value, destination, accumulate=adds)
+        return self.split_head.write(value, destination, accumulate=adds)
 
     def _caches(self) -> Iterator[tuple[str, Any, Tensor]]:
         for path, module in self.root.named_modules():
@@ -458,8 +468,8 @@ class TransformerEngineStage:
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
         """F of the library's full backward with weight caching."""
         self._install(self._off)
-        if self.dynamic is not None:
-            self.dynamic.overwrite = first
+        if self.split_head is not None:
+            self.split_head.overwrite = first
         outputs = self._run(inputs, first=first)
         if first:
             self._refreshed_at = self._versions()
@@ -480,9 +490,9 @@ class TransformerEngineStage:
             )
         if destinations is not None:
             self._set_main_grad(destinations)
-        if self.dynamic is not None:
-            unit = self.dynamic.unit.name
-            self.dynamic.main_grad = None if destinations is None else destinations[unit]
+        if self.split_head is not None:
+            unit = self.split_head.unit.name
+            self.split_head.main_grad = None if destinations is None else destinations[unit]
 
 
 def _unit(path: str, module: Any, part: str) -> WgradUnit:

@@ -187,7 +187,7 @@ def message_ms(member: Member, job: Job, worker: Worker) -> float:
     channels = worker.pipeline.channels
     if member.device.type == "cpu" or job.pp == 1:
         return 0.0
-    tensor = job.config.activation(member.device).buffer()
+    tensor = job.config.hidden_states(member.device).buffer()
     start, end = _mark(), _mark()
     meet_idle(member)
     if member.rank > 1:

@@ -1,0 +1,151 @@
+"""
+A head without state in a state domain, with dI and dW split, for every backend.
+
+F, dI and dW read the weight and their operands themselves: there is no weight cache and no scale
+that outlives an action, so the order of actions does not change the head's bits. `SplitHead`
+computes in the type of the activations (bf16), as most models do; `DynamicHead` casts to FP8.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .layers import LayerConfig
+from .norms import norm_of
+from .protocol import Matrix, NonMatrix, WgradUnit
+
+__all__ = ["SplitHead"]
+
+_SPREAD = 0.02
+
+Store = deque[tuple["SplitHead", tuple[Any, Any]]]
+"""Deferred operands in the order in which dI queued them."""
+
+
+class SplitHead(torch.nn.Module):
+    """
+    Final norm and the product over the vocabulary.
+
+    Args:
+        config: Dimensions and type.
+        vocabulary: Rows of the product.
+        device: Device of the parameters.
+        seed: Seed of the matrix, which is drawn on the CPU so that devices agree.
+
+    Attributes:
+        store: Where dI queues the deferred product; None for the library's own full backward.
+        main_grad: Where the full backward adds the gradient; None for `.grad`.
+        overwrite: Whether a full backward overwrites instead of adding.
+    """
+
+    def __init__(
+        self, config: LayerConfig, vocabulary: int, device: torch.device, seed: int
+    ) -> None:
+        super().__init__()
+        self.name = "head"
+        self.norm = norm_of(config, device)
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(vocabulary, config.hidden, generator=generator) * _SPREAD
+        self.weight = torch.nn.Parameter(values.to(device, config.dtype))
+        self.unit = WgradUnit("head", (Matrix("head.weight", self.weight, 0, vocabulary),))
+        self.store: Store | None = None
+        self.main_grad: Tensor | None = None
+        self.overwrite = False
+
+    @property
+    def linears(self) -> tuple[SplitHead, ...]:
+        """The one product."""
+        return (self,)
+
+    @property
+    def units(self) -> tuple[WgradUnit, ...]:
+        """The one unit."""
+        return (self.unit,)
+
+    def non_matrix(self) -> tuple[NonMatrix, ...]:
+        """The norm's weight, and its bias if it has one."""
+        named = self.norm.named_parameters()
+        return tuple(NonMatrix(f"head.norm.{name}", parameter) for name, parameter in named)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        x = self.norm(x)
+        if self.store is None:
+            return self._full(x)
+        logits: Tensor = _Split.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return logits
+
+    def _full(self, x: Tensor) -> Tensor:
+        """The library's own product over an alias of the weight; passes on the alias's gradient."""
+        alias = self.weight.detach().requires_grad_()
+        overwrite = self.overwrite
+
+        def take(leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            if self.main_grad is not None:
+                self.write(gradient, self.main_grad, accumulate=not overwrite)
+            elif self.weight.grad is None:
+                self.weight.grad = gradient
+            else:
+                self.weight.grad.add_(gradient)
+
+        alias.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        return self.whole(x, alias)
+
+    def whole(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The library's own product, whose backward is the oracle of the split one."""
+        return functional.linear(x, weight)
+
+    def cast(self, tensor: Tensor, dtype: str, role: str) -> Any:
+        """
+        One operand as the products read it.
+
+        Args:
+            tensor: The operand.
+            dtype: Which of the library's casts: `input`, `weight`, `weight_for_grad_input` or
+                `grad_output`.
+            role: The library's name for its part in a product.
+        """
+        return tensor
+
+    @staticmethod
+    def product(wanted: Any, given: Any) -> Tensor:
+        """dW: the gradient of the matrix, from the operands that F and dI have cast."""
+        return torch.mm(wanted.t(), given)
+
+    @staticmethod
+    def write(value: Tensor, destination: Tensor, *, accumulate: bool) -> Tensor:
+        """Store a gradient, or add it, as autograd adds to `.grad`."""
+        return destination.add_(value) if accumulate else destination.copy_(value)
+
+    def refresh(self) -> None:
+        """Nothing: F reads the weight itself."""
+
+
+class _Split(torch.autograd.Function):
+    """The product and its dI; dW is queued in the store."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, head: SplitHead) -> Tensor:
+        given = head.cast(x, "input", "INPUT").reshape(-1, x.shape[-1])
+        ctx.kept = given, head, head.store
+        ctx.save_for_backward(weight)
+        logits = torch.mm(given, head.cast(weight.t(), "weight", "WEIGHT"))
+        return logits.reshape(*x.shape[:-1], logits.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = output_gradients
+        given, head, store = ctx.kept
+        (weight,) = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        wanted = head.cast(flat, "grad_output", "GRAD_OUTPUT")
+        dx = torch.mm(wanted, head.cast(weight.t(), "weight_for_grad_input", "WEIGHT").t())
+        store.append((head, (wanted, given)))
+        return dx.reshape(*gradient.shape[:-1], dx.shape[-1]), None, None
