@@ -18,7 +18,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.schedule.actions import Kind, Schedule
@@ -71,13 +70,10 @@ class Span:
 class _Clock:
     """Marks in time, which are converted to microseconds after the step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cuda = device.type == "cuda"
-        if self.cuda:
-            torch.cuda.synchronize(device)
-        if dist.get_world_size() > 1:
-            dist.barrier()
+    def __init__(self, member: Member, seconds: float) -> None:
+        self.cuda = member.device.type == "cuda"
+        member.synchronize(seconds, action="trace")
+        all_gather(member, None)  # a barrier
         self.host = time.perf_counter()
         self.origin = self.mark()
 
@@ -189,7 +185,7 @@ class Tracer:
         runtime: Any = self.worker.runtime
         program, channels, reducer = list(pipeline.program), pipeline.channels, runtime.reducer
         with self.worker.runtime.caller_scope():
-            self.clock = _Clock(self.worker.member.device)
+            self.clock = _Clock(self.worker.member, self.worker.limits.commit)
         pipeline.program[:] = [self._entry(entry) for entry in program]
         pipeline.channels = _RecordingChannels(channels, self)
         if reducer is not None:
@@ -207,7 +203,8 @@ class Tracer:
             pipeline.channels, runtime.reducer = channels, reducer
             runtime.performer.executor = executor
             del pipeline._agree, runtime.update
-        self.worker.runtime.handoff.synchronize()
+        runtime = self.worker.runtime
+        runtime.bound(runtime.handoff.synchronize)
 
     def _timed(self, name: str, act: Any) -> Any:
         def timed(*given: Any, **named: Any) -> Any:

@@ -284,14 +284,14 @@ class Run:
             after the last step. A value that is not finite ends the run as diverged, with exit code
             1. 0 looks only before a checkpoint and after a resume.
         tensorboard: Folder for TensorBoard; empty for none.
-        event_logs: Folder for the event log of each rank; empty for none. Logs that are there are
-            moved to `before-0001` and so on below it.
+        event_logs: Folder for the event log and the rank log of each rank; empty for none. Logs
+            that are there are moved to `before-0001` and so on below it.
         event_log_steps: Steps per file of an event log and of a rank log; the next file then
             continues it. 0 writes one file.
         event_log_keep: Files of an event log that stay per rank, the one being written included;
             the oldest is removed when a further one begins. The oldest file of a rank log is
-            removed two steps later, when every rank has a further one. Of the event logs of
-            processes before, only the last one's then stay. 0 keeps all.
+            removed two steps later, when every rank has a further one. Of the logs of processes
+            before, only the last one's then stay. 0 keeps all.
         deterministic: Whether libraries may only use CUDA kernels that give the same bits each
             time. If not, a run that resumes may end with other bits than a run that never stopped.
             `--compare` always asks for such kernels.

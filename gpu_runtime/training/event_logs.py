@@ -3,9 +3,8 @@ The folder of a run's event logs: the logs of the process before stay, in a fold
 
 A run that resumes, or that a launcher started again, begins new event logs under the same names.
 Those that are there say what happened before the end of the former process, so they are moved to
-`before-0001`, `before-0002` and so on. A rank moves only its own files: ranks of two hosts may each
-have a folder of this name. The name of a rank log contains its attempt, so rank logs stay where
-they are.
+`before-0001`, `before-0002` and so on, with the rank logs beside them. A rank moves only its own
+files: ranks of two hosts may each have a folder of this name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _BEFORE = re.compile(r"before-([0-9]{4,})")
 
 def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) -> Path:
     """
-    Make the folder, and move the event logs of the process before; every rank calls it.
+    Make the folder, and move the logs of the process before; every rank calls it.
 
     Args:
         folder: The folder.
@@ -38,7 +37,7 @@ def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) ->
     Raises:
         BackendError: On every rank: a rank cannot write to the folder.
     """
-    own = re.compile(rf"rank{member.rank}(\.[0-9]{{5,}})?\.jsonl")
+    own = re.compile(rf"rank{member.rank}(\.[^.]+\.ranks)?(\.[0-9]{{5,}})?\.jsonl")
     found: list[Path] = []
     last, problem = 0, ""
     try:

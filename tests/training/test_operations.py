@@ -244,6 +244,27 @@ def test_rank_logs_rotate_as_event_logs_do(
     assert (told["logs"], told["trusted_epoch"], told["commits"]) == (1, 6, 5)
 
 
+@pytest.mark.ci
+def test_rank_logs_of_earlier_processes_stand_beside_their_event_logs(tmp_path: Path) -> None:
+    """Restarts do not fill the disk; the logs of the process before replay together."""
+    setting = "event_log_steps = 2\nevent_log_keep = 2\n[checkpoint]"
+    run = run_file(tmp_path, body=LOGGED.replace("[checkpoint]", setting))
+    events, attempts = tmp_path / "events", []
+    for steps in ("2", "4", "6"):
+        # In processes of their own: the tests' ranks keep their rank logs elsewhere.
+        command = [sys.executable, "-m", "qeffect", "runtime", "train", run, "--resume"]
+        subprocess.run([*command, "--steps", steps], check=True, capture_output=True, timeout=120)
+        (attempt,) = {path.name.split(".")[1] for path in events.glob("rank0.*.ranks*.jsonl")}
+        attempts.append(attempt)
+    assert len(set(attempts)) == 3
+    (before,) = (path for path in events.iterdir() if path.is_dir())
+    assert before.name == "before-0002"
+    logs = sorted(before.iterdir())
+    assert {path.name.split(".")[1] for path in logs if ".ranks" in path.name} == {attempts[1]}
+    assert before / "rank0.jsonl" in logs
+    assert main(["replay", *map(str, logs)]) == 0
+
+
 def test_a_run_whose_event_log_ends_goes_on(tmp_path: Path) -> None:
     """As for the run's own log: the end of the log is told, and nothing else changes."""
     run = run_file(tmp_path, body=LOGGED.replace("[checkpoint]", 'log = "log.jsonl"\n[checkpoint]'))
