@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -353,7 +354,8 @@ def require_folder(path: Path, option: str = "--out") -> None:
 def _places(path: Path) -> tuple[Path, Path]:
     """Return the file behind all links, and the temporary file beside it that will replace it."""
     place = path.resolve()
-    return place, place.with_name(f".{place.name}.{os.getpid()}.partial")
+    own = f"{os.getpid()}.{threading.get_native_id()}"
+    return place, place.with_name(f".{place.name}.{own}.partial")
 
 
 def _unwritable(path: Path, error: OSError | ValueError, option: str = "") -> UnusableError:

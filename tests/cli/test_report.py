@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,20 @@ class TestEnvironment:
 
 class TestWriting:
     """A reader sees the old file or the whole new one."""
+
+    def test_threads_may_write_one_file(self, tmp_path: Path) -> None:
+        """Each its own text; the file is one of them, and nothing stays beside it."""
+        path = tmp_path / "out.json"
+
+        def write(number: int) -> None:
+            for _ in range(100):
+                write_json(path, {"by": number})
+
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(write, n) for n in range(4)]:
+                done.result()
+        assert json.loads(path.read_text())["by"] in range(4)
+        assert list(tmp_path.iterdir()) == [path]
 
     def test_a_write_that_fails_leaves_the_old_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

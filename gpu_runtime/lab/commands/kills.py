@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -187,7 +188,7 @@ def run_kills(args: argparse.Namespace, progress: Progress) -> Outcome:
     }
     where = environment(args.commit, args.out)
     raw: dict[str, list[dict[str, Any]]] = {"kills": [], "runs": []}
-    report = Report("kills", args.out, where, asked, raw)
+    report, told = Report("kills", args.out, where, asked, raw), threading.Lock()
     with (
         tempfile.TemporaryDirectory(prefix="qeffect-kills-") as place,
         ThreadPoolExecutor(max_workers=args.at_once + 1) as threads,
@@ -198,12 +199,13 @@ def run_kills(args: argparse.Namespace, progress: Progress) -> Outcome:
         def disturbed(number: int) -> None:
             for kill in kills[number]:
                 row = runs[number].killed(kill)
-                raw["kills"].append({"run": number, **row})
-                report.save()
-                progress.note(
-                    f"Killed {len(raw['kills'])} of {asked['kills']}: {_said(row)}; all processes "
-                    f"had ended {row['end_s']:.1f} s later"
-                )
+                with told:
+                    raw["kills"].append({"run": number, **row})
+                    report.save()
+                    progress.note(
+                        f"Killed {len(raw['kills'])} of {asked['kills']}: {_said(row)}; all "
+                        f"processes had ended {row['end_s']:.1f} s later"
+                    )
             runs[number].left_alone()
 
         try:
