@@ -561,9 +561,9 @@ def changed(figure: Any) -> Any:
 
 
 class TestKills:
-    """`kills.json` and `kills_gpu.json`."""
+    """`kills.json`, `kills_gpu.json` and `kills_launched.json`."""
 
-    @pytest.mark.parametrize("name", ["kills", "kills_gpu"])
+    @pytest.mark.parametrize("name", ["kills", "kills_gpu", "kills_launched"])
     def test_figures(self, name: str) -> None:
         """Kills by place, runs, what was compared and what differs, the longest end."""
         derived, raw = next(of_kind(name))
