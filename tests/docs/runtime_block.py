@@ -159,7 +159,8 @@ def _second_runs() -> list[str]:
         "**Steps that run twice.** A bit of a rank's memory was flipped in one of a step's two "
         f"runs. {wrong} flips ended wrongly; a harmless one left the bits of an undisturbed step:",
         markdown(("report", "flip", "stopped", "harmless"), rows),
-        "What such steps and digests of gradients cost, in time per step over that without:",
+        "What such steps, digests of gradients and looks at all weights, moments and scales cost, "
+        "in time per step over that without:",
         markdown(("report", "mode", "what", "ratio"), prices),
     ]
 

@@ -37,9 +37,10 @@ def test_the_command_writes_a_report_without_a_flip_that_was_applied(tmp_path: P
     assert [one["kind"].split()[-1] for one in inside] == ["qkv", "proj", "fc1", "fc2"]
     assert all(one["flipped"] for one in inside)
     assert any(one["end"] == "stopped" for one in inside)
-    replayed, digests = derived["prices"]
+    replayed, digests, look = derived["prices"]
     assert list(replayed["ratio"]) == ["every 3", "every 1"]
     assert list(digests["ratio"]) == ["digests"]
+    assert (look["what"], list(look["ratio"])) == ("look", ["every 3"])
     assert len(report["raw"]["prices"][0]["rounds"]["off"]) == 2
 
 

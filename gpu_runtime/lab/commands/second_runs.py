@@ -30,6 +30,7 @@ from ..comparisons.second_runs import (
     digest_price,
     flips_in_launches,
     flips_in_replays,
+    look_price,
     price,
 )
 from ..reports.report import Report, add_report_options, environment, require_place
@@ -123,6 +124,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
     raw["prices"].append(price(member, large, backend, every=args.every, rounds=args.rounds))
     raw["prices"].append(digest_price(member, large, backend, rounds=args.rounds))
+    raw["prices"].append(look_price(member, large, backend, every=args.every, rounds=args.rounds))
     report.save()
     if args.flips:
         found = flips_in_replays(member, small, backend, mode, args.flips, args.seed)

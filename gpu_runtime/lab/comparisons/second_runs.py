@@ -11,6 +11,8 @@ has one of three ends. It is *stopped*, or it is *harmless*, if the step ends in
 undisturbed run, or it is *applied*, which must never happen.
 
 *Price.* Steps that never run twice, each N-th that does, and all that do, in turns, in one process.
+Likewise steps with digests of all gradients, and steps after every N-th of which all weights,
+moments and scales are looked at (`training/look.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from ...ranks.worker_assembly import build_worker
 from ...runtime import Mode
 from ...step.memory.digests import digests
 from ...step.memory.numerical_state import live_state
+from ...training.look import nonfinite
 
 __all__ = [
     "INSIDE",
@@ -46,6 +49,7 @@ __all__ = [
     "digest_price",
     "flips_in_launches",
     "flips_in_replays",
+    "look_price",
     "price",
 ]
 
@@ -550,6 +554,55 @@ def digest_price(
     found = _in_turns(member, worker.step, dict.fromkeys(("off", "digests"), turn), rounds, seconds)
     _close(worker)
     return {"what": "digests", "mode": mode, "kernel_obstacle": kept.obstacle, "rounds": found}
+
+
+def look_price(
+    member: Member,
+    job: Job,
+    backend: str,
+    *,
+    every: int = 100,
+    rounds: int = 9,
+    seconds: float = 20.0,
+) -> dict[str, Any]:
+    """
+    Time guarded steps without looks at the weights, and with one after every N-th, in turns.
+
+    Args:
+        member: This process.
+        job: What is trained.
+        backend: Implementation of the layers.
+        every: N; a turn has so many steps.
+        rounds: Most rounds.
+        seconds: No further round begins after this time.
+
+    Returns:
+        As `price`.
+    """
+    mode: Mode = "replays" if member.device.type == "cuda" else "eager"
+    worker = build_worker(member, job, backend, mode=mode, limits=LIMITS, repeat=True)
+    looking, taken = False, 0
+
+    def step() -> None:
+        nonlocal taken
+        worker.step()
+        taken += 1
+        if looking and taken % every == 0:
+            worker.runtime.drain()
+            found = nonfinite(worker, lambda stage, local: f"{stage}.{local}")
+            assert not found, found[0]
+
+    def turn(name: str) -> int:
+        nonlocal looking, taken
+        looking, taken = name != "off", 0
+        return every
+
+    for _ in range(4):
+        worker.step()
+    names = ["off", f"every {every}"]
+    found = _in_turns(member, step, dict.fromkeys(names, turn), rounds, seconds)
+    _close(worker)
+    return {"what": "look", "mode": mode, "kernel_obstacle": "", "rounds": found}
 
 
 def _in_turns(
