@@ -115,7 +115,6 @@ def test_between_two_steps_a_device_that_hangs_stops_every_rank(tmp_path: Path) 
 #: Waits for a device without a limit, by file: nothing in them waits for another rank.
 UNBOUNDED = {
     "ranks/membership.py": "within `Member.synchronize`, for measurements",
-    "ranks/trace.py": "a report of one step that has completed on all ranks",
     "training/balance.py": "times of a stage alone, before ranks connect",
 }
 
