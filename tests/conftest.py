@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(file.absolute(), config), "qeffect record")
         # `timeout` ends a run as Ctrl-C does: with what failed so far, and a record.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_rank() -> Iterator[None]:
+    """
+    Require that a test leaves this process no rank.
+
+    What later tests start would inherit its variables, and meet at its port.
+    """
+    yield
+    found = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    assert not found, f"the test left {found}; start what becomes a rank in a process of its own"
 
 
 def selects_devices(expression: str) -> bool:

@@ -124,6 +124,11 @@ class LayerConfig:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def sharing(self) -> int:
+        """Heads of queries that share one head of keys and values."""
+        return self.heads // self.groups
+
+    @property
     def kv_width(self) -> int:
         """Elements of all keys of a token, and of all values."""
         return self.groups * self.head_width

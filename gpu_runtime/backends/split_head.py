@@ -1,8 +1,8 @@
 """
 A head without state in a state domain, with dI and dW split, for every backend.
 
-F, dI and dW read the weight and their operands themselves: there is no weight cache and no scale
-that outlives an action, so the order of actions does not change the head's bits. `SplitHead`
+F and dI read the weight itself, not a cache, and no scale outlives an action. So the order of
+actions does not change the head's bits. `SplitHead`
 computes in the type of the activations (bf16), as most models do; `DynamicHead` casts to FP8.
 """
 

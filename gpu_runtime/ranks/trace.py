@@ -184,7 +184,7 @@ class Tracer:
         pipeline: Any = self.worker.pipeline
         runtime: Any = self.worker.runtime
         program, channels, reducer = list(pipeline.program), pipeline.channels, runtime.reducer
-        with self.worker.runtime.caller_scope():
+        with runtime.caller_scope():
             self.clock = _Clock(self.worker.member, self.worker.limits.commit)
         pipeline.program[:] = [self._entry(entry) for entry in program]
         pipeline.channels = _RecordingChannels(channels, self)
@@ -203,7 +203,6 @@ class Tracer:
             pipeline.channels, runtime.reducer = channels, reducer
             runtime.performer.executor = executor
             del pipeline._agree, runtime.update
-        runtime = self.worker.runtime
         runtime.bound(runtime.handoff.synchronize)
 
     def _timed(self, name: str, act: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..backends.layers import rotary_angles
 from ..backends.norms import EPSILON
 from ..backends.protocol import BackendError
-from ..backends.reference.layer import rotated
+from ..backends.reference.layer import activated, queries_keys_values
 from .config import Model
 
 __all__ = ["PlainModel"]
@@ -40,7 +40,9 @@ class PlainModel:
     def __init__(self, model: Model, weights: Mapping[str, Tensor], *, gelu: str) -> None:
         self.model, self.gelu = model, gelu
         self.layer = layer = model.layer()
-        self.angles = rotary_angles(layer, torch.device("cpu"))[:, 0]
+        self.angles = None
+        if layer.positions == "rotary":
+            self.angles = rotary_angles(layer, torch.device("cpu"))[:, 0]
         shapes = _shapes(model)
         if odd := sorted(weights.keys() ^ shapes.keys()):
             raise BackendError(
@@ -70,7 +72,7 @@ class PlainModel:
         for n in range(self.model.layers):
             x = x + self._attended(f"layers.{n}.", self._normed(x, f"layers.{n}.norm1"))
             hidden = self._product(self._normed(x, f"layers.{n}.norm2"), f"layers.{n}.fc1")
-            x = x + self._product(self._activated(hidden), f"layers.{n}.fc2")
+            x = x + self._product(activated(hidden, self.layer, self.gelu), f"layers.{n}.fc2")
         row: Tensor = functional.linear(self._normed(x[-1:], "head.norm"), w["head.weight"])[0]
         return row
 
@@ -81,29 +83,15 @@ class PlainModel:
         bias = self.weights[f"{name}.bias"]
         return functional.layer_norm(x, x.shape[-1:], weight, bias, EPSILON)
 
-    def _activated(self, inner: Tensor) -> Tensor:
-        if self.model.activation == "gelu":
-            return functional.gelu(inner, approximate=self.gelu)
-        gate, up = inner.chunk(2, -1)
-        return functional.silu(gate) * up
-
     def _product(self, x: Tensor, name: str) -> Tensor:
         weights = self.weights
         return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def _attended(self, layer: str, x: Tensor) -> Tensor:
         """Causal attention over `(tokens, hidden)`."""
-        config = self.layer
-        rows = [config.hidden, config.kv_width, config.kv_width]
-        parts = [
-            part.view(len(x), -1, config.head_width)
-            for part in torch.split(self._product(x, f"{layer}qkv"), rows, -1)
-        ]
-        if config.positions == "rotary":
-            parts[:2] = (rotated(part, self.angles[: len(x)]) for part in parts[:2])
-        query, key, value = (part.transpose(0, 1) for part in parts)
-        shared = config.heads // config.groups
-        key, value = (part.repeat_interleave(shared, 0) for part in (key, value))
+        angles = None if self.angles is None else self.angles[: len(x)]
+        qkv = self._product(x, f"{layer}qkv")
+        query, key, value = queries_keys_values(qkv, self.layer, angles)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self._product(mixed.transpose(0, 1).reshape(x.shape), f"{layer}proj")
 

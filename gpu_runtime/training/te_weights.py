@@ -6,8 +6,9 @@ for queries, keys and values has its rows head by head (`qkv_weight_interleaved`
 reference has all queries, then all keys, then all values. Where heads share keys and values, the
 library's rows are group by group: the queries of a group, its key, its value. And the library's
 GELU is the approximate one, with tanh (`common/util/math.h`); the reference's is exact. Norms
-(epsilon 1e-5), residuals, biases, masks, the gates of SwiGLU (the first half of the rows),
-rotations and the scale of the scores are the same. This was read in the library's sources.
+(epsilon 1e-5), residuals, biases, masks and the scale of the scores are the same. This was read in
+the library's sources. Groups, the gates of SwiGLU (the first half of the rows) and rotations were
+seen on a device: `tests/gpu/test_language.py` compares losses.
 """
 
 from __future__ import annotations
@@ -102,7 +103,6 @@ def _parts_first(name: str, tensor: Tensor, config: LayerConfig) -> Tensor:
             f"{name}: expected {config.qkv_rows} rows, of {config.heads} heads of queries and "
             f"{groups} of keys and values, found {rows}"
         )
-    shared = config.heads // groups
-    by_group = tensor.view(groups, shared + 2, width, *tensor.shape[1:])
-    parts = torch.split(by_group, [shared, 1, 1], 1)
+    by_group = tensor.view(groups, config.sharing + 2, width, *tensor.shape[1:])
+    parts = torch.split(by_group, [config.sharing, 1, 1], 1)
     return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])

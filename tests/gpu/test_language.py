@@ -84,6 +84,15 @@ def ran(
     return said
 
 
+def require_native(folder: Path, model: str, schedule: str, ranks: int, least: int) -> None:
+    """Require that every compared value of a captured run is native's, and that many are."""
+    said = ran(folder, model, f'schedule = "{schedule}"', "--compare", "all", ranks=ranks)
+    assert said["verdict"] == "accepted"
+    assert said["differ"] == 0
+    assert said["compared"] > least
+    assert said["captured"] == (DEVICE == "cuda")
+
+
 @pytest.mark.parametrize("head", ["te", "torchao"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
@@ -97,11 +106,7 @@ def test_either_head_has_the_bits_of_native(
     if head == "torchao":
         pytest.importorskip("torchao.float8")
     model = f'head = "{head}"\ntied = {str(tied).lower()}'
-    said = ran(tmp_path, model, f'schedule = "{schedule}"', "--compare", "all", ranks=ranks)
-    assert said["verdict"] == "accepted"
-    assert said["differ"] == 0
-    assert said["compared"] > 1000
-    assert said["captured"] == (DEVICE == "cuda")
+    require_native(tmp_path, model, schedule, ranks, 1000)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +122,7 @@ def test_a_model_of_the_common_kind_has_the_bits_of_native(
     tmp_path: Path, schedule: str, ranks: int, head: str
 ) -> None:
     """RMSNorm, SwiGLU, rotations, one key for two queries, no biases; a head in bf16 or FP8."""
-    model = f'head = "{head}"\n{COMMON}'
-    said = ran(tmp_path, model, f'schedule = "{schedule}"', "--compare", "all", ranks=ranks)
-    assert said["verdict"] == "accepted"
-    assert said["differ"] == 0
-    assert said["compared"] > 800
-    assert said["captured"] == (DEVICE == "cuda")
+    require_native(tmp_path, f'head = "{head}"\n{COMMON}', schedule, ranks, 800)
 
 
 @pytest.mark.parametrize("kind", ["", COMMON], ids=["gelu", "common"])

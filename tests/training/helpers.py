@@ -13,15 +13,16 @@ from qeffect.gpu_runtime.training.language_model import LanguageJob
 from qeffect.gpu_runtime.training.rates import Rate
 
 TINY = LayerConfig(32, 64, 2, 16)
-COMMON = LayerConfig(
-    *(32, 64, 4, 16),
-    kv_heads=2,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rotary",
-    bias=False,
-)
-"""Layers of the kind that most models have today."""
+COMMON_KIND: dict[str, Any] = {
+    "kv_heads": 2,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "bias": False,
+}
+"""What layers have that most models have today, beside their sizes."""
+COMMON = LayerConfig(32, 64, 4, 16, **COMMON_KIND)
+"""Layers of this kind."""
 COMMON_MODEL = """heads = 4
 kv_heads = 2
 norm = "rmsnorm"

@@ -33,12 +33,8 @@ from tests.cli.test_interrupts import interrupted, require_promise, started, wai
 from tests.cli.test_interrupts import processes as processes
 from tests.runtime import fake_te
 
-from .helpers import SMALL
+from .helpers import COMMON_KIND, SMALL
 
-COMMON_KIND = {
-    **{"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"},
-    **{"kv_heads": 2, "bias": False},
-}
 SENTENCE = "the quick brown fox. "
 """21 characters: windows of 16 tokens begin at each of them."""
 RUN = (

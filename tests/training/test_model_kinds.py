@@ -32,14 +32,10 @@ from tests.ranks.ranks import launch
 
 from . import language_bodies
 from . import torchao_bodies as bodies
-from .helpers import COMMON, COMMON_MODEL, SMALL, language, noise, text
+from .helpers import COMMON, COMMON_KIND, COMMON_MODEL, SMALL, language, noise, text
 
 CPU = torch.device("cpu")
-KIND = {
-    **{"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"},
-    "bias": False,
-}
-MODEL = Model(vocabulary=32, layers=2, hidden=32, ffn=64, heads=4, sequence=16, **KIND)
+MODEL = Model(vocabulary=32, layers=2, hidden=32, ffn=64, heads=4, sequence=16, **COMMON_KIND)
 RUN = (
     SMALL.format(vocabulary=256, layers=2).replace("heads = 2\n", "")
     + COMMON_MODEL
@@ -134,7 +130,7 @@ def test_the_model_is_that_of_the_published_formulas() -> None:
     assert max(expected) - min(expected) > 1.0
 
 
-@pytest.mark.parametrize("kind", [KIND, {}], ids=["common", "gelu"])
+@pytest.mark.parametrize("kind", [COMMON_KIND, {}], ids=["common", "gelu"])
 def test_the_reference_backend_computes_the_plain_model(
     kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,11 +285,16 @@ def test_a_run_saves_resumes_and_generates(
         text(folder)
         config = folder / "run.toml"
         config.write_text(RUN.format(model=model, schedule=schedule))
-        words = ["runtime", "train", str(config), "--json", "--digest"]
+        words = [str(config), "--json", "--digest"]
         last = folder / "kept" / "step-00000003"
-        for options in ([], ["--resume"]):
-            assert main([*words, *options]) == 0
-            digests.add(json.loads(capsys.readouterr().out)["digest"])
+        for number, options in enumerate(([], ["--resume"])):
+            (folder / f"said{number}").mkdir()
+            # In a process of its own, which becomes a rank.
+            said = launch(
+                1, folder / f"said{number}", language_bodies.trained, *words, *options
+            ).words[0]
+            assert said[0] == 0, said
+            digests.add(json.loads(said[1])["digest"])
             if not options:
                 shutil.rmtree(last)
         assert WholeModel.of(last).logits([1, 2, 3]).isfinite().all()

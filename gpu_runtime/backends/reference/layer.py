@@ -81,29 +81,15 @@ class ReferenceLayer(torch.nn.Module):
         """F over `(sequence, batch, hidden)`."""
         drop, p, n = self.domain.drop, self.dropout, self.number
         x = x + drop(self.proj(self.attention(self.qkv(self.norm1(x)))), p, n, 0)
-        result: Tensor = x + drop(self.fc2(self.activation(self.fc1(self.norm2(x)))), p, n, 1)
+        result: Tensor = x + drop(
+            self.fc2(activated(self.fc1(self.norm2(x)), self.config)), p, n, 1
+        )
         return result
-
-    def activation(self, inner: Tensor) -> Tensor:
-        """What the MLP does between its products, over the last dimension."""
-        if self.config.activation == "gelu":
-            return functional.gelu(inner)
-        gate, up = inner.chunk(2, -1)
-        return functional.silu(gate) * up
 
     def attention(self, qkv: Tensor) -> Tensor:
         """Causal attention in the type of the activations, by a deterministic kernel."""
         sequence, batch, _ = qkv.shape
-        width = self.config.kv_width
-        parts = [
-            part.view(sequence, batch, -1, self.config.head_width)
-            for part in torch.split(qkv, [self.config.hidden, width, width], -1)
-        ]
-        if self.angles is not None:
-            parts[:2] = (rotated(part, self.angles) for part in parts[:2])
-        query, key, value = (part.permute(1, 2, 0, 3) for part in parts)
-        if (shared := self.config.heads // self.config.groups) > 1:
-            key, value = (part.repeat_interleave(shared, 1) for part in (key, value))
+        query, key, value = queries_keys_values(qkv, self.config, self.angles)
         if qkv.is_cuda:
             with sdpa_kernel(SDPBackend.MATH):
                 mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -112,14 +98,50 @@ class ReferenceLayer(torch.nn.Module):
         return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
+def activated(inner: Tensor, config: LayerConfig, gelu: str = "none") -> Tensor:
     """
-    Rotate queries or keys by their positions, in fp32.
+    Compute what an MLP does between its products, over the last dimension.
 
     Args:
-        x: `(sequence, batch, heads, head width)`, or without the batch.
-        angles: Those of `rotary_angles`; of as many positions, and broadcast over the rest.
+        inner: What its first product computed.
+        config: The dimensions of a layer.
+        gelu: ``none`` for the exact GELU, ``tanh`` for the approximate one.
     """
+    if config.activation == "gelu":
+        return functional.gelu(inner, approximate=gelu)
+    gate, up = inner.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def queries_keys_values(
+    qkv: Tensor, config: LayerConfig, angles: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Split the fused product into heads, rotate queries and keys, and repeat shared keys and values.
+
+    Args:
+        qkv: `(sequence, batch, rows)`, or without the batch.
+        config: The dimensions of a layer.
+        angles: Those of `rotary_angles` for these positions, in as many dimensions as heads have;
+            None without rotary positions.
+
+    Returns:
+        Queries, keys and values, each `(batch, heads, sequence, head width)`, or without the batch.
+    """
+    rows = [config.hidden, config.kv_width, config.kv_width]
+    parts = [
+        part.view(*part.shape[:-1], -1, config.head_width) for part in torch.split(qkv, rows, -1)
+    ]
+    if angles is not None:
+        parts[:2] = (_rotated(part, angles) for part in parts[:2])
+    query, key, value = (part.movedim(0, -2) for part in parts)
+    if config.sharing > 1:
+        key, value = (part.repeat_interleave(config.sharing, -3) for part in (key, value))
+    return query, key, value
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate queries or keys by their positions, in fp32."""
     first, second = x.float().chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     return (x.float() * angles.cos() + turned * angles.sin()).to(x.dtype)

@@ -121,7 +121,7 @@ class TransformerEngineStage:
             )
         if first_layer is None and ends is not None:
             first_layer = ends.first_layer
-        # Rotations are at one address, which graphs read; they are no state of the model.
+        # Graphs read the angles at this address. A checkpoint does not hold them.
         self._given: dict[str, Tensor] = {}
         if config.positions == "rotary":
             self._given["rotary_pos_emb"] = rotary_angles(config, domain.device)
