@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -241,13 +242,19 @@ class EndRequest:
         """End after a second signal: with a cause of this rank alone, which waits for no other."""
         if self.worker.consent.claim("aside"):
             rank, (step, doing) = self.worker.member.rank, self._place()
-            waited = self.worker.waits.place
-            during = f" while it waited at {waited[0]}" if waited is not None else ""
-            text = f"rank {rank}, step {step}, {doing}: a second {self._again_by} ended it{during}"
+            ended = f"a second {self._again_by} ended it while it {self._busy()}"
+            text = f"rank {rank}, step {step}, {doing}: {ended}"
             self._publish(_AT_ONCE_S)
             self._leave(Cause("ended", rank, None, doing, None, text, False, step))
         # The main thread tells the cause; it does not get long.
         self._plans = [(time.monotonic() + 4 * _AT_ONCE_S, partial(os._exit, 2))]
+
+    def _busy(self) -> str:
+        """What the main thread does: the wait, or else the line, if the wait has no name."""
+        if self.worker.waits.place is not None:
+            return f"waited at {self.worker.waits.place[0]}"
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return f"ran {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
     def _leave(self, cause: Cause) -> None:
         said = True

@@ -68,11 +68,11 @@ def replayed_run(folder: Path, commits: int = 0) -> RankReport:
     Attempts in which a rank ended before it had a log are left out.
 
     Args:
-        folder: The run's `event_logs`.
+        folder: The run's `event_logs`; logs of earlier processes lie in folders below it.
         commits: How many commits the logs have, of all ranks together, at the least.
     """
     found: dict[tuple[str, int], list[RankLines]] = {}
-    for path in sorted(folder.glob("*.ranks.jsonl")):
+    for path in sorted(folder.rglob("*.ranks.jsonl")):
         if b"\n" in path.read_bytes():
             log = RankLines.read(path)
             found.setdefault((log.header["attempt"], log.header["worker"]), []).append(log)
