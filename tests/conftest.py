@@ -58,6 +58,19 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kept_aside() -> Iterator[None]:
+    """
+    Look for garbage among a module's own objects, once, and not among those that it leaves.
+
+    Tables that modules keep are millions of objects. With them a collection takes many seconds, and
+    the programs under test ask for some.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_rank() -> Iterator[None]:
     """

@@ -1,7 +1,7 @@
 """
-Arrows between layers: spec <- qeffect <- {verification, gpu_runtime, guards}, and none crosses.
+Arrows between layers: spec <- qeffect <- {verification, gpu_runtime, guards}.
 
-Three modules of the laboratory import the guards: they measure them.
+There is one other arrow: three modules of the laboratory import the guards, to measure them.
 """
 
 from __future__ import annotations

@@ -255,7 +255,10 @@ class GuardedSchedule:
                 optimizer already.
         """
         if self._boundaries.updates is not None:
-            raise ValueError("this guard follows an optimizer already")
+            raise ValueError(
+                "this guard follows an optimizer already; give it one container of all optimizers, "
+                "or put a new guard on the schedule"
+            )
         self._boundaries.follow(Updates(optimizer, walks, self.stages))
 
     def remove(self) -> None:

@@ -107,7 +107,7 @@ class OneLaunch:
         self._gate = UpdateGate(self.runtime.counters, self.worker)
         self._waits = LaunchWaits(self.worker, self._gate)
         self._capture = StepCapture(self.worker, self.feed, self._gate, self._waits)
-        self._left: int | None = None
+        self._left_at: int | None = None
         self._captured: BakedOptimizer | None = None
         self._guarded = False  # whether a guarded step was taken over these connections
         self.host_ms: dict[str, float] = {}
@@ -121,7 +121,7 @@ class OneLaunch:
         Raises:
             StoppedError: This or the previous step ended on every rank, for one cause.
         """
-        if self._left is not None:
+        if self._left_at is not None:
             raise BackendError(
                 "leave() ended the launches; call resume() first, or take the step by Worker.step"
             )
@@ -325,7 +325,7 @@ class OneLaunch:
             if self.ahead:
                 self._waits.confirm()
             self.runtime.drain()
-        self._left = self.runtime.epoch
+        self._left_at = self.runtime.epoch
         post_by_graph(self.pipeline, False)
         log_event(self.pipeline, "leave")
         self._weights_moved()
@@ -388,9 +388,9 @@ class OneLaunch:
             BackendError: A step was taken since: make a new OneLaunch.
         """
         rebuilt = self.pipeline is not self.worker.pipeline
-        if rebuilt or self._left not in (None, self.runtime.epoch):
+        if rebuilt or self._left_at not in (None, self.runtime.epoch):
             raise BackendError("steps were taken since leave(); make a new OneLaunch")
-        self._left = None
+        self._left_at = None
         if self.graph is not None:
             self.pipeline.feed = self.feed
             post_by_graph(self.pipeline, True)

@@ -60,7 +60,7 @@ class Passage:
     Args:
         stage: The stage.
         microbatch: The microbatch.
-        feeder: The passage through the local stage that feeds this stage; None without one.
+        upstream: The passage through the local stage that feeds this stage; None without one.
         reader: The passage through the local stage that this stage feeds; None without one.
         source: The rank that sends the input by message; None without a message.
         target: The rank that receives the output by message; None without a message.
@@ -68,7 +68,7 @@ class Passage:
 
     stage: StageBackend
     microbatch: int
-    feeder: Passage | None = None
+    upstream: Passage | None = None
     reader: Passage | None = None
     source: int | None = None
     target: int | None = None
@@ -164,7 +164,7 @@ class Pipeline:
         for index, fed in row.feeds.items():
             for m in range(table.num_microbatches):
                 found[index, m].reader = found[fed, m]
-                found[fed, m].feeder = found[index, m]
+                found[fed, m].upstream = found[index, m]
         return found
 
     def _program(self) -> list[Entry]:
@@ -388,11 +388,11 @@ class Pipeline:
             self.channels.wait(p.arriving)
             p.arriving = None
             actions.finish_receive(key, p.ref)
-        feeder = p.feeder
-        if feeder is not None:
-            (handed,) = actions.outputs(feeder.key, feeder.ref)
+        upstream = p.upstream
+        if upstream is not None:
+            (handed,) = actions.outputs(upstream.key, upstream.ref)
             p.ref = actions.forward(key, (handed, *self._further(p)))
-            actions.finish_outputs(feeder.key, feeder.ref)
+            actions.finish_outputs(upstream.key, upstream.ref)
         elif p.source is not None:
             if len(stage.inputs) > 1:
                 actions.performer.fill(actions.input_buffers(key)[1:], self._further(p))

@@ -151,44 +151,13 @@ class Worker:
             skip_nonfinite=skip_nonfinite,
             elsewhere=frozenset(place for tie in ties for place in tie.copies[1:]),
         )
+        self.pp, self.tagged = pp, tagged
         config = config or RuntimeConfig()
-        if config.weights_sum is None:
-            replicas = 1 if mean else member.world // pp
-            config = attrs.evolve(config, weights_sum=(1, max(replicas, 1)))
-        table = walked(schedule, config.provisioning)
-        if table.num_ranks != pp:
-            raise BackendError(
-                f"{schedule.source} is for {table.num_ranks} ranks, this pipeline has {pp}; "
-                f"give a table of {pp} ranks"
-            )
-        if member.world % pp:
-            raise BackendError(
-                f"{member.world} processes cannot hold pipelines of {pp} ranks; start a multiple "
-                f"of {pp}"
-            )
-        self.table = table
-        self.replica, place = divmod(member.rank, pp)
-        self.ranks = [self.replica * pp + rank for rank in range(pp)]
-        self.every = [
-            ends
-            for replica in range(member.world // pp)
-            for ends in channels_of(table, [replica * pp + rank for rank in range(pp)])
-        ]
-        self.tagged = tagged
-        self.row = Row.of(table, place, config.provisioning)
+        self._take_place(schedule, config)
         self.feed = feed(self.replica)
-        self.pp = pp
-        require_declared(all_gather(member, self.ties), table.stage_to_rank, self.ranks)
+        require_declared(all_gather(member, self.ties), self.table.stage_to_rank, self.ranks)
         self._reduces = self._reducer()
-        copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
-        config = attrs.evolve(config, copies=copies)
-        if self._reduces is not None and not config.reductions and not config.buckets:
-            # Every replica walks the same row, and the contract holds it to that order.
-            ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
-            if sorted(ends) == list(self.row.stages):
-                config = attrs.evolve(config, reductions=(*ends, *copies))
-        elif config.reductions:
-            config = attrs.evolve(config, reductions=(*config.reductions, *copies))
+        config = self._completed(config)
         self._require_one_end(config.amax, replay_every)
         self.runtime = self._runtime(build, config, event_log, registry)
         self.runtime.bound = self._await_device
@@ -196,8 +165,64 @@ class Worker:
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         if config.mode == "one launch":
             self.optimizer.make_capturable()
+        self._watch_gradients(gradient_digests, zero_stages, replay_every)
+        self.new = True  # no step, no calibration and no checkpoint so far
+        self.calibration: Calibration | None = None
+        self._pipeline = pipeline
+        self.attempt, self.name = 0, next(_WORKERS)
+        self._stepping = False
+        self._until: float | None = None
+        self.rank_log = self._rank_log(event_log, rank_log)
+        self.pipeline = self._connect()
+
+    def _take_place(self, schedule: Schedule, config: RuntimeConfig) -> None:
+        """
+        Take this rank's row of the table.
+
+        Raises:
+            ScheduleError: The table is refused.
+            BackendError: The number of ranks does not fit the table.
+        """
+        member, pp = self.member, self.pp
+        self.table = walked(schedule, config.provisioning)
+        if self.table.num_ranks != pp:
+            raise BackendError(
+                f"{schedule.source} is for {self.table.num_ranks} ranks, this pipeline has {pp}; "
+                f"give a table of {pp} ranks"
+            )
+        if member.world % pp:
+            raise BackendError(
+                f"{member.world} processes cannot hold pipelines of {pp} ranks; start a multiple "
+                f"of {pp}"
+            )
+        self.replica, place = divmod(member.rank, pp)
+        self.ranks = [self.replica * pp + rank for rank in range(pp)]
+        self.every = [
+            ends
+            for replica in range(member.world // pp)
+            for ends in channels_of(self.table, [replica * pp + rank for rank in range(pp)])
+        ]
+        self.row = Row.of(self.table, place, config.provisioning)
+
+    def _completed(self, config: RuntimeConfig) -> RuntimeConfig:
+        """The configuration with what follows from this rank's row, replicas and ties."""
+        copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
+        weights = config.weights_sum or (1, 1 if self.mean else self._replicas)
+        config = attrs.evolve(config, copies=copies, weights_sum=weights)
+        if self._reduces is not None and not config.reductions and not config.buckets:
+            # Every replica walks the same row, and the contract holds it to that order.
+            ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
+            if sorted(ends) == list(self.row.stages):
+                return attrs.evolve(config, reductions=(*ends, *copies))
+        elif config.reductions:
+            return attrs.evolve(config, reductions=(*config.reductions, *copies))
+        return config
+
+    def _watch_gradients(self, digests: bool, zero_stages: bool, replay_every: int) -> None:
+        """Make what reads the gradients before an update; every rank calls it."""
+        member = self.member
         self.gradient_digests = (
-            GradientDigests(self.optimizer.places, member.device) if gradient_digests else None
+            GradientDigests(self.optimizer.places, member.device) if digests else None
         )
         self.zero_stages: ZeroStages | None = None
         if zero_stages and not self.clipping:
@@ -209,14 +234,6 @@ class Worker:
             self.double = DoubleRun(
                 self.runtime, replay_every, places, member.rank, self.gradient_digests
             )
-        self.new = True  # no step, no calibration and no checkpoint so far
-        self.calibration: Calibration | None = None
-        self._pipeline = pipeline
-        self.attempt, self.name = 0, next(_WORKERS)
-        self._stepping = False
-        self._until: float | None = None
-        self.rank_log = self._rank_log(event_log, rank_log)
-        self.pipeline = self._connect()
 
     def _rank_log(self, event_log: Any, rank_log: Any) -> RankLog | None:
         """Begin the rank log, with how the ranks met."""

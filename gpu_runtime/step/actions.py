@@ -200,7 +200,7 @@ class GuardedActions:
             Refused: A clause of ownership or completion.
         """
         self.contract.post_receive(key, ref, gradient=gradient, link=self.links[caller])
-        slot = self._left(ref)
+        slot = self._slot_of(ref)
         return slot.output_gradients if gradient else slot.input_views
 
     def finish_receive(
@@ -439,7 +439,7 @@ class GuardedActions:
             Refused: A clause of ownership, or `completion.graph-to-caller`.
         """
         self.contract.read(key, ref, link=self.links[caller])
-        return self._left(ref).outputs
+        return self._slot_of(ref).outputs
 
     def finish_outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
         """
@@ -455,7 +455,7 @@ class GuardedActions:
     def dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """Input gradients of dI, for a stage with a gradient reader; call `finish_dgrads` after."""
         self.contract.read(key, ref, gradient=True, link=self.links[caller])
-        return self._left(ref).dgrads
+        return self._slot_of(ref).dgrads
 
     def finish_dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
         """Declare that the reader of the input gradients is done; otherwise as `finish_outputs`."""
@@ -496,7 +496,7 @@ class GuardedActions:
             f"{key}: stage {key.stage} runs microbatches 0 to {len(memory.slot_of) - 1}"
         )
 
-    def _left(self, ref: TapeRef) -> Slot:
+    def _slot_of(self, ref: TapeRef) -> Slot:
         """The slot of a reference that the kernel has just accepted."""
         if self._half_updated[0]:
             raise BackendError(HALF_UPDATED)

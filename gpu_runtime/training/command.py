@@ -80,7 +80,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adopt",
         action="store_true",
-        help="with --resume: continue also from another run's checkpoint, or beside one",
+        help="with --resume: continue from, or beside, another run's checkpoints",
     )
     parser.add_argument(
         "--digest",

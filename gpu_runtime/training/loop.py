@@ -509,7 +509,7 @@ class Trainer:
             "cut": list(self.job.cut),
             "captured": isinstance(executor, GraphExecutor),
             "launches": self.steps.launches,
-            "guarded_replays": self.steps.replays,
+            "guarded_replays": self.steps.why_replays,
             "skipped": self.watch.skipped,
             "mismatches": self.mismatches,
             "ended_by": self.ended_by,

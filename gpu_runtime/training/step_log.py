@@ -95,7 +95,7 @@ class StepLog:
         """Log whether steps are launches, and if not, why."""
         if self.log is None:
             return
-        why = self.steps.replays
+        why = self.steps.why_replays
         self.log({"one_launch": not why, **({"guarded_replays": why} if why else {})})
         if why:
             self.log.note(f"guarded replays, not one launch per step: {why}")

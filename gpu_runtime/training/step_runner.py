@@ -92,7 +92,7 @@ class StepRunner:
 
     Attributes:
         launches: Number of launches among the steps whose results were read.
-        replays: Why steps are guarded replays though launches were asked for; empty otherwise.
+        why_replays: Why steps are guarded replays though launches were asked for; empty otherwise.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class StepRunner:
         assert isinstance(feed, Batches)
         self.feed = feed
         self.launches = 0
-        self.replays = why
+        self.why_replays = why
         self.one_launch: OneLaunch | None = None
         if worker.runtime.config.mode == "one launch" and not why:
-            self.replays = first_obstacle(worker.member, obstacles(worker))
-            self.one_launch = None if self.replays else OneLaunch(worker)
-        self._left = False
+            self.why_replays = first_obstacle(worker.member, obstacles(worker))
+            self.one_launch = None if self.why_replays else OneLaunch(worker)
+        self._paused = False
         self._behind: dict[int, _PendingResults] = {}
         self._norms: dict[int, tuple[Norm | None, Tensor | None]] = {}
         self._digests: dict[int, Tensor] = {}
@@ -136,9 +136,9 @@ class StepRunner:
             if (zeros := self._zero()) is not None:
                 self._zeros[epoch] = zeros.clone()
             return
-        if self._left:
+        if self._paused:
             whole.resume()
-            self._left = False
+            self._paused = False
         with self._stopwatch.launch():
             whole.step()
         self._times[epoch] = self._stopwatch.taken
@@ -156,7 +156,7 @@ class StepRunner:
     def stop(self, error: Exception) -> StoppedError:
         """Stop all ranks between two steps, for a reason that this rank has; return the cause."""
         worker, epoch = self.worker, self.worker.runtime.epoch
-        if self.one_launch is not None and not self._left:
+        if self.one_launch is not None and not self._paused:
             return self.one_launch.stop(error)
         record_fault(worker.runtime, error, epoch, worker.member.rank)
         stopped = worker.consent.stop(error, epoch, None, 0, at="step")
@@ -241,9 +241,9 @@ class StepRunner:
         Raises:
             StoppedError: All ranks stopped the last step, for one cause.
         """
-        if self.one_launch is not None and not self._left:
+        if self.one_launch is not None and not self._paused:
             self.one_launch.leave()
-            self._left = True
+            self._paused = True
 
     def all_gather(self, own: Sequence[float]) -> list[list[float]]:
         """
@@ -276,7 +276,7 @@ class StepRunner:
 
     def _rebuilt(self) -> None:
         """Forget what belongs to the epochs after the one that the runtime is at again."""
-        self._left = False
+        self._paused = False
         if self.scales is not None:
             self.scales.reset()
         epoch = self.worker.runtime.epoch
@@ -295,7 +295,7 @@ class StepRunner:
         whole.give_up(stopped)
         self._rebuilt()
         self.one_launch = None
-        self.replays = f"the step could not be captured: {stopped.cause.text}"
+        self.why_replays = f"the step could not be captured: {stopped.cause.text}"
         return True
 
     def close(self) -> None:

@@ -228,7 +228,7 @@ def upgraded(event: Mapping[str, Any]) -> dict[str, Any]:
     """
     added = SINCE_FIRST.get(event.get("transition", ""), {})
     if added.keys() & event.keys():
-        raise ValueError(f"the first version has no field {', '.join(added)}")
+        raise ValueError(f"log format 1 has no field {', '.join(added)}")
     digest = {"digest": event["digest"]} if "digest" in event else {}
     rest = {name: value for name, value in event.items() if name != "digest"}
     return {**rest, **added, **digest}
@@ -245,14 +245,14 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     stages = []
     for stage in header["stages"]:
         if added.keys() & stage.keys():
-            raise ValueError(f"the first version has no field {', '.join(added)}")
+            raise ValueError(f"log format 1 has no field {', '.join(added)}")
         last = {name: added[name] for name in added if name.startswith("receives")}
         pool = {"pool": stage["pool"]}
         rest = {name: value for name, value in stage.items() if name not in pool}
         middle = {name: value for name, value in added.items() if name not in last}
         stages.append({**rest, **middle, **pool, **last, "buckets": [], "buffers": [], "tied": []})
     if "reductions" in header:
-        raise ValueError("the first version has no field reductions")
+        raise ValueError("log format 1 has no field reductions")
     late = {"epoch": header["epoch"], "incarnation": header["incarnation"]}
     early = {name: value for name, value in header.items() if name not in late}
     return {**early, "version": VERSION, "stages": stages, "reductions": [], **late}

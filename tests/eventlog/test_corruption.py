@@ -288,7 +288,7 @@ class TestProofs:
         assert history([line.replace('"link":1', '"link":7') for line in lines]) is None
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_most_edits_are_refused_by_a_rule() -> None:
     """
     Under two per cent of all one-field edits are left to the digests.

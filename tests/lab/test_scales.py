@@ -69,7 +69,7 @@ def test_a_loss_that_is_not_finite_gives_no_figure() -> None:
     assert found["mean_held_out_difference"] == 0.0
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_both_recipes_begin_with_the_same_weights(tmp_path: Path) -> None:
     """Two seeds of three steps: the losses are near each other, and not the same."""
     text(tmp_path)

@@ -16,7 +16,7 @@ from . import second_run_bodies as bodies
 SMALL = ["--flips", "6", "--inside", "4", "--every", "3", "--rounds", "2", "--microbatches", "2"]
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_command_writes_a_report_without_a_flip_that_was_applied(tmp_path: Path) -> None:
     """On two ranks of a CPU: behind actions, and in products inside a stage."""
     out = tmp_path / "second_runs.json"

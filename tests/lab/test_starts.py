@@ -158,7 +158,7 @@ class TestHere:
             RankStarts.here(4, "cpu", tmp_path)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_ranks_that_nobody_keeps_a_store_for_meet_in_rank_0s(tmp_path: Path) -> None:
     """Started by hand, with torchrun's variables alone: both starts, each in new processes."""
     with socket.socket() as probe:

@@ -354,6 +354,7 @@ class TestHostileFolder:
 
         assert "7 of 7 injections in 6 families refused" in done.stdout
 
+    @pytest.mark.nightly
     def test_the_demo_gives_the_bits_of_native(self, python: Path, hostile: Path) -> None:
         """Guarded steps on this machine, in processes of their own, give native's bits."""
         done = run([python, "-m", "qeffect", "runtime", "demo", "--steps", "1"], hostile)

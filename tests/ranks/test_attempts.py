@@ -162,7 +162,7 @@ def lost_store(sent: int) -> Iterator[dist.TCPStore]:
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        pytest.param(signal.SIGSTOP, "did not answer within 1 s", marks=pytest.mark.ci),
+        pytest.param(signal.SIGSTOP, "did not answer within 1 s", marks=pytest.mark.nightly),
         (signal.SIGKILL, "store is gone"),
     ],
 )

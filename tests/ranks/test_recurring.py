@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -71,9 +72,9 @@ def pair(job: Job, rank: int, **options: Any) -> tuple[Rank, Rank]:
 
 
 @pytest.mark.parametrize(
-    "rule", ["accumulate", pytest.param("per_microbatch", marks=pytest.mark.ci)]
+    ("pp", "rule"),
+    few(itertools.product((2, 4), ("accumulate", "per_microbatch")), [0], [1, 2]),
 )
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("schedule", few(SCHEDULES, dev=range(3), ci=[5]))
 def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rule: Any) -> None:
     """Every column, ledger, free list and count of each rank after each of many steps."""

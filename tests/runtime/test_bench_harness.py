@@ -54,6 +54,7 @@ from qeffect.gpu_runtime.lab.statistics.traces import (
 )
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
+from tests.profiles import few
 
 from . import toys
 
@@ -202,7 +203,7 @@ class TestWorkers:
         assert turn["wall_s"] > 0
 
     @pytest.mark.ci
-    @pytest.mark.parametrize("profiles", [False, True])
+    @pytest.mark.parametrize("profiles", few([False, True], (1,), ()))
     def test_a_worker_that_times_cannot_profile(self, profiles: bool) -> None:
         """A step that uses the profiler fails the column, unless its process is for that."""
         worker = ColumnProcess(toys.spec("a", profile=True), TINY, toys.SETTINGS, profiles=profiles)

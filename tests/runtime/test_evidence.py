@@ -588,7 +588,7 @@ class TestOtherCommands:
         assert not found["transformer_engine_captured"]
         assert all(f["works"] or f["remedy"] for f in found["findings"])
 
-    @pytest.mark.ci
+    @pytest.mark.nightly
     def test_the_demo_gives_the_bits_of_native(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Guarded steps and native ones, in processes of their own: the same bits."""
         assert 0 == main(["demo", "--steps", "2"])

@@ -123,7 +123,7 @@ def test_a_new_module_keeps_its_name() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("old", few(["bench.peers", "training.restarts"], [0]))
+@pytest.mark.parametrize("old", few(["bench.peers", "training.restarts"], (0,), ()))
 def test_a_program_runs_under_its_old_name(old: str) -> None:
     """`python -m` with the old name runs the new module, and warns."""
     done = subprocess.run(

@@ -697,7 +697,7 @@ class TestPictures:
             (tmp_path / f"{number}.json").write_text(json.dumps(report))
         return tmp_path
 
-    @pytest.mark.ci
+    @pytest.mark.nightly
     def test_three_pictures_come_from_step_and_sweep_reports(self, tmp_path: Path) -> None:
         """And the same reports give the same bytes."""
         folder = self.folder(tmp_path, samples.bench_report(), samples.sweep_report())

@@ -20,6 +20,8 @@ from .helpers import SMALL, text
 #: Seconds for the whole of a disturbed run.
 LIMIT_S = 240.0
 STEPS = 300
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TRAIN = ("-m", "qeffect", "runtime", "train")
 RUN = (
     SMALL.format(vocabulary=128, layers=2)
     + f"""[parallel]
@@ -81,11 +83,11 @@ class Agents:
         addresses, so that the worker of agent 0 is rank 0 in every round.
         """
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+            *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1",
             "--max-restarts", "3", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-conf", f"is_host={1 - agent}",
             "--rdzv-id", "run", "--local-addr", f"127.0.0.{agent + 1}",
-            "-m", "qeffect", "runtime", "train", str(self.config), "--resume", "--quiet",
+            *TRAIN, str(self.config), "--resume", "--quiet",
         ]  # fmt: skip
         with (self.folder / f"agent{agent}.txt").open("ab") as out:
             given = {
@@ -94,6 +96,12 @@ class Agents:
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not self.share)),
             }
             self.agents[agent] = subprocess.Popen(command, stdout=out, stderr=out, env=given)
+
+    def train_alone(self) -> None:
+        """Train the run under one agent with both workers."""
+        words = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *TRAIN, str(self.config)]
+        given = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*words, "--quiet"], env=given, check=True, timeout=LIMIT_S)
 
     def worker(self, agent: int) -> int:
         """Return the process of an agent's worker."""

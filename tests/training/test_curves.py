@@ -99,7 +99,7 @@ def test_a_run_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
     assert run["tokens_a_step"] == 4 * 16
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_an_order_moves_scales_unless_a_history_is_whole_steps_long(tmp_path: Path) -> None:
     """Eight F a step and rank: a history of eight has the same window under every order."""
     file(tmp_path)

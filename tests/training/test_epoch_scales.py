@@ -83,7 +83,7 @@ def test_one_and_two_ranks_have_one_digest_and_default_scales_have_not(tmp_path:
     assert one[1]["calibrated"] is None
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_every_schedule_of_two_and_four_ranks_has_the_digest_of_one(tmp_path: Path) -> None:
     """GPipe, 1F1B, Interleaved 1F1B, ZB-V, Interleaved Zero Bubble and DualPipeV."""
     path = noise(tmp_path)
@@ -98,7 +98,7 @@ def test_every_schedule_of_two_and_four_ranks_has_the_digest_of_one(tmp_path: Pa
     same(found)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("amax", ["replica", pytest.param("replicas", marks=pytest.mark.nightly)])
 def test_two_replicas_of_one_and_of_two_ranks_have_one_digest(amax: str, tmp_path: Path) -> None:
     """Each replica with its own scales, or all with one; gradients are summed over replicas."""

@@ -181,7 +181,7 @@ def wait(process: subprocess.Popen[str], at: Callable[[], bool], seconds: float 
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("slow", few(["start", "step", "evaluation", "save"], [1]))
+@pytest.mark.parametrize("slow", few(["start", "step", "evaluation", "save"], (1,), (3,)))
 def test_one_rank_ends_at_once(
     slow: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -215,7 +215,7 @@ def a_folder(folder: Path, processes: list[subprocess.Popen[str]]) -> Path:
     return made
 
 
-@pytest.mark.parametrize("slow", few(["start", "step", "save", "evaluation"], (), (0, 1, 2)))
+@pytest.mark.parametrize("slow", few(["start", "step", "save", "evaluation"], (), (1,)))
 def test_two_ranks_end_at_once(
     slow: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -298,7 +298,7 @@ def test_a_death_in_a_step_has_a_cause(
 
 @pytest.mark.parametrize(
     ("place", "dead"),
-    [pytest.param("import", 0, marks=pytest.mark.ci),
+    [pytest.param("import", 0, marks=pytest.mark.nightly),
      pytest.param("start", 1, marks=pytest.mark.ci),
      pytest.param("built", 0, marks=pytest.mark.nightly),
      pytest.param("built", 1, marks=pytest.mark.nightly),

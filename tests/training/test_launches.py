@@ -146,7 +146,7 @@ def begun_again(
 
 @pytest.mark.parametrize(
     ("parallel", "model", "world"),
-    [(PIPE, "", 2), pytest.param(FOUR, "tied = true", 4, marks=pytest.mark.ci)],
+    [(PIPE, "", 2), pytest.param(FOUR, "tied = true", 4, marks=pytest.mark.nightly)],
     ids=["a pipeline", "replicas of a tied model"],
 )
 def test_launches_train_as_replays(parallel: str, model: str, world: int, tmp_path: Path) -> None:

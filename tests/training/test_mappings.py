@@ -89,7 +89,7 @@ def chained(tmp_path: Path, first: Job, chain: list[tuple[Job, str]], steps: int
         saved, there = merged(words, "saved", steps + number), mapping
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_pp_2_to_4_to_1_and_back(tmp_path: Path) -> None:
     """Interleaved, ZB-V and 1F1B, of 4, 8 and 1 stages."""
     chained(tmp_path, FIRST, CHAIN[:3], 2)

@@ -111,7 +111,7 @@ def test_both_sides_take_turns_and_each_begins_half_of_the_rounds() -> None:
 # What is taken out
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_every_relation_that_may_be_left_out_is_priced(measured: dict[str, Any]) -> None:
     """Each alone, all together, and nothing: whole epochs run without any of them."""
     own = measured["relation_prices"]

@@ -90,7 +90,7 @@ class TestProofs:
 
         assert {"ranks.refusal-holds-all", "ranks.all-consented"} <= left
 
-    @pytest.mark.ci
+    @pytest.mark.nightly
     def test_other_solvers_agree(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Another seed and cvc5 prove the same goals; cvc5 needs lemmas for a goal's members."""
         monkeypatch.setattr(ranks_prove, "PROTOCOLS", PROTOCOLS[1:])

@@ -272,8 +272,9 @@ class TransformerEngineStage:
         expected = len(self.units) - (self.split_head is not None)
         if cached != expected:
             raise BackendError(
-                f"stage {self.index} has {cached} weight caches, expected {expected}; warm "
-                "every stage of the process before capture"
+                f"stage {self.index} has {cached} weight caches, expected {expected}: it was not "
+                "warmed, or its layers create no caches under names that this backend knows; call "
+                "warm() before capture, and run qeffect runtime doctor if it was called"
             )
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -93,8 +93,8 @@ def _pipeline(ranks: int, steps: int) -> Outcome:
     """
     if not 2 <= ranks <= _MOST_RANKS:
         raise UnusableError(
-            f"--ranks must be 2 to {_MOST_RANKS}, not {ranks}; start more with torchrun "
-            "-m qeffect runtime pipeline"
+            f"--ranks must be 2 to {_MOST_RANKS}, not {ranks}; more are started with "
+            "torchrun --nproc-per-node N -m qeffect runtime pipeline"
         )
     words = (
         *("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),

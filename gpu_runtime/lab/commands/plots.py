@@ -462,7 +462,7 @@ def add_plots_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=reports.FOLDER,
         metavar="DIR",
-        help="folder of the reports (default: the checkout's)",
+        help="folder of the reports (default: gpu_runtime/lab/reports of this checkout)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder for the pictures"

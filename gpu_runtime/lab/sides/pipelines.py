@@ -245,8 +245,8 @@ class TrainedSide(GuardedSide):
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self.steps = StepRunner(worker)
-        if self.steps.replays:
-            raise BackendError(f"a step cannot be one launch: {self.steps.replays}")
+        if self.steps.why_replays:
+            raise BackendError(f"a step cannot be one launch: {self.steps.why_replays}")
 
     @property
     def launches(self) -> int:  # type: ignore[override]
