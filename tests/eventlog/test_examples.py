@@ -24,7 +24,7 @@ from qeffect.log.rotation import CONTINUES
 from qeffect.spec.clauses import CLAUSES
 from qeffect.verification.logs.__main__ import main
 from qeffect.verification.logs.edits import line_schema, schema, semantic_fields
-from qeffect.verification.logs.examples import UNREACHED, files
+from qeffect.verification.logs.examples import UNREACHED, files, single_edit_logs, valid
 
 LOGS = Path(spec.__file__).parent / "logs"
 VALID = sorted((LOGS / "valid").glob("*.jsonl"))
@@ -57,7 +57,14 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, value
 
 
-@pytest.mark.ci
+def test_the_valid_examples_are_what_their_script_writes() -> None:
+    """Running the scenarios again gives the checked-in files, byte for byte, and no others."""
+    assert {path.stem: path.read_text(encoding="utf-8") for path in VALID} == {
+        name: "".join(lines) for name, lines in {**valid(), **single_edit_logs()}.items()
+    }
+
+
+@pytest.mark.nightly
 def test_the_examples_are_what_their_script_writes() -> None:
     """Running the script again gives the checked-in files, byte for byte, and no others."""
     found = {
@@ -68,7 +75,7 @@ def test_the_examples_are_what_their_script_writes() -> None:
     assert main(["--check"]) == 0
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_script_repairs_a_folder(tmp_path: Path) -> None:
     """A changed, a missing and a superfluous example are found, then written or removed."""
     main(["--folder", str(tmp_path)])

@@ -38,6 +38,8 @@ PARTS = {
 }
 #: Parts whose processes differ from each other in how they are started, or end in another way.
 FEW = ("scale", "bench", "probes")
+#: Parts of which the profile ci signals the group: killed runs, and processes beside each other.
+GROUPS = ("kills", "peers")
 #: The part that the profile dev interrupts.
 EVERYWHERE = "scale"
 CURVES = (
@@ -66,7 +68,7 @@ def every_part() -> list[object]:
             marks=()
             if words.startswith(EVERYWHERE) and not whole_group
             else pytest.mark.ci
-            if words.startswith(FEW) != whole_group
+            if words.startswith(GROUPS if whole_group else FEW)
             else pytest.mark.nightly,
         )
         for words in PARTS

@@ -35,6 +35,7 @@ PLACES = [
     ("torch", {"torch": "2.15.0"}, "cpu"),
     ("megatron", {}, "cpu"),
     ("megatron", {}, "cuda"),
+    ("torchtitan", {}, "cpu"),
 ]
 
 

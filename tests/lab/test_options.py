@@ -126,6 +126,7 @@ def test_a_read_only_folder_is_refused(
             "--one-launch makes a step one CUDA graph, so it needs --device cuda",
         ),
         ("modes --limit 0", "--limit must be above 0, found 0"),
+        ("modes --framework torchtitan --device cuda", "--framework torchtitan runs on a CPU only"),
         ("second_runs --every 0", "--every must be at least 1, found 0"),
         ("second_runs --inside -1", "--inside must be at least 0, found -1"),
         ("kills --kills 0", "--kills must be at least 1, found 0"),

@@ -75,7 +75,12 @@ def test_the_first_messages_of_torch_2_11_reach_every_rank(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "case",
-    [c if c in EVERYWHERE else pytest.param(c, marks=pytest.mark.ci) for c in CASES],
+    [
+        c
+        if c in EVERYWHERE
+        else pytest.param(c, marks=pytest.mark.nightly if c == "four ranks" else pytest.mark.ci)
+        for c in CASES
+    ],
 )
 def test_the_guarded_pipeline_has_the_bits_of_torchs(case: str, tmp_path: Path) -> None:
     """Losses, what flows both ways, gradients, parameters, AdamW, scales and histories."""

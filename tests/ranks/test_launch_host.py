@@ -78,7 +78,7 @@ class _Launched:
         whole.worker.pipeline = rank.pipeline
         whole._waits = LaunchWaits(whole.worker, whole._gate)
         whole._capture = StepCapture(whole.worker, feed, whole._gate, whole._waits)
-        whole._left, whole.steps = None, 1
+        whole._left_at, whole.steps = None, 1
         whole._draws = LaunchDraws(torch.device("cpu"))
         whole._guarded = True
         whole.rehearsal = rank.rehearsal

@@ -99,7 +99,9 @@ def main(rank: int, world: int, store: str, out: str, cases: list[dict[str, Any]
     )
     said: list[dict[str, Any]] = []
     try:
-        import tests.torchtitan.cpu  # noqa: F401  (before TorchTitan)
+        from qeffect.gpu_runtime.lab.sides import titan_cpu
+
+        titan_cpu.install()
 
         for number, case in enumerate(cases):
             print(f"case {case}", flush=True)

@@ -179,8 +179,8 @@ def test_the_pages_example_runs(tmp_path: Path) -> None:
     start = tmp_path / "start.py"
     start.write_text(
         "import os\n"
-        "import tests.torchtitan.cpu\n"
-        "from tests.torchtitan.set_up import on_a_cpu\n"
+        "from qeffect.gpu_runtime.lab.sides.titan_cpu import install, on_a_cpu\n"
+        "install()\n"
         "import my_llama.config_registry as own\n"
         "function = own.guarded_debugmodel\n"
         "own.guarded_debugmodel = lambda: on_a_cpu(function())\n"

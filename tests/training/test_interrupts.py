@@ -181,7 +181,7 @@ def wait(process: subprocess.Popen[str], at: Callable[[], bool], seconds: float 
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("slow", few(["start", "step", "evaluation", "save"], (1,), (3,)))
+@pytest.mark.parametrize("slow", few(["start", "step", "evaluation", "save"], (1,), ()))
 def test_one_rank_ends_at_once(
     slow: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -299,7 +299,7 @@ def test_a_death_in_a_step_has_a_cause(
 @pytest.mark.parametrize(
     ("place", "dead"),
     [pytest.param("import", 0, marks=pytest.mark.nightly),
-     pytest.param("start", 1, marks=pytest.mark.ci),
+     pytest.param("start", 1, marks=pytest.mark.nightly),
      pytest.param("built", 0, marks=pytest.mark.nightly),
      pytest.param("built", 1, marks=pytest.mark.nightly),
      pytest.param("import", 1, marks=pytest.mark.nightly),

@@ -1,10 +1,11 @@
 """
 ``qeffect runtime report modes``: a framework's modes in pairs, their bits, and what a guard says.
 
-``--framework torch`` sweeps the schedules of `torch.distributed.pipelining`; ``--framework
-megatron`` the loops of Megatron-core. Ranks of this machine run the rows: on a CPU over gloo, with
-``--device cuda`` on two GPUs over NCCL. The exit code is 1 if a row's bits differ and the guard is
-silent, if a guard raises a false alarm, or if it changes a bit.
+``--framework torch`` sweeps the schedules of `torch.distributed.pipelining`, ``--framework
+megatron`` the loops of Megatron-core, ``--framework torchtitan`` TorchTitan's trainer. Ranks of
+this machine run the rows: on a CPU over gloo, with ``--device cuda`` on two GPUs over NCCL (not
+TorchTitan). The exit code is 1 if a row's bits differ and the guard is silent, if a guard raises a
+false alarm, or if it changes a bit.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def run_modes(args: argparse.Namespace, progress: Progress) -> Outcome:
     if not args.limit > 0:
         raise UnusableError(f"--limit must be above 0, found {args.limit:g}")
     if args.device == "cuda":
+        if args.framework == "torchtitan":
+            raise UnusableError("--framework torchtitan runs on a CPU only; leave --device out")
         library = args.framework == "megatron"
         require_device("--device cpu runs the modes that sit in host code", library=library)
         if (found := torch.cuda.device_count()) < 2:

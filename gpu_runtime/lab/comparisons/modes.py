@@ -187,9 +187,30 @@ _MEGATRON_GPU = Framework(
 )
 
 
+_TORCHTITAN = Framework(
+    "torchtitan",
+    {
+        "schedule": ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble",
+                     "ZBVZeroBubble", "DualPipeV"),
+        "layout": _LAYOUTS[:2],
+        "recompute": ("none", "selective", "full"),
+        "compile": ("off", "aot_eager", "inductor"),
+        "walks": (1, 2),
+        "validate": (False, True),
+    },
+    lambda row: True,
+    ("layout", "compile", "walks"),
+)  # fmt: skip
+
+
+def _torchtitan(versions: Mapping[str, str], device: str) -> Framework:
+    return _TORCHTITAN
+
+
 FRAMEWORKS: Mapping[str, Callable[[Mapping[str, str], str], Framework]] = {
     "torch": _torch,
     "megatron": _megatron,
+    "torchtitan": _torchtitan,
 }
 """By name: makes the framework's modes from the installed versions and the device."""
 

@@ -32,7 +32,7 @@ __all__ = ["STEPS", "digest", "run", "train"]
 
 #: Steps of each run; Megatron-core's graphs replay from the fourth on.
 STEPS = {"cpu": 3, "cuda": 7}
-_PACKAGES = ("megatron-core", "transformer-engine")
+_PACKAGES = ("megatron-core", "torchtitan", "transformer-engine")
 
 
 def digest(value: Tensor) -> str:
@@ -45,6 +45,10 @@ def make(framework: str, row: Mapping[str, Any], device: torch.device) -> ModeRu
     """The run of a row."""
     if framework == "torch":
         return TorchRun(row, device)
+    if framework == "torchtitan":
+        from .titan_modes import TitanRun
+
+        return TitanRun(row, device)
     from .megatron_modes import MegatronRun
 
     made: ModeRun = MegatronRun(row, device)
@@ -84,6 +88,10 @@ def prepare(framework: str, device: str) -> None:
         from . import as_cpu
 
         as_cpu.install()
+    if framework == "torchtitan":
+        from . import titan_cpu
+
+        titan_cpu.install()
     if framework == "megatron":
         from .megatron import MODES, library
 

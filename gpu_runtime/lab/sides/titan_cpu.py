@@ -1,0 +1,117 @@
+"""
+Lets TorchTitan run without an accelerator, over gloo: in tests and in the sweep of modes.
+
+TorchTitan asks torch for the kind of accelerator, and the module of that kind for its name, its
+memory and its number of devices. After the first step it shortens the timeouts of groups, with a
+barrier that gloo does not have. None of this touches a computation. Its debug model gets attention
+that has a backward on a CPU, and random tokens for data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._utils
+from torch import Tensor
+
+__all__ = ["LENGTH", "TOKENS", "install", "on_a_cpu"]
+
+TOKENS, LENGTH = 2048, 16
+
+
+def install() -> None:
+    """Stand in for an accelerator. Call it before TorchTitan is imported."""
+    utils: Any = torch._utils
+    cpu: Any = torch.cpu
+    utils._get_available_device_type = lambda: "cpu"
+    utils._get_device_module = lambda name: getattr(torch, name)
+    cpu.get_device_name = lambda device=None: "cpu"
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 34)
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_, **__: None
+    cpu.memory_stats = lambda device=None: {}
+    cpu.device_count = lambda: 64
+
+    import torchtitan.distributed.utils as distributed
+
+    distributed.set_pg_timeouts = lambda timeout, parallel_dims: None
+
+
+def on_a_cpu(config: Any) -> Any:
+    """
+    Return a configuration of Llama's debug model with data and attention that a CPU has.
+
+    Args:
+        config: A `Trainer.Config` of TorchTitan's `llama3_debugmodel`; it is changed.
+    """
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    class Words(BaseTokenizer):  # type: ignore[misc]
+        """A tokenizer that nothing asks: the data are tokens already."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):  # type: ignore[misc]
+            """No options."""
+
+        def __init__(self, config: Any, **_: Any) -> None:
+            super().__init__()
+            self.config = config
+
+        def encode(self, *_: Any, **__: Any) -> list[int]:
+            return []
+
+        def decode(self, *_: Any, **__: Any) -> str:
+            return ""
+
+        def get_vocab_size(self) -> int:
+            return TOKENS
+
+    class Generated(BaseDataLoader):  # type: ignore[misc]
+        """Batches of random tokens, other ones on each replica, the same ones in each run."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):  # type: ignore[misc]
+            """What the validator sets; the batches never end."""
+
+            infinite: bool = True
+
+        def __init__(self, config: Any, *, dp_rank: int, local_batch_size: int, **_: Any) -> None:
+            self.config = config
+            self._rows, self._generator = local_batch_size, torch.Generator().manual_seed(dp_rank)
+
+        def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+            while True:
+                size = (self._rows, LENGTH + 1)
+                tokens = torch.randint(0, TOKENS, size, generator=self._generator)
+                places = torch.arange(LENGTH).expand(self._rows, LENGTH)
+                yield {"input": tokens[:, :-1].contiguous(), "positions": places}, tokens[:, 1:]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"generator": self._generator.get_state()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self._generator.set_state(state_dict["generator"])
+
+    for layer in config.model_spec.model.layers:  # flex attention has no backward on a CPU
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.training = replace(
+        config.training,
+        local_batch_size=8,
+        seq_len=LENGTH,
+        steps=3,
+        disable_cuda_graphs=True,
+        mixed_precision_param="float32",
+    )
+    config.tokenizer, config.dataloader = Words.Config(), Generated.Config()
+    config.debug = replace(
+        config.debug, seed=7, deterministic=True, enable_structured_logging=False
+    )
+    config.checkpoint.enable = config.validator.enable = False
+    config.validator.dataloader = Generated.Config()
+    config.activation_checkpoint = None
+    return config
