@@ -28,6 +28,7 @@ __all__ = [
     "counters",
     "is_replicated",
     "is_sharded",
+    "leaves",
     "not_once",
     "not_run",
     "work_name",
@@ -93,6 +94,21 @@ def _nodes(value: Any) -> Iterator[Any]:
         yield from _nodes(list(value.values()))
     elif (node := getattr(value, "grad_fn", None)) is not None:
         yield node
+
+
+def leaves(outputs: Any) -> set[Any]:
+    """Return the graph nodes in which gradients of leaves accumulate, behind nested outputs."""
+    found: set[Any] = set()
+    seen = set(todo := list(_nodes(outputs)))
+    while todo:
+        node = todo.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.add(node)
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                todo.append(behind)
+    return found
 
 
 class BackwardPasses:

@@ -15,6 +15,7 @@ from .evidence import (
     Weights,
     is_replicated,
     is_sharded,
+    leaves,
     not_run,
 )
 from .works import Event
@@ -68,6 +69,10 @@ class StageEvidence:
             if is_replicated(self._module(index)) and not self.keeps_graphs(index)
         }
         self._wrote: dict[int, list[tuple[Event, bool]]] = {}
+        #: The leaves of the graph through which a split dI goes, and the stages of which one was
+        #: looked at in this step.
+        self._leaves: dict[Event, set[Any]] = {}
+        self._split: set[int] = set()
 
     def remove(self) -> None:
         """Remove every hook that stays between steps."""
@@ -92,8 +97,58 @@ class StageEvidence:
         self._watched.clear()
         self._returned.clear()
         self._wrote.clear()
+        self._leaves.clear()
+        self._split.clear()
         for hooks in self._replicas.values():
             hooks.passed()
+
+    def begin_split(self, event: Event, loss: Any) -> None:
+        """
+        Read which leaves the graph of a dI has, once a step for each stage.
+
+        Args:
+            event: The dI.
+            loss: The loss from which the last stage's dI goes out.
+        """
+        _, stage, microbatch = event
+        own = self._stages[stage]
+        if own.is_first or stage in self._split or getattr(own, "dw_builder", None):
+            return
+        self._split.add(stage)
+        self._leaves[event] = leaves(loss if own.is_last else _outputs(own, microbatch))
+
+    def check_split(self, event: Event) -> None:
+        """
+        Check that a dI left work for the weight gradient of each leaf of its graph.
+
+        torch looks for the module's parameters in the graph. A parameter that was exchanged since
+        the forward, as by FSDP, is not found, and its gradient is never computed.
+
+        Raises:
+            Refused: ``ownership.work-not-queued``.
+        """
+        found = self._leaves.pop(event, None)
+        _, stage, microbatch = event
+        state = getattr(self._stages[stage], "backward_state", {}).get(microbatch)
+        if not found or state is None or state[1] is None:
+            return
+        inputs = {id(value) for value in state[0]}
+        weights = {node for node in found if id(node.variable) not in inputs}
+        queued = {node for group in state[1] for node in group["params"]}
+        left = [node.variable for node in weights - queued]
+        if left:
+            names = {id(value): name for name, value in self._module(stage).named_parameters()}
+            said = sorted(
+                names.get(id(v)) or f"one of shape {tuple(v.shape)}, no parameter any more"
+                for v in left
+            )
+            raise refused(
+                "ownership.work-not-queued",
+                "commit_dgrad",
+                f"no deferred work for {len(left)} of {len(weights)} weights in the graph of stage "
+                f"{stage}, microbatch {microbatch}: {', '.join(said[:3])}",
+                "deferred work for every weight that the forward has used",
+            )
 
     def wrote(self, event: Event, microbatches: int) -> None:
         """

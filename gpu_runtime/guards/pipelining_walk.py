@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from qeffect.refusals import Refused
+
 from .evidence import is_sharded
 from .judging import Judge
 from .pipelining_evidence import METHODS, StageEvidence
@@ -322,6 +324,8 @@ class ActionGuard:
         if block is None:
             check = partial(self._check, event)
             block = self._judge(f"{event[1]}{event[0]}{event[2]}", check)
+        if event[0] == "I" and block is not None:
+            self.evidence.begin_split(event, kwargs.get("loss"))
         try:
             found = method(*args, **kwargs)
         except BaseException:
@@ -338,4 +342,10 @@ class ActionGuard:
         if self.evidence.untouched(event):
             self.abort()
             raise self.evidence.not_run(event)
+        if event[0] == "I":
+            try:
+                self.evidence.check_split(event)
+            except Refused:
+                self.abort()
+                raise
         self._commit(event, block)

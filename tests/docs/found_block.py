@@ -65,6 +65,12 @@ FOUND = (
         "docs/pipelining.md",
     ),
     Found(
+        "torchtitan_lost_gradient.md",
+        "ownership.work-not-queued",
+        None,
+        "docs/torchtitan.md",
+    ),
+    Found(
         "megatron_stale_weights.md",
         "version.stale-cache",
         None,

@@ -41,6 +41,22 @@ EXPLAINED = (
         f"({_FAILURES}/torch_inferred_shapes_reduce_early.md) ends in an INTERNAL ASSERT",
     ),
     (
+        "torchtitan",
+        "ownership.work-not-queued",
+        f"a split backward under a chunked loss [loses]({_FAILURES}/torchtitan_lost_gradient.md) "
+        "the last norm's gradient",
+    ),
+    (
+        "torchtitan",
+        "non-empty donated buffers",
+        "torch refuses a split backward of compiled layers",
+    ),
+    (
+        "torchtitan",
+        "can't steal_bwd_input",
+        "torch refuses an evaluation under DualPipeV",
+    ),
+    (
         "megatron",
         "schedule.message-order",
         "batched messages [exchange tensors]"

@@ -12,13 +12,14 @@ import pytest
 from tests.docs.blocks import KERNEL_PAGE, ROOT, RUNTIME_PAGE
 from tests.docs.code import PAGES
 
-#: Pages about files of torch and of Megatron-core.
+#: Pages about files of torch, TorchTitan and Megatron-core.
 OTHERS_FILES = (
     "tests/failures/megatron_batched_messages.md",
     "tests/failures/megatron_stale_weights.md",
     "tests/failures/torch_deferred_receives.md",
     "tests/failures/torch_inferred_shapes_reduce_early.md",
     "tests/failures/torch_replicas_not_reduced.md",
+    "tests/failures/torchtitan_lost_gradient.md",
     "CHANGELOG.md",
 )
 

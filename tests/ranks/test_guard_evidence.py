@@ -373,6 +373,57 @@ class TestLegal:
         assert any("its module is sharded" in claim for claim in guarded.on_trust())
 
 
+class TestSplitBackward:
+    """torch leaves out the gradient of a parameter that it does not find in the graph of its F."""
+
+    @staticmethod
+    def resharded(index: int) -> nn.Module:
+        """The last stage's norm goes back to its shard behind F, as FSDP's `reshard` does it."""
+        mesh, made = init_device_mesh("cpu", (1,)), Block(index)
+        fully_shard(made.norm, mesh=mesh, reshard_after_forward=False)
+        fully_shard(made, mesh=mesh, reshard_after_forward=False)
+        if index == 1:
+            made.register_forward_hook(lambda *_: made.norm.reshard())
+        return made
+
+    @staticmethod
+    def lost(run: Run) -> set[str]:
+        """Parameters of the last stage that a step leaves without a gradient."""
+        x = torch.ones(run.rows, WIDTH)
+        run.schedule.step(x, target=x)
+        return {n for n, p in run.blocks[-1].named_parameters() if p.grad is None}
+
+    @pytest.mark.parametrize("name", [IZB, ZBV])
+    def test_a_lost_gradient_is_named(self, name: str) -> None:
+        """Without the guard the step ends, and the norm has no gradient."""
+        assert {"norm.weight", "norm.bias"} == self.lost(own_run(name, block=self.resharded))
+
+        run = own_run(name, block=self.resharded)
+        guard(run.schedule)
+        with pytest.raises(Refused) as caught:
+            self.lost(run)
+        assert "ownership.work-not-queued" == caught.value.clause
+        assert str(caught.value.found) == (
+            "no deferred work for 2 of 4 weights in the graph of stage 1, microbatch 0: norm.bias, "
+            "norm.weight"
+        )
+
+    @pytest.mark.parametrize("name", [IZB, ZBV])
+    def test_it_is_reported(self, name: str) -> None:
+        """Once, and the steps go on; later steps are not judged by this one."""
+        run = own_run(name, block=self.resharded)
+        guarded = guard(run.schedule, manner="report")
+        for _ in range(2):
+            assert self.lost(run) == {"norm.weight", "norm.bias"}
+        assert {"ownership.work-not-queued"} == {v.clause for v in guarded.violations}
+
+    def test_a_full_backward_loses_nothing(self) -> None:
+        """Where dI and dW are one, autograd itself finds the parameter."""
+        run = own_run(IL, block=self.resharded)
+        guard(run.schedule)
+        assert self.lost(run) == set()
+
+
 class TestWeights:
     """A weight that is written in mid-step is refused where it is read next."""
 

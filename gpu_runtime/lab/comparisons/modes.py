@@ -187,6 +187,8 @@ _MEGATRON_GPU = Framework(
 )
 
 
+#: Schedules that split backwards, as no compiled layer lets them.
+_SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _TORCHTITAN = Framework(
     "torchtitan",
     {
@@ -197,9 +199,17 @@ _TORCHTITAN = Framework(
         "compile": ("off", "aot_eager", "inductor"),
         "walks": (1, 2),
         "validate": (False, True),
+        "loss": ("whole", "chunked"),
     },
-    lambda row: True,
-    ("layout", "compile", "walks"),
+    lambda row: (
+        (row["compile"] == "off" or row["schedule"] not in _SPLIT)
+        and (not row["validate"] or row["schedule"] != "DualPipeV")
+    ),
+    ("layout", "compile", "walks", "loss"),
+    (
+        {"schedule": "ZBVZeroBubble", "compile": "inductor"},
+        {"schedule": "DualPipeV", "validate": True},
+    ),
 )  # fmt: skip
 
 

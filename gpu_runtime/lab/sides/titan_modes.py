@@ -123,6 +123,8 @@ def _configuration(row: Mapping[str, Any], folder: str) -> Any:
         pipeline_parallel_schedule=row["schedule"],
     )
     config.dump_folder = folder
+    if row["loss"] == "whole":
+        config.loss = config.loss.loss_fn
     config.validator.enable = row["validate"]
     config.validator.freq, config.validator.steps = 1, 1
     kinds = {"selective": SelectiveAC, "full": FullAC}
