@@ -54,7 +54,12 @@ EXPLAINED = (
     (
         "torchtitan",
         "can't steal_bwd_input",
-        "torch refuses an evaluation under DualPipeV",
+        "torch refuses an evaluation under V-shaped schedules",
+    ),
+    (
+        "torchtitan",
+        "Trying to backward an extra time",
+        "torch refuses a split backward of layers with selective recomputation",
     ),
     (
         "megatron",

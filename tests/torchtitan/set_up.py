@@ -20,7 +20,7 @@ def configuration(case: dict[str, Any], folder: str) -> Any:
     Args:
         case: ``schedule``, and where they differ from the default ``stages`` (ranks of the
             pipeline), ``shards``, ``microbatches``, ``walks``, ``steps``, ``layers``,
-            ``recompute``, ``validate`` and ``save``.
+            ``recompute``, ``loss``, ``validate`` and ``save``.
         folder: Where the run may write.
     """
     config = on_a_cpu(llama3_debugmodel())
@@ -43,6 +43,8 @@ def configuration(case: dict[str, Any], folder: str) -> Any:
     config.checkpoint.interval = 1
     config.validator.enable = bool(case.get("validate"))
     config.validator.freq, config.validator.steps = 1, 1
+    if case.get("loss") != "chunked":  # under it torch's split backward loses a gradient
+        config.loss = config.loss.loss_fn
     if case.get("recompute"):
         config.activation_checkpoint = SelectiveAC.Config()
     return config

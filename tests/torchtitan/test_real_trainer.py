@@ -170,6 +170,19 @@ def test_a_fault_is_refused_where_it_happens(name: str, tmp_path: Path) -> None:
         assert not said[rank] or "refused" not in said[rank][0]
 
 
+def test_a_gradient_that_a_split_backward_loses_is_named(tmp_path: Path) -> None:
+    """Under the chunked loss of TorchTitan's own configuration the last norm is not trained."""
+    given = {"schedule": "ZBVZeroBubble", "loss": "chunked", "manner": "report"}
+    said = [rank[0] for rank in launch(2, tmp_path, [given])]
+
+    assert [] == said[1]["violations"]
+    ((clause, rank, step, action, found),) = said[0]["violations"]
+    assert ("ownership.work-not-queued", 0, 0) == (clause, rank, step)
+    assert action.startswith("3I")
+    assert found.startswith("no deferred work for 1 of 8 weights in the graph of stage 3")
+    assert found.endswith("norm.weight")
+
+
 def test_the_pages_example_runs(tmp_path: Path) -> None:
     """The example's configuration trains on both ranks, and nothing is reported."""
     module = tmp_path / "my_llama"
