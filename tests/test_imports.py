@@ -1,7 +1,7 @@
 """
 Arrows between layers: spec <- qeffect <- {verification, gpu_runtime, guards}.
 
-There is one other arrow: three modules of the laboratory import the guards, to measure them.
+There is one other arrow: four modules of the laboratory import the guards, to measure them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ ALLOWED = {
     "gpu_runtime": {"spec", "qeffect", "gpu_runtime"},
     "guards": {"spec", "qeffect", "guards"},
 }
-#: The modules of the runtime that import the guards: one times them, two sweep modes under them.
+#: The modules of the runtime that import the guards: one times them, three sweep modes under them.
 TIMES_THE_GUARDS = {
     ROOT / "gpu_runtime" / "lab" / name
-    for name in ("commands/guards.py", "sides/mode_runs.py", "sides/megatron_modes.py")
+    for name in (
+        "commands/guards.py",
+        *("sides/mode_runs.py", "sides/megatron_modes.py", "sides/titan_modes.py"),
+    )
 }
 #: The one module of the kernel that knows torch, and only inside its functions.
 TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
@@ -43,7 +46,10 @@ TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
 IMPORTS_OF_FRAMEWORKS = {
     "deepspeed": {"qeffect/schedule/deepspeed.py"},
     "megatron": {"gpu_runtime/guards/megatron_library.py", "gpu_runtime/lab/sides/megatron.py"},
-    "torchtitan": set(),  # its guard takes what a run gives it
+    "torchtitan": {  # its guard takes what a run gives it
+        "gpu_runtime/lab/sides/titan_cpu.py",
+        "gpu_runtime/lab/sides/titan_modes.py",
+    },
 }
 #: The one module of the kernel that pytest loads, by an entry point.
 PYTEST_PLUGIN = ROOT / "qeffect" / "pytest_plugin.py"

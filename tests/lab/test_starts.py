@@ -222,7 +222,7 @@ def test_profiles_are_added_to_the_rows_that_were_measured(tmp_path: Path) -> No
     assert len(saved) == 2
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("part", "words"),
     [
