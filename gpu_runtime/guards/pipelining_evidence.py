@@ -122,15 +122,18 @@ class StageEvidence:
         Check that a dI left work for the weight gradient of each leaf of its graph.
 
         torch looks for the module's parameters in the graph. A parameter that was exchanged since
-        the forward, as by FSDP, is not found, and its gradient is never computed.
+        the forward, as by FSDP, is not found, and its gradient is never computed. An action that
+        `begin_split` has not read passes.
 
         Raises:
             Refused: ``ownership.work-not-queued``.
         """
         found = self._leaves.pop(event, None)
+        if found is None:
+            return
         _, stage, microbatch = event
         state = getattr(self._stages[stage], "backward_state", {}).get(microbatch)
-        if not found or state is None or state[1] is None:
+        if state is None or state[1] is None:
             return
         inputs = {id(value) for value in state[0]}
         weights = {node for node in found if id(node.variable) not in inputs}

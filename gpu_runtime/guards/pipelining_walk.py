@@ -339,13 +339,11 @@ class ActionGuard:
         """Commit an action that the stage's own method has run."""
         self.evidence.forget(event)
         self._parts.discard(event)
-        if self.evidence.untouched(event):
+        try:
+            if self.evidence.untouched(event):
+                raise self.evidence.not_run(event)
+            self.evidence.check_split(event)
+        except Refused:
             self.abort()
-            raise self.evidence.not_run(event)
-        if event[0] == "I":
-            try:
-                self.evidence.check_split(event)
-            except Refused:
-                self.abort()
-                raise
+            raise
         self._commit(event, block)

@@ -77,7 +77,7 @@ def test_guarded_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
     assert last[0] != last[4]  # without dropout the losses are others
 
 
-@pytest.mark.nightly
+@pytest.mark.ci
 def test_a_run_that_is_killed_draws_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     """The position of each rank's generator is in the checkpoint: same losses, same bits."""
     job = Job(schedule="zbv", pp=2, microbatches=4, dropout=0.1)

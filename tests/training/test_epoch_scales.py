@@ -98,7 +98,7 @@ def test_every_schedule_of_two_and_four_ranks_has_the_digest_of_one(tmp_path: Pa
     same(found)
 
 
-@pytest.mark.nightly
+@pytest.mark.ci
 @pytest.mark.parametrize("amax", ["replica", pytest.param("replicas", marks=pytest.mark.nightly)])
 def test_two_replicas_of_one_and_of_two_ranks_have_one_digest(amax: str, tmp_path: Path) -> None:
     """Each replica with its own scales, or all with one; gradients are summed over replicas."""

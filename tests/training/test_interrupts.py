@@ -299,7 +299,7 @@ def test_a_death_in_a_step_has_a_cause(
 @pytest.mark.parametrize(
     ("place", "dead"),
     [pytest.param("import", 0, marks=pytest.mark.nightly),
-     pytest.param("start", 1, marks=pytest.mark.nightly),
+     pytest.param("start", 1, marks=pytest.mark.ci),
      pytest.param("built", 0, marks=pytest.mark.nightly),
      pytest.param("built", 1, marks=pytest.mark.nightly),
      pytest.param("import", 1, marks=pytest.mark.nightly),

@@ -53,7 +53,7 @@ STRONGER = [
 ]
 
 
-@pytest.mark.nightly
+@pytest.mark.ci
 @pytest.mark.parametrize(("half", "test"), few(STRONGER, (3,), ()))
 def test_a_guard_that_is_too_strong_is_found(half: str, test: str) -> None:
     """An over-strong guard leaves its own check open, whether or not a test would notice it."""

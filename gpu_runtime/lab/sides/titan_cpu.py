@@ -18,9 +18,9 @@ import torch
 import torch._utils
 from torch import Tensor
 
-__all__ = ["LENGTH", "TOKENS", "install", "on_a_cpu"]
+__all__ = ["install", "on_a_cpu"]
 
-TOKENS, LENGTH = 2048, 16
+_TOKENS, _LENGTH = 2048, 16
 
 
 def install() -> None:
@@ -69,7 +69,7 @@ def on_a_cpu(config: Any) -> Any:
             return ""
 
         def get_vocab_size(self) -> int:
-            return TOKENS
+            return _TOKENS
 
     class Generated(BaseDataLoader):  # type: ignore[misc]
         """Batches of random tokens, other ones on each replica, the same ones in each run."""
@@ -86,9 +86,9 @@ def on_a_cpu(config: Any) -> Any:
 
         def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
             while True:
-                size = (self._rows, LENGTH + 1)
-                tokens = torch.randint(0, TOKENS, size, generator=self._generator)
-                places = torch.arange(LENGTH).expand(self._rows, LENGTH)
+                size = (self._rows, _LENGTH + 1)
+                tokens = torch.randint(0, _TOKENS, size, generator=self._generator)
+                places = torch.arange(_LENGTH).expand(self._rows, _LENGTH)
                 yield {"input": tokens[:, :-1].contiguous(), "positions": places}, tokens[:, 1:]
 
         def state_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def on_a_cpu(config: Any) -> Any:
     config.training = replace(
         config.training,
         local_batch_size=8,
-        seq_len=LENGTH,
+        seq_len=_LENGTH,
         steps=3,
         disable_cuda_graphs=True,
         mixed_precision_param="float32",
