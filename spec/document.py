@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,7 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
             f"- *Likely cause:* {clause.cause}",
             f"- *Remedy:* {clause.remedy}",
             f"- *Kept by* {_kept_by(clause.id, keeping)}",
+            *_also_raised_by(keeping["clauses"][clause.id]),
             *_killed_by(clause.id, keeping),
             f"- *Shown by* {_shown_by(keeping['clauses'][clause.id])}",
             "",
@@ -163,11 +164,7 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
 
 def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
     """The functions that raise a clause, and what fails without its guards."""
-    raised: dict[str, list[str]] = {}
-    for place in keeping["clauses"][clause]["raised_by"]:
-        module, _, function = place.partition(": ")
-        raised.setdefault(module, []).append(f"`{function}`")
-    functions = "; ".join(f"{', '.join(names)} in `{module}`" for module, names in raised.items())
+    functions = _functions(keeping["clauses"][clause]["raised_by"])
     guards = [row for row in keeping["guards"] if row["clause"] == clause]
     if not guards:
         return f"{functions}, outside the proved transitions; no promise depends on this clause."
@@ -199,6 +196,21 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
             promise, _, where = text.partition(", ")
             said.append(f"for `{promise}` {where}")
     return f"{functions}, {'; '.join(said)}."
+
+
+def _also_raised_by(shown: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The functions of the runtime that raise a clause themselves."""
+    if places := shown["also_raised_by"]:
+        yield f"- *Also raised by* {_functions(f'gpu_runtime/{place}' for place in places)}."
+
+
+def _functions(places: Iterable[str]) -> str:
+    """The functions of ``file: function``, by file."""
+    named: dict[str, list[str]] = {}
+    for place in places:
+        module, _, function = place.partition(": ")
+        named.setdefault(module, []).append(f"`{function}`")
+    return "; ".join(f"{', '.join(names)} in `{module}`" for module, names in named.items())
 
 
 def _killed_by(clause: str, keeping: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,9 +39,11 @@ _SPEC: Final = Path(spec.__file__).parent.resolve()
 #: The file that is written.
 FILE: Final = _SPEC / "kept.json"
 _TESTS: Final = _SPEC.parent / "tests"
-#: Folders with tests of the contract; tests of a runtime also name clauses and are left out.
-_ROOMS: Final = ("kernel", "schedule", "eventlog", "faults", "failures", "spec")
+_RUNTIME: Final = _SPEC.parent / "gpu_runtime"
 _PROOFS: Final = Path(__file__).parent / "reports" / "proofs.json"
+
+#: What may be the name of a clause within a message.
+_CLAUSE: Final = re.compile(r"[a-z]+\.[a-z]+(?:-[a-z]+)*")
 
 #: Names of all promises of the specification; any other predicate is a lemma of the proofs.
 PROMISES: Final = frozenset(
@@ -127,12 +130,14 @@ def places() -> dict[str, dict[str, list[str]]]:
     """
     Return for each clause the functions that raise it, and its log, faults, failures and tests.
 
-    Functions are ``file: function`` from the kernel's folder, logs from the specification's.
+    Functions are ``file: function`` from the kernel's or the runtime's folder, logs from the
+    specification's.
     """
-    raised, tests = _raised(), _tested()
+    raised, also, tests = _raised(), _raised_in_the_runtime(), _tested()
     return {
         clause: {
             "raised_by": raised.get(clause, []),
+            "also_raised_by": also.get(clause, []),
             "logs": [
                 f"logs/rejected/{path.name}"
                 for path in [_SPEC / "logs" / "rejected" / f"{clause}.jsonl"]
@@ -158,30 +163,50 @@ def _raised() -> dict[str, list[str]]:
     return found
 
 
-def _tested() -> dict[str, list[str]]:
-    """The test modules that name a clause."""
+def _raised_in_the_runtime() -> dict[str, list[str]]:
+    """The functions of the runtime that refuse by a clause themselves, but for the laboratory's."""
     found: dict[str, list[str]] = {}
-    for room in _ROOMS:
-        for path in sorted((_TESTS / room).rglob("test_*.py")):
-            for _, clause in _named(path, room == "schedule"):
-                _add(found, clause, path.relative_to(_TESTS.parent).as_posix())
+    for path in sorted(_RUNTIME.rglob("*.py")):
+        where = path.relative_to(_RUNTIME)
+        if where.parts[0] == "lab":
+            continue
+        for function, clause in _named(path, schedules=False):
+            _add(found, clause, f"{where.as_posix()}: {function}")
     return found
 
 
-def _named(path: Path, schedules: bool) -> Iterator[tuple[str, str]]:
+def _tested() -> dict[str, list[str]]:
+    """The test modules that name a clause, alone or in a pattern of a message."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(_TESTS.rglob("test_*.py")):
+        for _, clause in _named(path, path.relative_to(_TESTS).parts[0] == "schedule", True):
+            _add(found, clause, path.relative_to(_TESTS.parent).as_posix())
+    return found
+
+
+def _named(path: Path, schedules: bool, patterns: bool = False) -> Iterator[tuple[str, str]]:
     """
     Yield each clause that a module names in a string, with the function around it, or empty.
 
     Args:
         path: The module.
         schedules: Whether the module names the clauses of schedules without their part.
+        patterns: Whether a clause counts that is a part of a string, with escaped dots too.
     """
     for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
-                for clause in (inner.value, f"schedule.{inner.value}" if schedules else ""):
-                    if clause in CLAUSES or clause in SCHEDULE_CLAUSES:
-                        yield name, clause
+        for clause in _clauses(node, schedules, patterns):
+            yield name, clause
+
+
+def _clauses(node: ast.AST, schedules: bool, patterns: bool = False) -> Iterator[str]:
+    """Yield each clause that a string of `node` names; the arguments are those of `_named`."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            text = inner.value
+            names = [text, f"schedule.{text}"] if schedules else [text]
+            if patterns:
+                names += _CLAUSE.findall(text.replace("\\", ""))
+            yield from (name for name in names if name in CLAUSES or name in SCHEDULE_CLAUSES)
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:

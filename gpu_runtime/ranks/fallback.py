@@ -16,19 +16,19 @@ def capture_failed(whole: OneLaunch, stopped: StoppedError) -> bool:
     return whole.steps == 1 and cause.kind == "raised" and cause.recoverable
 
 
-def fall_back(whole: OneLaunch | None, stopped: StoppedError, notes: list[str]) -> None:
+def fall_back(whole: OneLaunch | None, stopped: StoppedError) -> str | None:
     """
-    Restart the step with guarded replays, after a rank could not capture it.
+    Give the launch up for guarded replays, if a rank could not capture the step.
 
     Args:
-        whole: The launch that should have captured the step.
+        whole: The launch that should have captured the step; None if there is none any more.
         stopped: How the step ended, on every rank.
-        notes: The reason is added here.
 
-    Raises:
-        StoppedError: The step ended for another reason.
+    Returns:
+        Why the step could not be captured; None if it ended for another reason, and then nothing
+        was done.
     """
     if whole is None or not capture_failed(whole, stopped):
-        raise stopped
+        return None
     whole.give_up(stopped)
-    notes.append(f"guarded replays, as the step could not be captured: {stopped.cause.text}")
+    return f"the step could not be captured: {stopped.cause.text}"

@@ -84,7 +84,7 @@ class RuntimeParts:
 
     @property
     def executor(self) -> Executor:
-        """Performs F, dI, dW and a refresh on a slot."""
+        """Performs F, dI and dW on a slot, and refreshes a stage's weight caches."""
         return self.performer.executor
 
     @property

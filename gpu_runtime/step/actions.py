@@ -298,7 +298,9 @@ class GuardedActions:
                 `order.scaling-updates` if the backend reports that dI did not update the
                 scales exactly once, `order.wrong-scales` if it reports another F's scales,
                 `epoch.other-parts` if its loss changed what it divides by.
-            BackendError: The gradients do not match what the stage takes; nothing was changed.
+            BackendError: The gradients do not match what the stage takes, and nothing was changed;
+                or the library deferred another number of products, which Transformer Engine's
+                backend finds before the contract is asked, and the tape is aborted.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:

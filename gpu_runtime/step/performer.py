@@ -27,7 +27,7 @@ class Performer(Protocol):
     """The physical part of a step, once the contract has allowed it."""
 
     executor: Executor
-    """Performs F, dI, dW and a refresh on a slot."""
+    """Performs F, dI and dW on a slot, and refreshes a stage's weight caches."""
     handoff: Handoff
     """Orders the graph stream and the caller's stream."""
 

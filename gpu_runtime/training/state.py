@@ -203,7 +203,7 @@ def _named(naming: Naming, stage: int, local: str) -> str:
         return naming(stage, local)
     except (LookupError, ValueError, TypeError) as error:
         raise BackendError(
-            f"the naming has no name for {local} of stage {stage} ({error}); it must name every "
+            f"naming({stage}, {local!r}) failed ({error}); it must return a name for every "
             "parameter and every tensor of numerical state"
         ) from error
 

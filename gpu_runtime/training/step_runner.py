@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ranks.consent import StoppedError, wait_for
-from ..ranks.fallback import capture_failed
+from ..ranks.fallback import fall_back
 from ..ranks.job import Batches, Job
 from ..ranks.late_faults import record_fault
 from ..ranks.membership import Member, all_gather
@@ -289,13 +289,12 @@ class StepRunner:
         Returns:
             Whether a failed capture was the cause of the stop; if not, nothing was done.
         """
-        whole = self.one_launch
-        if whole is None or not capture_failed(whole, stopped):
+        why = fall_back(self.one_launch, stopped)
+        if why is None:
             return False
-        whole.give_up(stopped)
         self._rebuilt()
         self.one_launch = None
-        self.why_replays = f"the step could not be captured: {stopped.cause.text}"
+        self.why_replays = why
         return True
 
     def close(self) -> None:

@@ -264,7 +264,7 @@ def upgraded_header_of_second(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def header_of(contract: Contract, rank: int | None) -> dict[str, Any]:
-    """Return the header of a contract in its initial state, the only one that describes it."""
+    """Return a contract's header. The contract has to be in its initial state."""
     return {
         "qeffect": MAGIC,
         "version": VERSION,

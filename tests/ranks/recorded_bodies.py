@@ -124,7 +124,9 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
             runner.step()
         except StoppedError as stopped:
             whole = runner if isinstance(runner, OneLaunch) else None
-            fallback.fall_back(whole, stopped, notes)
+            if (why := fallback.fall_back(whole, stopped)) is None:
+                raise
+            notes.append(why)
             runner = worker
     left = bits(worker)
     worker.close()

@@ -48,6 +48,7 @@ def test_replicas_that_do_not_share_keep_what_each_saw(tmp_path: Path) -> None:
             assert any(name.endswith("scale") for name in step["replicas differ"])
 
 
+@pytest.mark.ci
 def test_shared_scaling_has_the_bits_of_native_steps_and_a_collective_each(tmp_path: Path) -> None:
     """torch's own pipeline, and behind each step one maximum or minimum for each tensor."""
     jobs = [TWO, attrs.evolve(TWO, schedule="izb", amax="replica")]

@@ -32,6 +32,7 @@ def one_cause(said: Any, ranks: list[int]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ci
 def test_a_rate_a_limit_and_poisoned_data(tmp_path: Path) -> None:
     """With a loss that is NaN, no rank's weights move in that step."""
     rates = [1e-3, 2e-3, 0.0, 1e-3]

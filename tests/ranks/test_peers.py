@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from qeffect.gpu_runtime.lab.statistics.peers import verdict
 from tests.ranks import table_bodies
 from tests.ranks.ranks import launch
 
 
+@pytest.mark.ci
 def test_replays_have_natives_gradients_and_another_schedule_is_close(tmp_path: Path) -> None:
     """Interleaved bit for bit; ZB-V, whose stages lie on other ranks, may scale in its order."""
     (tmp_path / "kept").mkdir()

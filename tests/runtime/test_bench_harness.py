@@ -231,6 +231,7 @@ class TestWorkers:
             worker.collect(60)
         worker.end()
 
+    @pytest.mark.ci
     def test_a_process_that_does_not_answer_is_ended(self) -> None:
         """Waiting has a limit, after which the process is gone."""
         worker = ColumnProcess(toys.spec("a"), TINY, toys.SETTINGS)

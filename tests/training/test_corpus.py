@@ -45,6 +45,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.ci
 def test_the_list_is_of_the_version_that_it_names() -> None:
     """On a listed version nothing differs; on another the command says so."""
     expected = known("3.11.7")

@@ -120,6 +120,7 @@ def test_an_order_moves_scales_unless_a_history_is_whole_steps_long(tmp_path: Pa
     assert same == [True, False]
 
 
+@pytest.mark.ci
 def test_all_runs_of_a_report_have_one_measured_cut(tmp_path: Path) -> None:
     """Times are taken once: native and guarded are of one cut, whatever a second look finds."""
     config = file(tmp_path)
@@ -177,6 +178,7 @@ def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert row["schedule"] == "zbv"
 
 
+@pytest.mark.ci
 def test_a_report_that_the_limit_cut_short_is_not_complete(tmp_path: Path) -> None:
     """Ended in its first run, between its two runs, and at the end of the last one."""
     config = file(tmp_path)

@@ -55,6 +55,7 @@ def written(folder: Path, **files: str) -> dict[str, str]:
     return {name: str(folder / f"{name}.toml") for name in files}
 
 
+@pytest.mark.ci
 def test_guarded_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
     """Zero bubble and ZB-V, two walks, and two replicas: losses, gradients, parameters, AdamW."""
     path = noise(tmp_path)

@@ -65,6 +65,7 @@ def same(found: list[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
+@pytest.mark.ci
 def test_one_and_two_ranks_have_one_digest_and_default_scales_have_not(tmp_path: Path) -> None:
     """ZB-V over an uneven cut, Interleaved 1F1B, and one rank alone; then the same by default."""
     path = noise(tmp_path)

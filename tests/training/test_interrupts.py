@@ -271,7 +271,9 @@ def test_a_death_between_two_steps_has_a_cause(
         assert told["cause"].startswith("rank 1, step 1, checkpoint: the process has ended")
 
 
-@pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.parametrize(
+    "dead", [pytest.param(0, marks=pytest.mark.nightly), pytest.param(1, marks=pytest.mark.ci)]
+)
 def test_a_death_in_a_step_has_a_cause(
     dead: int, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:

@@ -245,6 +245,7 @@ def test_losses_that_one_rank_alone_has_brought_together_are_of_their_own_step(
     assert len(told) == 1
 
 
+@pytest.mark.ci
 def test_skipped_updates_are_told_alike(tmp_path: Path) -> None:
     """With a rate at which nothing stays finite the device skips what the host would skip."""
     made = files(tmp_path, PIPE)

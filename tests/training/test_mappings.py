@@ -102,6 +102,7 @@ def test_other_chunks_replicas_and_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mapping", few([job("zbv", 4, 2), job("1f1b", 2, 1)], [0]))
+@pytest.mark.ci
 def test_steps_after_a_remap_are_those_of_torchs_own_pipeline(tmp_path: Path, mapping: Job) -> None:
     """Torch's pipeline over native full backwards, which knows nothing of slots and checkpoints."""
     launched(tmp_path, 0, FIRST, bodies.started, {"until": 2, "save_at": (2,)})

@@ -4,8 +4,12 @@ Explorations that several tests look at, each run once.
 
 from __future__ import annotations
 
+import os
+import pickle
 from functools import cache
+from pathlib import Path
 
+import attrs
 import pytest
 
 from qeffect.engine.concrete_memory import Memory
@@ -13,6 +17,7 @@ from qeffect.verification.explorer import standard_scopes
 from qeffect.verification.explorer.exploration import Exploration, explore
 from qeffect.verification.explorer.packing import Packing
 from qeffect.verification.explorer.plain import PlainExplorer, State
+from qeffect.verification.explorer.runs import ExploreReport, report_of
 from qeffect.verification.explorer.scopes import configuration, sizes
 from qeffect.verification.explorer.space import Space
 from qeffect.verification.induction import INVARIANTS
@@ -51,7 +56,7 @@ SIZED = [
     pytest.param(
         name,
         marks=()
-        if name in SMALL[::2]
+        if name in SMALL[::3]
         else pytest.mark.ci
         if name in (*SMALL, MEDIUM[0])
         else pytest.mark.nightly
@@ -89,6 +94,38 @@ def explored(name: str) -> Exploration:
 def plain(name: str) -> PlainExplorer:
     """Return the plain exploration of a standard scope."""
     return walk_plainly(space(name))
+
+
+@attrs.frozen
+class Reports:
+    """
+    Reports of explorations, shared by the workers of one run of the suite.
+
+    Args:
+        folder: Where the first worker that has a report leaves it for the others.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of_run(cls, factory: pytest.TempPathFactory) -> Reports:
+        """The reports in the folder that all workers of this run have in common."""
+        own = factory.getbasetemp()
+        folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "explorations"
+        folder.mkdir(exist_ok=True)
+        return cls(folder)
+
+    def of(self, name: str) -> ExploreReport:
+        """Return the report of a standard scope; explore it if no worker has."""
+        kept = self.folder / name
+        if kept.exists():
+            report: ExploreReport = pickle.loads(kept.read_bytes())
+            return report
+        report = report_of(explored(name), 0)
+        unfinished = kept.with_name(f"{name}.{os.getpid()}")
+        unfinished.write_bytes(pickle.dumps(report))
+        unfinished.replace(kept)
+        return report
 
 
 def columns_of(space: Space, state: State) -> dict[str, list[int]]:

@@ -196,7 +196,7 @@ class _Numbers:
         return len(self.columns[column])
 
 
-@pytest.mark.parametrize("name", few(SCOPES, [0], [1]))
+@pytest.mark.parametrize("name", few(SCOPES, [1], [0]))
 def test_one_path_predicts_each_run(name: str) -> None:
     """Exactly one path's condition holds; it tells the clause, the ticket and every column."""
     table = _table(name, False)

@@ -27,6 +27,15 @@ def test_the_file_is_current() -> None:
     assert 0 == kept.main(["--check"])
 
 
+def test_the_runtime_and_patterns_of_messages_are_read() -> None:
+    """A guard that raises a clause itself, and a test that asks for it with escaped dots."""
+    row = kept.places()["ownership.work-not-queued"]
+
+    runtime = "guards/pipelining_evidence.py: StageEvidence.check_split"
+    assert [runtime] == row["also_raised_by"]
+    assert "tests/kernel/test_tickets.py" in row["tests"]
+
+
 def test_it_has_every_guard_of_every_transition() -> None:
     """As often as it is checked there."""
     found: dict[str, list[str]] = {name: [] for name in GUARDS}

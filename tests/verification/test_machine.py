@@ -32,7 +32,7 @@ from qeffect.verification.walks.processes import PROCESSES
 from tests.profiles import PROFILE, by_profile
 
 #: Nearly always enough for every transition and clause; a run may miss one of the rarest.
-SCHEDULES = 300
+SCHEDULES = by_profile(dev=200, ci=300)
 #: How many runs may be made until nothing but the rarest is missed.
 RUNS = 5
 #: What takes two thousand schedules, as `make check` draws; deleting these guards is noticed apart.

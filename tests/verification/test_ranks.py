@@ -115,7 +115,17 @@ class TestProofs:
 class TestExplorer:
     @pytest.mark.parametrize(
         "name",
-        [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCOPES],
+        [
+            pytest.param(
+                name,
+                marks=pytest.mark.slow
+                if name not in QUICK
+                else pytest.mark.ci
+                if name in QUICK[3:]
+                else (),
+            )
+            for name in SCOPES
+        ],
     )
     def test_scope(self, name: str) -> None:
         """No promise breaks, and from every state the protocol leads on to the end."""
@@ -261,6 +271,7 @@ class TestMutants:
 class TestApart:
     """Not all ranks move or none: what stops between a consent and its update leaves them apart."""
 
+    @pytest.mark.ci
     def test_a_launch(self) -> None:
         """A device has updated; another has stopped before it, one step behind."""
         found = explore(SCOPES["two-launches"], lemmas=False)

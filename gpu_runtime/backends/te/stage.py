@@ -199,7 +199,7 @@ class TransformerEngineStage:
 
     @property
     def relations(self) -> frozenset[str]:
-        """All relations under delayed scaling; other recipes have no state, so no order."""
+        """All relations; without `order` for recipes other than delayed scaling."""
         unused = set() if self.domain.scaling == "delayed" else {"order"}
         return frozenset(RELATIONS) - unused
 

@@ -127,7 +127,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-nonfinite",
         action="store_true",
-        help="no update after a step whose gradient norm is not finite",
+        help="skip the update of a step whose gradient norm is not finite",
     )
     parser.add_argument(
         "--trace",
@@ -344,7 +344,9 @@ def _train_outcome(
             try:
                 runner.step()
             except StoppedError as stopped:
-                fall_back(whole, stopped, notes)
+                if (why := fall_back(whole, stopped)) is None:
+                    raise
+                notes.append(f"guarded replays: {why}")
                 whole, runner = None, worker
                 runner.step()
         if member.device.type == "cuda":

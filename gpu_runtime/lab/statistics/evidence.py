@@ -42,7 +42,8 @@ def derive_compare(raw: Raw) -> dict[str, Any]:
 
     `native_against_ours` is the evidence. `native_again` is the control: the library against itself
     in another process. `eager_against_ours` has the orders whose sum the library cannot form, with
-    split eager as the reference. `requirements` are counts of a guarded run that must be zero.
+    split eager as the reference. `requirements` compares counts of a guarded run with zero; its
+    `mismatched` must be 0.
     """
     categories: dict[str, dict[str, int]] = {}
     by_reference: dict[str, dict[str, int]] = {
