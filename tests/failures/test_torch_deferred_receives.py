@@ -446,6 +446,7 @@ def numbers(text: str) -> dict[str, float]:
 
 
 class TestIssueText:
+    @pytest.mark.ci
     @NEEDS_DEFERRED
     def test_reproducer(self, tmp_path: Path) -> None:
         """The reproducer is short, needs torch alone, and prints what the text says."""

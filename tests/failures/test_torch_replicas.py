@@ -20,7 +20,7 @@ from .reproducers import require_observed
 @pytest.mark.parametrize(
     "name",
     [
-        "torch_replicas_not_reduced.md",
+        pytest.param("torch_replicas_not_reduced.md", marks=pytest.mark.ci),
         pytest.param("torch_inferred_shapes_reduce_early.md", marks=pytest.mark.ci),
     ],
 )

@@ -187,6 +187,7 @@ def test_a_stop_whose_store_does_not_answer_has_a_cause(monkeypatch: pytest.Monk
     assert "RuntimeError: here; the ranks' common store is gone (no answer within" in cause.text
 
 
+@pytest.mark.ci
 def test_a_device_wait_whose_store_does_not_answer_ends_at_its_deadline() -> None:
     """A rank away from the store, whose device cannot finish either, names rank and limit."""
     table = read_fixture("Schedule1F1B_pp2_vpp1_m4.comms.csv")

@@ -169,6 +169,7 @@ def test_a_flip_between_two_launches_is_stopped_or_undone(tmp_path: Path) -> Non
     assert words[0]["moved"] == []
 
 
+@pytest.mark.ci
 def test_a_flip_inside_one_of_two_launches_is_never_applied(tmp_path: Path) -> None:
     """Whatever operation's output it is: the update is skipped, or the bits are undisturbed."""
     said = launch(2, tmp_path, bodies.launches_flipped_inside, PIPE, 9, 5)

@@ -84,6 +84,7 @@ def test_after_a_cause_that_all_survive_the_run_goes_on_bit_for_bit(tmp_path: Pa
         assert word["same losses"]
 
 
+@pytest.mark.ci
 def test_replicas_stop_and_go_on_together(tmp_path: Path) -> None:
     """A rank of one replica raises, also while gradients are summed: all four rebuild."""
     job = Job(schedule="il", pp=2, dp=2, microbatches=2)

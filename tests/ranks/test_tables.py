@@ -101,6 +101,7 @@ def test_two_ranks_measure_one_trial_and_its_bits_agree(tmp_path: Path) -> None:
     assert derived["errors"] == []
 
 
+@pytest.mark.ci
 def test_a_side_that_fails_has_its_error_and_the_others_go_on(tmp_path: Path) -> None:
     """A stage that cannot be built on one rank is said by both, in the row of its side."""
     said = launch(2, tmp_path, table_bodies.one_fails)

@@ -213,6 +213,7 @@ class TestWorkers:
             worker.collect(60)
         worker.end()
 
+    @pytest.mark.ci
     def test_an_exception_becomes_one_line(self) -> None:
         """The parent hears the type and the first line, and the process can go on."""
         worker = ColumnProcess(toys.spec("a", fail_in="warm"), TINY, toys.SETTINGS)

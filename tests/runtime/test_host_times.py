@@ -275,6 +275,7 @@ class TestDerived:
         assert "goal 12" in rows[3][0]
         assert "7.25" == rows[3][-1]
 
+    @pytest.mark.ci
     def test_in_a_report(self) -> None:
         """A cell's run records it for captured columns alone, in the schema's form."""
         specs = [

@@ -217,6 +217,7 @@ class TestProcesses:
         assert ended.error.startswith("did not end within")
         assert ended.words == ["here"]
 
+    @pytest.mark.ci
     def test_one_that_fails_ends_the_others_and_says_its_error(self, tmp_path: Path) -> None:
         """The error of the rank that failed, not of a rank that waited for it."""
         code = (

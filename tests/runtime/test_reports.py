@@ -748,6 +748,7 @@ class TestPictures:
         (line,) = capsys.readouterr().err.splitlines()
         assert f"--out {folder / '0.json'}: File exists; name a folder" in line
 
+    @pytest.mark.ci
     def test_a_number_of_the_report_moves_the_picture(self, tmp_path: Path) -> None:
         """Pictures are drawn from the report and from nothing else."""
         bytes_of = []

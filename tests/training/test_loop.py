@@ -158,6 +158,7 @@ def test_a_stopped_step_is_begun_again(tmp_path: Path) -> None:
     assert sum("stopped" in line for line in lines(tmp_path / "log.jsonl")) == 2
 
 
+@pytest.mark.ci
 def test_clipped_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
     """The native side clips by the norm of all ranks' gradients, with the same factor."""
     jobs = [

@@ -219,6 +219,7 @@ def test_training_has_the_bits_of_torchs_pipeline(tmp_path: Path) -> None:
     assert sum(losses[0]) == pytest.approx(4.16, abs=0.1)  # ln 64
 
 
+@pytest.mark.ci
 def test_the_librarys_layers_are_asked_for_the_same_kind(tmp_path: Path) -> None:
     """Over a stand-in for Transformer Engine, against its full backward; fused and split QKV."""
     split = attrs.evolve(COMMON, fused_qkv=False)

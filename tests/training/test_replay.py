@@ -101,6 +101,7 @@ def test_a_mismatch_is_one_line_and_the_step_is_taken_again(folder: Path) -> Non
     assert (status["ended_by"], status["mismatches"]) == ("steps", 1)
 
 
+@pytest.mark.ci
 def test_launches_that_run_twice_tell_a_mismatch_one_step_later(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_tie_without_its_second_copy_is_refused() -> None:
     require_declared([[tie]] * 4, homes, [0, 1, 2, 3])
 
 
+@pytest.mark.ci
 def test_it_is_saved_once_and_loaded_under_other_mappings(tmp_path: Path, folder: Path) -> None:
     """From two ranks with a copy each to one rank with both, and back; not into two weights."""
     path = noise(tmp_path)

@@ -121,6 +121,7 @@ def test_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
     assert sum(losses[0]) == pytest.approx(4.16, abs=0.1)  # ln 64
 
 
+@pytest.mark.ci
 def test_it_stands_behind_the_librarys_layers_too(tmp_path: Path) -> None:
     """Over a stand-in for Transformer Engine: its stores and caches leave the head out."""
     pytest.importorskip("torchao.float8")

@@ -195,6 +195,7 @@ def test_the_lemmas_of_its_relations_do_not_prove_a_goal_that_every_lemma_proves
     assert z3.unsat == verdict(frozenset(composition.lemmas))
 
 
+@pytest.mark.ci
 def test_both_solvers_are_asked_the_same_goals(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep hands cvc5 the very goals that it hands another seed of Z3."""
     asked: dict[str, list[Goal]] = {}

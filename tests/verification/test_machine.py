@@ -80,6 +80,7 @@ class TestRun:
 
         assert missed == never == idle == set()
 
+    @pytest.mark.ci
     def test_a_seed_draws_the_same_whatever_is_loaded(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

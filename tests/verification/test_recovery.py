@@ -25,7 +25,7 @@ def _proved(composition: Composition, timeout: int = 5_000) -> list[Obligation]:
 
 
 @pytest.mark.parametrize(
-    "omit", few([(omit,) for omit in COMPOSITIONS], (0, 1), (2, 5)), ids=composition_name
+    "omit", few([(omit,) for omit in COMPOSITIONS], (0,), (1, 2, 5)), ids=composition_name
 )
 def test_the_way_back_is_always_open(omit: tuple[str, ...]) -> None:
     """Every step is accepted, ends one thing and begins none, in every composition."""
