@@ -86,6 +86,7 @@ PARTS = (
     ("bench", "measure step time, memory, set-up, copies and guards"),
     ("scale", "compare and time a pipeline over the ranks that torchrun started"),
     ("tables", "measure the paper's complete-step tables over the ranks that torchrun started"),
+    ("models", "measure TFLOP/s of whole decoders over the ranks that torchrun started"),
     ("peers", "measure torch's own pipeline and Megatron-core beside the guarded one"),
     ("curves", "train guarded and native runs in turn, and report their loss curves"),
     ("restarts", "stop training, resume it from a checkpoint and compare every bit"),

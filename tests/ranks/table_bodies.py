@@ -88,3 +88,11 @@ def captured_facts() -> dict[str, Any]:
         )
         side.close()
     return {**facts, "sum of slots": slots, "variants": variants}
+
+
+def models_command(argv: list[str]) -> tuple[int, str, str]:
+    """`qeffect runtime report models`: exit code and what the rank said."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["runtime", "report", "models", *argv])
+    return code, out.getvalue(), err.getvalue()

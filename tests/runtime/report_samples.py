@@ -544,6 +544,35 @@ def peers_report() -> dict[str, Any]:
     return Report("peers", None, ENVIRONMENT, asked, raw).finish()
 
 
+def model_row(side: str, schedule: str, ms: list[float], **more: Any) -> dict[str, Any]:
+    """A row of a model of 1 billion parameters over two ranks."""
+    shape = {
+        **{"hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8, "layers": 16},
+        **{"vocabulary": 128_256, "sequence": 4096, "microbatches": 8},
+    }
+    return {
+        **{"cell": "1b-s4096-m8", "side": side, "schedule": schedule, "error": None},
+        **{"shape": shape, "cut": [4, 4, 4, 4], "parts_ms": {}, "peak_bytes": [5, 7]},
+        **{"step_ms": ms, "single_ms": ms, "host_ms": ms, "construction_s": 1.0},
+        **{"facts": [{}, {}], "compared": [0, 0], "first": [], "busy_ms": []},
+        **more,
+    }
+
+
+def models_report() -> dict[str, Any]:
+    """Native, one launch with its bits, and a row that found no memory."""
+    launches = [{"capture_s": 3.0}, {"capture_s": 5.0}]
+    rows = [
+        model_row("native", "il", [400.0]),
+        model_row("one launch", "il", [200.0], facts=launches, compared=[10, 0]),
+        {"cell": "8b-s4096-m8", "side": "native", "schedule": "il", "error": "no memory"},
+    ]
+    asked = {"pp": 2, "cells": ["1b-s4096-m8", "8b-s4096-m8"], "schedules": ["il"],
+             "device": "cuda", "backend": "transformer-engine", "rounds": 3, "steps": 10,
+             "native_steps": 3}  # fmt: skip
+    return Report("models", None, ENVIRONMENT, asked, {"rows": rows}).finish()
+
+
 def train_report(*, differ: int = 0) -> dict[str, Any]:
     """A run beside native, and one by itself."""
     alone = {

@@ -49,6 +49,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "scale": samples.scale_report,
     "tables": samples.tables_report,
     "peers": samples.peers_report,
+    "models": samples.models_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
     "kills": samples.kills_report,

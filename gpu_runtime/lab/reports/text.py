@@ -250,6 +250,33 @@ def table_lines(derived: Raw) -> list[str]:
     return lines + target_lines(derived["targets"])
 
 
+def model_lines(derived: Raw) -> list[str]:
+    """Every row, then what failed."""
+    rows = [
+        (
+            row["cell"],
+            row["schedule"],
+            row["side"],
+            number(row["step_ms"]["median"]),
+            number(row["tflops"]["median"], 1),
+            "-" if row["share"] is None else f"{row['share']:.1%}",
+            number(row["native_over_this"]),
+            "-" if row["idle"] is None else f"{row['idle']:.1%}",
+            f"{row['peak_bytes'] / 1e9:.1f}",
+            "-".join(map(str, row["cut"])),
+            f"{row['different']} of {row['compared']}" if row["compared"] else "-",
+        )
+        for row in derived["rows"]
+    ]
+    header = (
+        "cell", "schedule", "side", "ms", "TFLOP/s a GPU", "of FP8 peak", "native/this", "idle",
+        "peak GB", "layers a stage", "differ",
+    )  # fmt: skip
+    failed = [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
+              for error in derived["errors"]]  # fmt: skip
+    return ["", *table(header, rows), *failed]
+
+
 def gigabytes(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value / 1e9:+.2f}"
 
@@ -517,6 +544,7 @@ LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "scale": lambda report: scale_lines(report["derived"]),
     "tables": lambda report: table_lines(report["derived"]),
     "peers": lambda report: peer_lines(report["derived"]),
+    "models": lambda report: model_lines(report["derived"]),
     "restarts": restart_lines,
     "kills": kill_lines,
     "modes": mode_lines,

@@ -24,6 +24,7 @@ from .evidence import derive_compare, derive_pools, derive_probes, derive_stream
 from .goals import judge_cells, judge_sweep
 from .host import derive_host
 from .kills import derive_kills
+from .models import derive_models
 from .modes import derive_modes
 from .peers import derive_peers
 from .restarts import derive_restarts
@@ -374,6 +375,7 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "scale": derive_scale,
     "tables": derive_tables,
     "peers": derive_peers,
+    "models": derive_models,
     "train": derive_train,
     "restarts": derive_restarts,
     "kills": derive_kills,

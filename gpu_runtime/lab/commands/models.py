@@ -1,0 +1,167 @@
+"""
+``qeffect runtime report models``: TFLOP/s of whole decoders over the ranks of a pipeline.
+
+Native is torch's Interleaved 1F1B over full backwards. Stages are cut by the times of a layer and
+of both ends, measured before the first row of each cell. The report is written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+from ...backends.protocol import BackendError
+from ...ranks.membership import Member, all_gather, join
+from ...ranks.processes import mute_unless_speaker
+from ..comparisons.ranks import tensor_digests
+from ..reports.report import Report, environment
+from ..runner.processes import first_line
+from ..runner.profiles import SIDE_ERRORS, add_profiles
+from ..runner.rank_process import Findings
+from ..runner.rank_rows import RankRun, measure_rows
+from ..runner.timing import RoundPlan
+from ..sides.model_rows import CELLS, SCHEDULES, ModelRow, measured_cut, model_rows
+from ..sides.pipelines import backend_on
+from .options import add_rank_options, rank_starts, require_rounds
+
+__all__ = ["add_models_arguments", "run_models"]
+
+
+def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `models`."""
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        default=list(CELLS[:1]),
+        choices=CELLS,
+        metavar="CELL",
+        help=f"models to measure: {', '.join(CELLS)} (default {CELLS[0]})",
+    )
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=list(SCHEDULES),
+        choices=SCHEDULES,
+        metavar="NAME",
+        help=f"schedules: {', '.join(SCHEDULES)} (default all)",
+    )
+    add_rank_options(parser, rounds=3)
+
+
+def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Measure every model; refused where a row failed or a bit differs.
+
+    Raises:
+        UnusableError: The ranks cannot run it.
+    """
+    require_rounds(args)
+    rows = model_rows(args.cells, args.schedules, args.pp, device=args.device)
+    try:
+        for row in rows:
+            row.job().table()  # refuses before anything is measured
+        report = _run(args, rows, progress)
+    except (BackendError, ScheduleError, UnusableError, ValueError) as error:
+        mute_unless_speaker(failed=True)
+        raise UnusableError(str(error)) from error
+    derived = report.to_json()["derived"]
+    bad = derived["errors"] or any(row["different"] for row in derived["rows"])
+    outcome = Outcome("refused" if bad else "accepted", {"derived": derived}, report.lines())
+    mute_unless_speaker(failed=outcome.exit != 0)
+    return outcome
+
+
+def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress) -> Report:
+    configuration = {
+        "pp": args.pp,
+        "cells": args.cells,
+        "schedules": args.schedules,
+        "device": args.device,
+        "backend": backend_on(args.device),
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "native_steps": args.native_steps,
+    }
+    raw: dict[str, Any] = {"rows": []}
+    place = environment(args.commit, args.out)
+    with rank_starts(args, progress) as (starts, shown):
+        own = args.out if starts.speaks else None
+        report = Report("models", own, place, configuration, raw)
+
+        def take(row: dict[str, Any]) -> None:
+            raw["rows"].append(row)
+            report.save()
+
+        starts.start(_measure, args, rows, take=take, note=shown).require()
+        good = [
+            (attrs.evolve(row, cut=tuple(found["cut"])), found)
+            for row, found in zip(rows, raw["rows"], strict=True)
+            if found["error"] is None
+        ]
+        if good and not args.no_profile:
+            meet = partial(join, args.device)
+            add_profiles(starts, meet, good, save=report.save, note=shown.note).require()
+    report.finish()
+    return report
+
+
+def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findings) -> None:
+    """One rank: every row."""
+    member = join(args.device)
+    cell = ""
+    parts: dict[str, Any] = {}
+    native: dict[str, str] = {}
+
+    def measure(row: ModelRow) -> dict[str, Any]:
+        nonlocal cell, parts, native
+        try:
+            if row.cell != cell:
+                cell, parts, native = row.cell, {}, {}
+                times, cut = measured_cut(member, row)
+                parts = {"cut": cut, "parts_ms": attrs.asdict(times)}
+            if not parts:
+                raise RuntimeError("the times of the model's parts could not be measured")
+            found, left = _measure_row(member, args, attrs.evolve(row, cut=parts["cut"]), native)
+        except SIDE_ERRORS as error:
+            return {**row.name, "error": first_line(error)}
+        if row.side == "native":
+            native = left
+        return {**row.name, "error": None, "shape": _shape(row), **parts, **found}
+
+    measure_rows(member, rows, findings, measure)
+
+
+def _shape(row: ModelRow) -> dict[str, int]:
+    sequence = row.job().config.sequence
+    return {**attrs.asdict(row.shape), "sequence": sequence, "microbatches": row.microbatches}
+
+
+def _measure_row(
+    member: Member, args: argparse.Namespace, row: ModelRow, native: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """One row, and digests of what its first steps left on this rank."""
+    run = RankRun.of(member, row.make)
+    side = run.side
+    run.settle(row.settling_steps)
+    side.drain()
+    member.synchronize()
+    # Interleaved 1F1B has native's order; under the others scales move in another order.
+    left = tensor_digests(side.stages, side.optimizer) if row.schedule == "il" else {}
+    kept = native if row.side != "native" and left else {}
+    odd = sorted(name for name in kept if left.get(name) != kept[name])
+    ranks = all_gather(member, (len(kept), len(odd), odd[:2]))
+    steps = RoundPlan(args.rounds, args.native_steps if row.side == "native" else args.steps)
+    found = run.time(steps, side.facts())
+    found["compared"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
+    found["first"] = [name for rank in ranks for name in rank[2]]
+    side.close()
+    return found, left

@@ -1,0 +1,177 @@
+"""
+The rows of the table of whole models: decoders of the common kind, at the lengths people train.
+
+Layers have RMSNorm, SwiGLU, rotary positions and grouped-query attention, without biases; their
+products are FP8 under delayed scaling. The head and everything else is bf16, gradients too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from ...backends.layers import LayerConfig
+from ...ranks.membership import Member, all_gather
+from ...runtime import mode_on
+from ...training.balance import Times, measure_times, slowest
+from ...training.language_model import balanced_cut, even_cut
+from .language import TINY_VOCABULARY, DrawnLanguage
+from .pipelines import GuardedSide, NativeSide, backend_on, build_guarded, build_native
+
+__all__ = ["CELLS", "MODELS", "SCHEDULES", "ModelRow", "ModelShape", "measured_cut", "model_rows"]
+
+SCHEDULES = ("il", "zbv", "izb")
+HISTORY = 16
+VPP = 2
+
+
+@attrs.frozen
+class ModelShape:
+    """
+    A decoder without its sequence length.
+
+    Args:
+        hidden: Width of the residual stream.
+        ffn: Width of the MLP.
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values.
+        layers: Layers.
+        vocabulary: Tokens.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocabulary: int = 128_256
+
+    def config(self, sequence: int) -> LayerConfig:
+        """Its layers at a sequence length."""
+        return LayerConfig(
+            self.hidden,
+            self.ffn,
+            self.heads,
+            sequence,
+            kv_heads=self.kv_heads,
+            norm="rmsnorm",
+            activation="swiglu",
+            positions="rotary",
+            bias=False,
+        )
+
+
+MODELS: Mapping[str, ModelShape] = {
+    "1b": ModelShape(2048, 8192, 32, 8, 16),
+    "3b": ModelShape(3072, 8192, 24, 8, 28),
+    "8b": ModelShape(4096, 14336, 32, 8, 32),
+    "tiny": ModelShape(32, 64, 2, 1, 6, TINY_VOCABULARY),
+}
+"""Shapes by name; `tiny` is for a CPU."""
+CELLS = ("1b-s4096-m8", "3b-s4096-m8", "8b-s4096-m8", "1b-s8192-m8", "3b-s8192-m8", "tiny-s16-m4")
+"""Models, sequence lengths and microbatches of one sequence each."""
+
+
+@attrs.frozen
+class ModelRow:
+    """
+    One row to measure.
+
+    Args:
+        cell: One of `CELLS`.
+        side: `native`, `replays` or `one launch`.
+        schedule: A short name of torch's schedule classes.
+        pp: Ranks; each has two stages.
+        cut: Layers of each stage; None divides them evenly.
+    """
+
+    cell: str
+    side: str
+    schedule: str
+    pp: int = 2
+    cut: tuple[int, ...] | None = None
+    settling_steps = 3
+    copies = split = False
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """Cell, side and schedule."""
+        return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines."""
+        return ", ".join(self.name.values())
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        return MODELS[self.cell.split("-")[0]]
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return int(self.cell.rpartition("-m")[2])
+
+    def job(self) -> DrawnLanguage:
+        """The row's pipeline."""
+        sequence = int(self.cell.split("-")[1].removeprefix("s"))
+        cut = self.cut or even_cut(self.shape.layers, self.pp * VPP)
+        return DrawnLanguage(
+            schedule=self.schedule,
+            pp=self.pp,
+            vpp=VPP,
+            microbatches=self.microbatches,
+            config=self.shape.config(sequence),
+            history=HISTORY,
+            rule="accumulate",
+            vocabulary=self.shape.vocabulary,
+            cut=cut,
+            head="bf16",
+        )
+
+    def make(self, member: Member) -> NativeSide | GuardedSide:
+        """Build the side; every rank calls it."""
+        if self.side == "native":
+            return build_native(member, self.job())
+        return build_guarded(member, self.job(), "one launch" if self.side != "replays" else None)
+
+
+def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]:
+    """
+    Times of the model's parts on the slowest rank, and the cut that they give; all ranks call it.
+
+    Raises:
+        BackendError: A stage cannot be built or captured.
+    """
+    job, device = row.job(), member.device
+    own = measure_times(job, device, backend_on(device.type), mode=mode_on(device))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    times = slowest(all_gather(member, own))
+    layer, embedding, head = (sum(part) for part in (times.layer, times.embedding, times.head))
+    layers = row.shape.layers
+    return times, balanced_cut([layer] * layers, row.pp * VPP, embedding=embedding, head=head)
+
+
+def model_rows(
+    cells: Sequence[str], schedules: Sequence[str], pp: int, *, device: str
+) -> list[ModelRow]:
+    """
+    The rows of some models, in the order of measuring: native first, then each schedule.
+
+    Args:
+        cells: Names of `CELLS`.
+        schedules: Names of `SCHEDULES`.
+        pp: Ranks.
+        device: `cuda`, where guarded steps are one launch each, or `cpu`, where they are eager.
+    """
+    side = "one launch" if device == "cuda" else "replays"
+    rows = []
+    for cell in cells:
+        rows.append(ModelRow(cell, "native", "il", pp))
+        rows += [ModelRow(cell, side, schedule, pp) for schedule in schedules]
+    return rows

@@ -1,0 +1,141 @@
+"""The report of whole models: what it counts, and a run over two ranks of a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+import jsonschema
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.sides.model_rows import CELLS, MODELS, ModelRow, model_rows
+from qeffect.gpu_runtime.lab.statistics.models import derive_models, step_flops
+from tests.ranks import table_bodies
+from tests.ranks.ranks import launch
+from tests.runtime.report_samples import model_row
+
+#: Parameters that the published models of these shapes have, with a head of its own.
+PUBLISHED = {"1b": 1_498_482_688, "3b": 3_606_752_256, "8b": 8_030_261_248}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_the_shapes_are_those_of_published_models(name: str) -> None:
+    """Layers, embedding, head and the last norm add up to the published number of parameters."""
+    shape = MODELS[name]
+    ends = 2 * shape.vocabulary * shape.hidden + shape.hidden
+
+    assert PUBLISHED[name] == shape.layers * shape.config(4096).parameters + ends
+
+
+def _forward(config: LayerConfig, layers: int, vocabulary: int) -> None:
+    """A decoder's products in plain torch, with whole attention."""
+    x = torch.zeros(1, config.sequence, config.hidden, device="meta")
+
+    def product(x: torch.Tensor, rows: int) -> torch.Tensor:
+        return x @ torch.zeros(x.shape[-1], rows, device="meta")
+
+    for _ in range(layers):
+        q, k, v = (
+            product(x, width).unflatten(-1, (-1, config.head_width)).transpose(1, 2)
+            for width in (config.hidden, config.kv_width, config.kv_width)
+        )
+        k, v = (part.repeat_interleave(config.sharing, 1) for part in (k, v))
+        mixed = (q @ k.transpose(-1, -2)) @ v
+        x = product(mixed.transpose(1, 2).flatten(-2), config.hidden)
+        gate, up = product(x, config.ffn), product(x, config.ffn)
+        x = product(gate * up, config.hidden)
+    product(x, vocabulary)
+
+
+@pytest.mark.parametrize("name", ["tiny", "1b", "8b"])
+def test_operations_are_those_that_torch_counts(name: str) -> None:
+    """Three times a forward of plain torch's counter, less half of attention's two products."""
+    shape, sequence = MODELS[name], 4096
+    config = shape.config(sequence)
+    with FlopCounterMode(display=False) as counter:
+        _forward(config, shape.layers, shape.vocabulary)
+    attention = shape.layers * 2 * (2 * sequence * sequence * shape.hidden)
+
+    asked = {**attrs.asdict(shape), "sequence": sequence, "microbatches": 8}
+    assert step_flops(asked) == 8 * 3 * (counter.get_total_flops() - attention // 2)
+
+
+def test_rates_shares_and_idle_time() -> None:
+    """Of rounds of known length: half the time is twice the rate; the FP8 peak is the unit."""
+    shape = {**attrs.asdict(MODELS["1b"]), "sequence": 4096, "microbatches": 8}
+    at_peak = step_flops(shape) / 2 / 1979e9  # milliseconds of two GPUs at their peak
+    found = derive_models(
+        {
+            "rows": [
+                model_row("native", "il", [4 * at_peak]),
+                model_row(
+                    "one launch",
+                    "il",
+                    [2 * at_peak, 2.5 * at_peak, 2 * at_peak],
+                    facts=[{"capture_s": 3.0}, {"capture_s": 5.0}],
+                    busy_ms=[{"kernels": at_peak, "copies": 0.5 * at_peak}],
+                    compared=[10, 0],
+                ),
+                {"cell": "x", "side": "native", "schedule": "il", "error": "no memory"},
+            ]
+        }
+    )
+
+    native, launches = found["rows"]
+    assert (0.25, 0.5) == (native["share"], launches["share"])
+    assert {"median": 989.5, "min": 791.6, "max": 989.5} == launches["tflops"]
+    assert (1.0, 2.0) == (native["native_over_this"], launches["native_over_this"])
+    assert (None, 0.25) == (native["idle"], launches["idle"])
+    assert (None, 4.0) == (native["capture_s"], launches["capture_s"])
+    assert (10, 0, 7) == (launches["compared"], launches["different"], launches["peak_bytes"])
+    assert launches["tokens_per_s"] == round(8 * 4096 / (2 * at_peak / 1e3))
+    assert [{"cell": "x", "side": "native", "schedule": "il", "error": "no memory"}] == found[
+        "errors"
+    ]
+
+
+def test_rows_and_cuts() -> None:
+    """Native once in each cell, then every schedule; the layers are all cut into stages."""
+    rows = model_rows(CELLS[:2], ["il", "zbv"], 2, device="cuda")
+    assert [row.side for row in rows] == ["native", "one launch", "one launch"] * 2
+    for row in rows:
+        job = row.job()
+        assert row.shape.layers == sum(job.cut)
+        assert "bf16" == job.head
+    assert (1, 1, 2, 2) == ModelRow("tiny-s16-m4", "native", "il", cut=(1, 1, 2, 2)).job().cut
+
+
+@pytest.mark.ci
+def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
+    """Native and guarded steps leave the same bits; the report is valid and has their rates."""
+    out = tmp_path / "models.json"
+    asked = ["--device", "cpu", "--cells", "tiny-s16-m4", "--schedules", "il", "--no-profile"]
+    asked += ["--rounds", "1", "--steps", "1", "--native-steps", "1", "--out", str(out)]
+
+    asked += ["--commit", "0" * 40]
+
+    (tmp_path / "said").mkdir()
+    ended = launch(2, tmp_path / "said", table_bodies.models_command, asked)
+
+    code, said, err = ended.words[0]
+    assert 0 == code, err
+    report = json.loads(out.read_text())
+    jsonschema.Draft202012Validator(reports.schema()).validate(report)
+    native, guarded = report["derived"]["rows"]
+    assert "il" == native["schedule"] == guarded["schedule"]
+    assert 0 == guarded["different"] < 100 < guarded["compared"]
+    assert 6 == sum(guarded["cut"])
+    assert guarded["tflops"]["median"] > 0
+    assert "TFLOP/s a GPU" in said
+
+
+def test_a_cell_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the cells that there are, and exit code 2."""
+    assert 2 == main(["runtime", "report", "models", "--cells", "2b-s4096-m8"])
+    assert "1b-s4096-m8" in capsys.readouterr().err
