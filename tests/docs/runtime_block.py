@@ -429,6 +429,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "pipelines": lambda: "\n\n".join(scale_block.pipelines(files("scale"))),
     "tables": lambda: "\n\n".join(tables_block.tables(files("tables"), machine_of)),
     "peers": lambda: "\n\n".join(tables_block.peers(files("peers"), machine_of)),
+    "models": lambda: "\n\n".join(tables_block.models(files("models"), machine_of)),
     "learning": learning,
     "pictures": pictures,
     "reports": listed,

@@ -115,6 +115,18 @@ def _tables(report: Report) -> Row | None:
     )
 
 
+def _models(report: Report) -> Row | None:
+    rows = [row for row in report["derived"]["rows"] if row["compared"]]
+    if not rows:
+        return None
+    return (
+        f"torch's own pipeline of whole decoders after three steps over {ranks_of(report)}",
+        f"{sum(row['compared'] for row in rows):,} tensors",
+        f"{sum(row['different'] for row in rows):,}",
+        "-",
+    )
+
+
 def _trained(report: Report) -> Row | None:
     runs = report["derived"]["runs"]
     if not runs:
@@ -184,6 +196,7 @@ COMPARED: Mapping[str, Callable[[Report], Row | None]] = {
     "compare": _native,
     "scale": _pipeline,
     "tables": _tables,
+    "models": _models,
     "train": _trained,
     "curves": _curves,
     "restarts": _restarts,

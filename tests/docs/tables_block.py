@@ -242,6 +242,65 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
     return parts
 
 
+def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[str]:
+    """
+    TFLOP/s of whole decoders.
+
+    Args:
+        found: Reports of kind `models`, with the names of their files.
+        machine: Gives the machine of a report in a line.
+    """
+    parts: list[str] = []
+    for name, report in found:
+        derived, asked = report["derived"], report["configuration"]
+        parts.append(
+            f"**Whole models** ({name}; {machine(report)}): decoders with RMSNorm, SwiGLU, rotary "
+            f"positions and grouped-query attention over {asked['pp']} ranks with two stages each, "
+            "a vocabulary of 128,256, microbatches of one sequence. Layers are FP8 under delayed "
+            "scaling; the head, gradients, weights and the optimizer's moments are bf16. Layers "
+            "are cut by the measured times of a layer, the embedding and the head. TFLOP/s count "
+            "the products of layers and head, and half of attention's (a token attends to those "
+            "before it), once forward and twice backward; nothing is computed twice. The share is "
+            "of 1,979 TFLOP/s, the dense FP8 peak of an H100 or H200, also for the bf16 head. "
+            "*Idle* is the part of a step in which the busiest GPU runs no kernel and no copy. "
+            "*Differ* compares weights, moments and scales after three steps with native's."
+            f"{remark(name, report)}"
+        )
+        rows = [_model(row) for row in derived["rows"]]
+        rows += [
+            (
+                error["cell"],
+                error["schedule"],
+                error["side"],
+                *"------",
+                f"failed: {error['error']}",
+            )
+            for error in derived["errors"]
+        ]
+        header = (
+            "cell", "schedule", "side", "ms (all rounds)", "TFLOP/s a GPU", "of the FP8 peak",
+            "native / this", "idle", "peak GB", "differ",
+        )  # fmt: skip
+        parts += _table(header, rows)
+    return parts
+
+
+def _model(row: Row) -> tuple[str, ...]:
+    took = row["step_ms"]
+    return (
+        row["cell"],
+        row["schedule"],
+        row["side"],
+        f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f})",
+        f"{row['tflops']['median']:.0f}",
+        f"{row['share']:.1%}",
+        _ratio(row["native_over_this"]),
+        "-" if row["idle"] is None else f"{row['idle']:.1%}",
+        f"{row['peak_bytes'] / 1e9:.1f}",
+        f"{row['different']:,} of {row['compared']:,}" if row["compared"] else "-",
+    )
+
+
 def _peer(row: Row) -> tuple[str, ...]:
     named = row["cell"], row["side"], row["schedule"]
     if row["error"] is not None:

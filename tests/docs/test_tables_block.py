@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.docs.tables_block import peers, tables
-from tests.runtime.report_samples import peers_report, tables_report
+from tests.docs.tables_block import models, peers, tables
+from tests.runtime.report_samples import models_report, peers_report, tables_report
 
 
 def test_every_table_shows_ours_beside_the_papers() -> None:
@@ -25,7 +25,16 @@ def test_every_table_shows_ours_beside_the_papers() -> None:
 
 def test_without_a_report_nothing_is_said() -> None:
     """The block stays as it is."""
-    assert tables([], lambda _: "") == peers([], lambda _: "") == []
+    assert tables([], lambda _: "") == peers([], lambda _: "") == models([], lambda _: "") == []
+
+
+def test_models_have_their_rates_and_what_failed() -> None:
+    """Native's rate, twice that rate in half the time, and the error in place of numbers."""
+    text = "\n\n".join(models([("m.json", models_report())], lambda _: "a machine"))
+    assert "over 2 ranks" in text
+    assert "| 400.0 (400.0 to 400.0) | 337 | 17.0% | 1.00x | - | 0.0 | - |" in text
+    assert "| 200.0 (200.0 to 200.0) | 673 | 34.0% | 2.00x | - | 0.0 | 0 of 10 |" in text
+    assert "| 8b-s4096-m8 | il | native | - | - | - | - | - | - | failed: no memory |" in text
 
 
 def test_a_mode_that_is_wrong_or_failed_is_shown_as_that() -> None:
