@@ -53,9 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     file = config.getoption("record")
     if file is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(file.absolute(), config), "qeffect record")
+        recorder = Recorder(file.absolute(), config)
+        config.pluginmanager.register(recorder, "qeffect record")
         # `timeout` ends a run as Ctrl-C does: with what failed so far, and a record.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, recorder.break_off)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -95,6 +96,7 @@ class Recorder:
         self.counts: Counter[str] = Counter()
         self.began, self.clock = datetime.now(UTC), time.monotonic()
         self.commit = config.getoption("commit") or _commit()
+        self.broken_off = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count one phase of one test."""
@@ -118,6 +120,13 @@ class Recorder:
         elif report.skipped:
             self.counts["skipped"] += 1
 
+    def break_off(self, *_: object) -> None:
+        """End the run as Ctrl-C does. A later signal would break off that end: it is ignored."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.broken_off = True
+        raise KeyboardInterrupt
+
     def record(self, status: int) -> dict[str, Any]:
         """The record of a run with an exit status."""
         return {
@@ -136,7 +145,7 @@ class Recorder:
             },
             "versions": _versions(),
             "counts": {name: self.counts[name] for name in COUNTED},
-            "exit_status": int(status),
+            "exit_status": int(pytest.ExitCode.INTERRUPTED if self.broken_off else status),
         }
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:

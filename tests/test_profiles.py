@@ -203,6 +203,7 @@ def test_a_run_whose_time_is_over_leaves_its_record(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert any("at it" in line for line in process.stdout)
+        process.terminate()  # `timeout` sends it twice to a group of its own
         process.terminate()
         said = process.stdout.read()
 

@@ -78,7 +78,6 @@ NIGHTLY = {
     "gpu_runtime/README.md sh 2": "starts two trainings, one after the other",
     "gpu_runtime/README.md sh 0": "starts a pipeline of two processes",
     "gpu_runtime/README.md sh 3": "starts two agents with a process each",
-    "gpu_runtime/README.md sh 4": "starts two agents, each with a rank",
     "qeffect/schedule/README.md console 0": "asks torch for a schedule, with each choice of queues",
     "tests/failures/torch_deferred_receives.md console 0": "starts a pipeline of two processes",
 }
