@@ -93,20 +93,28 @@ def runtime() -> str:
     return "\n".join(wrapped(f"- {said}", "  ") for part in parts for said in part)
 
 
+SCALING = "of scaling state"
+
+
 def same_bits() -> Iterator[str]:
     """How many values, tensors and losses were compared over all reports, and how many differ."""
     compared, differ = Counter[str](), Counter[str]()
     rows = [row for row in compared_rows() if not row[1][1].endswith(" flips")]
-    for _, (_, much, wrong, _) in rows:
+    for _, (_, much, wrong, state, _) in rows:
         count, unit = much.split()
         compared[unit] += int(count.replace(",", ""))
         differ[unit] += int(wrong.replace(",", ""))
+        if state != "-":
+            few, many = (int(number.replace(",", "")) for number in state.split(" of "))
+            compared[SCALING] += many
+            differ[SCALING] += few
     if rows:
-        said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
-        yield (
-            f"*Bits*: {said} differ between compared runs. "
-            f"[{len(rows)} reports]({RUNTIME}#in-short)."
-        )
+        said = ", ".join(f"{compared[u]:,} {u}" for u in compared)
+        if any(differ.values()):
+            said = ", ".join(f"{differ[u]:,} of {compared[u]:,} {u}" for u in compared)
+        else:
+            said = f"none of {said}"
+        yield (f"*Bits*: {said} differ. [{len(rows)} reports]({RUNTIME}#in-short).")
 
 
 def over_ranks() -> Iterator[str]:

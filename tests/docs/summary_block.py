@@ -7,10 +7,12 @@ a part, has no row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qeffect.gpu_runtime.lab.reports import cells
+from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
 from qeffect.gpu_runtime.lab.statistics.scale import BOUND_GOALS
 from qeffect.report import package
 from tests.docs.blocks import markdown
@@ -67,22 +69,51 @@ def compared() -> Iterator[str]:
             for report in reports("streams")
         )
         yield f"**Bit for bit**, one row per report: raw bits, no tolerance.{both}"
-        yield markdown(("report", "compared with", "compared", "differ", "also"), rows)
+        yield markdown(
+            ("report", "compared with", "compared", "differ", "of scaling state differ", "also"),
+            rows,
+        )
 
 
-Row = tuple[str, str, str, str]
+Row = tuple[str, str, str, str, str]
+#: Categories that count apart: they are most of all values, and say least each.
+SCALING = ("amax histories", "scales", "caches", "versions")
+
+
+def _apart(categories: Iterable[tuple[str, int, int]]) -> tuple[str, str, str]:
+    """
+    How many values were compared, how many differ, and likewise of scaling state.
+
+    Args:
+        categories: A category of values, how many were compared and how many differ.
+    """
+    counts = Counter[str]()
+    for category, compared, different in categories:
+        kind = "state" if category in SCALING else "values"
+        counts[kind] += compared
+        counts[f"{kind} differ"] += different
+    return (
+        f"{counts['values']:,} values",
+        f"{counts['values differ']:,}",
+        f"{counts['state differ']:,} of {counts['state']:,}",
+    )
 
 
 def _native(report: Report) -> Row | None:
     derived = report["derived"]
-    sides = [derived[key] for key in ("native_against_ours", "eager_against_ours")]
+    values = [
+        (entry["category"], entry["compared"], entry["mismatched"])
+        for run in report["raw"]["runs"]
+        if run["candidate"] != "native-again"
+        for entry in run["categories"]
+        if entry["category"] not in REQUIREMENTS
+    ]
     required, faults = derived["requirements"], sum(derived["faults"].values())
     beside = f"{required['mismatched']:,} of {required['compared']:,} counts of forbidden events"
     version = package(report["environment"], "transformer-engine")
     return (
         f"native full backward and split eager, Transformer Engine {version}",
-        f"{sum(side['compared'] for side in sides):,} values",
-        f"{sum(side['mismatched'] for side in sides):,}",
+        *_apart(values),
         f"{faults:,} faults refused; {beside}" if faults else beside,
     )
 
@@ -97,8 +128,11 @@ def _pipeline(report: Report) -> Row | None:
     )
     return (
         f"torch's own pipeline over {ranks_of(report)}",
-        f"{sum(row['values'] for row in rows):,} values",
-        f"{sum(row['different'] for row in rows):,}",
+        *_apart(
+            (category, *counts)
+            for row in report["raw"]["compared"]
+            for category, counts in row["categories"].items()
+        ),
         f"one launch: {different:,} of {values:,} tensors differ from replays" if launched else "-",
     )
 
@@ -112,6 +146,7 @@ def _tables(report: Report) -> Row | None:
         f"{sum(row['values'] for row in rows):,} tensors",
         f"{sum(row['different'] for row in rows):,}",
         "-",
+        "-",
     )
 
 
@@ -123,6 +158,7 @@ def _models(report: Report) -> Row | None:
         f"torch's own pipeline of whole decoders after three steps over {ranks_of(report)}",
         f"{sum(row['compared'] for row in rows):,} tensors",
         f"{sum(row['different'] for row in rows):,}",
+        "-",
         "-",
     )
 
@@ -136,6 +172,7 @@ def _trained(report: Report) -> Row | None:
         "native training, after the last step",
         f"{sum(run['compared'] for run in runs):,} tensors",
         f"{sum(run['differ'] for run in runs):,}",
+        "-",
         f"{losses:,} of {steps:,} losses differ",
     )
 
@@ -153,6 +190,7 @@ def _curves(report: Report) -> Row | None:
         "native training: every loss, held-out losses too",
         f"{sum(row['steps'] + row['held_out'] for row in rows):,} losses",
         f"{sum(row['losses_differ'] + row['held_out_differ'] for row in rows):,}",
+        "-",
         beside if known else "-",
     )
 
@@ -164,6 +202,7 @@ def _restarts(report: Report) -> Row | None:
         f"a run without a stop ({under}{'' if asked['captured'] else ', eager'})",
         f"{derived['compared']:,} tensors",
         f"{derived['differ']:,}",
+        "-",
         f"loaded under {derived['remapped']} other mappings" if derived["remapped"] else "-",
     )
 
@@ -177,6 +216,7 @@ def _kills(report: Report) -> Row | None:
         f"an undisturbed run, after {derived['kills']} kills ({asked['device']}, {asked['mode']})",
         f"{derived['tensors']:,} tensors",
         f"{derived['tensors_differ']:,}",
+        "-",
         f"{differ:,} of {losses:,} losses differ",
     )
 
@@ -188,6 +228,7 @@ def _second_runs(report: Report) -> Row | None:
         f"{asked['ranks']} rank{'s' * (asked['ranks'] != 1)})",
         f"{derived['flips']:,} flips",
         f"{derived['wrong']:,}",
+        "-",
         f"{derived['stopped']:,} were stopped, {derived['harmless']:,} changed nothing",
     )
 
