@@ -18,7 +18,7 @@ from tests.docs.bench_block import ACTIONS, MICROSECONDS, conditions, figures
 from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load
 from tests.docs.found_block import found
 from tests.docs.kernel_block import failures_counts, faults
-from tests.docs.reading import dated, ratio, reports
+from tests.docs.reading import dated, files, ratio, reports
 from tests.docs.remarks import in_short
 from tests.docs.summary_block import compared_rows, goals_of_reports, longest, whole
 
@@ -89,7 +89,7 @@ def bench() -> str:
 
 def runtime() -> str:
     """The runtime's main results, a sentence each."""
-    parts = (same_bits(), over_ranks(), one_device(), peers(), training(), met())
+    parts = (same_bits(), over_ranks(), one_device(), models(), peers(), training(), met())
     return "\n".join(wrapped(f"- {said}", "  ") for part in parts for said in part)
 
 
@@ -145,6 +145,22 @@ def one_device() -> Iterator[str]:
             f"*One device*: {faster} native's speed, {slower} the time of native as one graph. "
             f"[Table]({RUNTIME}#a-step-on-one-device)."
         )
+
+
+def models() -> Iterator[str]:
+    """TFLOP/s of the fastest guarded row of each whole model, beside native's time."""
+    best: dict[str, tuple[float, float]] = {}
+    for _, report in files("models"):
+        for row in report["derived"]["rows"]:
+            if row["side"] != "native":
+                own = row["tflops"]["median"], row["native_over_this"]
+                best[row["cell"]] = max(own, best.get(row["cell"], own))
+    if best:
+        said = ", ".join(
+            f"{cell.partition('-m')[0]} {rate:.0f} ({over:.2f}x native)"
+            for cell, (rate, over) in best.items()
+        )
+        yield f"*Whole models*, TFLOP/s a GPU: {said}. [Table]({RUNTIME}#whole-models)."
 
 
 def peers() -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.lab.statistics.models import FP8_TFLOPS
 from tests.docs.blocks import markdown
 from tests.docs.remarks import remark
 
@@ -254,16 +255,7 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
     for name, report in found:
         derived, asked = report["derived"], report["configuration"]
         parts.append(
-            f"**Whole models** ({name}; {machine(report)}): decoders with RMSNorm, SwiGLU, rotary "
-            f"positions and grouped-query attention over {asked['pp']} ranks with two stages each, "
-            "a vocabulary of 128,256, microbatches of one sequence. Layers are FP8 under delayed "
-            "scaling; the head, gradients, weights and the optimizer's moments are bf16. Layers "
-            "are cut by the measured times of a layer, the embedding and the head. TFLOP/s count "
-            "the products of layers and head, and half of attention's (a token attends to those "
-            "before it), once forward and twice backward; nothing is computed twice. The share is "
-            "of 1,979 TFLOP/s, the dense FP8 peak of an H100 or H200, also for the bf16 head. "
-            "*Idle* is the part of a step in which the busiest GPU runs no kernel and no copy. "
-            "*Differ* compares weights, moments and scales after three steps with native's."
+            f"**Whole models over {asked['pp']} ranks** ({name}; {machine(report)})."
             f"{remark(name, report)}"
         )
         rows = [_model(row) for row in derived["rows"]]
@@ -282,6 +274,21 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "native / this", "idle", "peak GB", "differ",
         )  # fmt: skip
         parts += _table(header, rows)
+    if parts:
+        parts.insert(
+            0,
+            "Decoders with RMSNorm, SwiGLU, rotary positions and grouped-query attention, two "
+            "stages a rank, a vocabulary of 128,256, microbatches of one sequence. Layers are FP8 "
+            "under delayed scaling; the head, gradients, weights and the optimizer's moments are "
+            "bf16. Layers are cut by the measured times of a layer, the embedding and the head. "
+            "TFLOP/s count the products of layers and head, and half of attention's (a token "
+            "attends to those before it), once forward and twice backward; nothing is computed "
+            f"twice. The share is of {FP8_TFLOPS:,} TFLOP/s, the dense FP8 peak of an H100 or "
+            "H200, also for the bf16 head. *Native* is torch's Interleaved 1F1B over full "
+            "backwards. *Idle* is the part of a step in which the busiest GPU runs no kernel and "
+            "no copy. *Differ* compares weights, moments and scales after three steps with "
+            "native's.",
+        )
     return parts
 
 

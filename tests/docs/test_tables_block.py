@@ -31,7 +31,7 @@ def test_without_a_report_nothing_is_said() -> None:
 def test_models_have_their_rates_and_what_failed() -> None:
     """Native's rate, twice that rate in half the time, and the error in place of numbers."""
     text = "\n\n".join(models([("m.json", models_report())], lambda _: "a machine"))
-    assert "over 2 ranks" in text
+    assert "**Whole models over 2 ranks** (m.json; a machine)." in text
     assert "| 400.0 (400.0 to 400.0) | 337 | 17.0% | 1.00x | - | 0.0 | - |" in text
     assert "| 200.0 (200.0 to 200.0) | 673 | 34.0% | 2.00x | - | 0.0 | 0 of 10 |" in text
     assert "| 8b-s4096-m8 | il | native | - | - | - | - | - | - | failed: no memory |" in text
