@@ -298,7 +298,8 @@ def _model(row: Row) -> tuple[str, ...]:
         row["cell"],
         row["schedule"],
         row["side"],
-        f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f})",
+        f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f}"
+        f"{', never settled' if row['settled'] is False else ''})",
         f"{row['tflops']['median']:.0f}",
         f"{row['share']:.1%}",
         _ratio(row["native_over_this"]),

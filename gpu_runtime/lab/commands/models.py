@@ -159,7 +159,8 @@ def _measure_row(
     kept = native if row.side != "native" and left else {}
     odd = sorted(name for name in kept if left.get(name) != kept[name])
     ranks = all_gather(member, (len(kept), len(odd), odd[:2]))
-    steps = RoundPlan(args.rounds, args.native_steps if row.side == "native" else args.steps)
+    eager = row.side == "native"
+    steps = RoundPlan(args.rounds, args.native_steps if eager else args.steps, settles=eager)
     found = run.time(steps, side.facts())
     found["compared"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
     found["first"] = [name for rank in ranks for name in rank[2]]

@@ -264,7 +264,9 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
 
 
 def _time_native(member: Member, args: argparse.Namespace, row: ScaleRow) -> dict[str, Any]:
-    return RankRun.of(member, row.make).time(RoundPlan(args.rounds, args.native_steps))
+    return RankRun.of(member, row.make).time(
+        RoundPlan(args.rounds, args.native_steps, settles=True)
+    )
 
 
 def _time_guarded(

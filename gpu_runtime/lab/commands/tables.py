@@ -268,7 +268,7 @@ def _measure_side(
     compared = _compare(member, row, side, references, rows)
     facts = side.facts()
     eager = row.side in ("native", "eager")
-    steps = RoundPlan(args.rounds, args.native_steps if eager else args.steps)
+    steps = RoundPlan(args.rounds, args.native_steps if eager else args.steps, settles=eager)
     found = run.time(steps, facts)
     held = references.get((row.schedule, row.side), {}).values()
     kept = sum(tensor.numel() * tensor.element_size() for tensor in held if tensor.is_cuda)

@@ -4,7 +4,7 @@ Rounds of a side over ranks: steps back to back, and single steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from ...ranks.membership import Member, all_gather
 from .step_seconds import back_to_back_s, single_step_s
 
-__all__ = ["WARMUP", "RoundPlan", "meet_idle", "time_side"]
+__all__ = ["AGREEING", "MOST", "WARMUP", "RoundPlan", "agree", "meet_idle", "time_side"]
 
 WARMUP = 3
 """Steps of a side before its first round, or before its first step under the profiler."""
+AGREEING, WITHIN, MOST = 3, 0.03, 9
+"""How many rounds in a row have to agree, how closely, and how many rounds there are at most."""
 
 
 @attrs.frozen
@@ -28,10 +30,40 @@ class RoundPlan:
     Args:
         rounds: Rounds, each of some steps back to back and one step by itself.
         steps: Steps per round, back to back.
+        settles: Whether rounds are added until the last `AGREEING` agree, at most `MOST` in all.
+            A side that the host drives, such as native, moves with the host. With fewer rounds than
+            `AGREEING` none is added.
     """
 
     rounds: int
     steps: int
+    settles: bool = False
+
+    def goes_on(self, slowest: Sequence[float]) -> bool:
+        """
+        Whether another round is due.
+
+        Args:
+            slowest: Time of each round so far, on the slowest rank.
+        """
+        if len(slowest) < self.rounds:
+            return True
+        return self.waits and not agree(slowest[-AGREEING:]) and len(slowest) < MOST
+
+    @property
+    def waits(self) -> bool:
+        """Whether rounds may be added."""
+        return self.settles and self.rounds >= AGREEING
+
+
+def agree(times: Sequence[float]) -> bool:
+    """
+    Whether times lie within `WITHIN` of the shortest.
+
+    >>> agree([100.0, 102.9, 101.0]), agree([100.0, 103.1, 101.0])
+    (True, False)
+    """
+    return max(times) <= (1 + WITHIN) * min(times)
 
 
 def meet_idle(member: Member) -> None:
@@ -60,26 +92,34 @@ def time_side(
 
     Returns:
         Milliseconds by round (`step_ms`, `single_ms`, `host_ms`); by rank the peak of reserved
-        bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added.
+        bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added. Where
+        rounds may be added, the last ones count, as many as the plan has; `earlier_ms` has the
+        steps of those before, and `settled` says whether the last rounds agree.
     """
     for _ in range(WARMUP):
         step()
-    back, singles, hosts = [], [], []
-    for _ in range(plan.rounds):
+    back: list[float] = []
+    singles, hosts = [], []
+    slowest: list[float] = []
+    while plan.goes_on(slowest):
         meet_idle(member)
         back.append(1e3 * back_to_back_s(step, member.synchronize, plan.steps) / plan.steps)
         meet_idle(member)
         enqueued, ended = single_step_s(step, member.synchronize)
         hosts.append(1e3 * enqueued)
         singles.append(1e3 * ended)
+        slowest.append(max(all_gather(member, back[-1])))
     on_device = member.device.type == "cuda"
     peak = torch.cuda.max_memory_reserved(member.device) if on_device else 0
     meet_idle(member)
     ranks = all_gather(member, (back, singles, hosts, construction_s, peak, facts))
     found: dict[str, Any] = {
-        name: [max(rank[at][n] for rank in ranks) for n in range(plan.rounds)]
+        name: [max(rank[at][n] for rank in ranks) for n in range(-plan.rounds, 0)]
         for at, name in enumerate(("step_ms", "single_ms", "host_ms"))
     }
+    if plan.waits:
+        found["earlier_ms"] = slowest[: -plan.rounds]
+        found["settled"] = agree(slowest[-AGREEING:])
     found["construction_s"] = max(rank[3] for rank in ranks)
     found["peak_bytes"] = [rank[4] for rank in ranks]
     found["facts"] = [rank[5] for rank in ranks]

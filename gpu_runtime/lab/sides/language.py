@@ -109,7 +109,8 @@ class PeerSettings:
 
     def rounds_of(self, mode: Mode) -> RoundPlan:
         """How a mode is timed."""
-        return RoundPlan(self.rounds, self.native_steps if mode == "eager" else self.steps)
+        eager = mode == "eager"
+        return RoundPlan(self.rounds, self.native_steps if eager else self.steps, settles=eager)
 
 
 def motionless_adamw(stages: Any, *, capturable: bool = False) -> Optimizer:

@@ -29,7 +29,7 @@ def step_flops(shape: Raw) -> int:
 
     >>> step_flops({"hidden": 2, "ffn": 3, "heads": 1, "kv_heads": 1, "layers": 1,
     ...             "vocabulary": 5, "sequence": 1, "microbatches": 1})
-    288
+    276
     """
     hidden, ffn, sequence = shape["hidden"], shape["ffn"], shape["sequence"]
     kv_width = hidden // shape["heads"] * shape["kv_heads"]
@@ -46,9 +46,10 @@ def derive_models(raw: Raw) -> dict[str, Any]:
     Every row with its rate, its time beside native's, and its memory.
 
     Returns:
-        `rows`, with TFLOP/s a GPU, share of the FP8 peak, tokens a second, the part of a step in
-        which the busiest GPU computes nothing, bytes at the peak, and how many tensors of native's
-        weights, moments and scales differ under native's schedule; and `errors`.
+        `rows`, with whether the last rounds agree (None where none may be added), TFLOP/s a GPU,
+        share of the FP8 peak, tokens a second, the part of a step in which the busiest GPU computes
+        nothing, bytes at the peak, and how many tensors of native's weights, moments and scales
+        differ under native's schedule; and `errors`.
     """
     rows, errors = [], []
     native: dict[str, Raw] = {}
@@ -68,6 +69,7 @@ def derive_models(raw: Raw) -> dict[str, Any]:
                 **name,
                 "cut": row["cut"],
                 "step_ms": extremes(row["step_ms"]),
+                "settled": row.get("settled"),
                 "tflops": extremes(rates),
                 "share": rounded(extremes(rates)["median"] / FP8_TFLOPS),
                 "tokens_per_s": round(1e3 * shape["sequence"] * shape["microbatches"] / step),
