@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backends.ends import EMBEDDED, PROJECTED, Ends, LossShare, mean_cross_entropy
+from ..backends.heads import HEADS
 from ..backends.protocol import BackendError, StageBackend
 from ..ranks.feed import to_device
 from ..ranks.job import Job
@@ -160,7 +161,8 @@ class LanguageJob(Job):
         head: What computes the head, one of `heads.HEADS`.
 
     Raises:
-        ValueError: The cut has the wrong number of stages, or a stage without a layer.
+        ValueError: The cut has the wrong number of stages, or a stage without a layer; or the head
+            is unknown.
     """
 
     vocabulary: int = 256
@@ -184,6 +186,8 @@ class LanguageJob(Job):
                 f"expected a cut into {self.num_stages} stages with at least one layer each, found "
                 f"{list(self.cut)}"
             )
+        if self.head not in HEADS:
+            raise ValueError(f"expected a head of {', '.join(HEADS)}; found {self.head!r}")
 
     def name_of(self, stage: int, local: str) -> str:
         """Return the model's name for a stage's parameter or tensor `local`."""

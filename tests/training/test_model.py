@@ -13,11 +13,23 @@ from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, cross_entrop
 from qeffect.gpu_runtime.backends.protocol import BackendError, matrices, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
-from qeffect.gpu_runtime.training.language_model import balanced_cut, decays, even_cut, name_of
+from qeffect.gpu_runtime.training.language_model import (
+    LanguageJob,
+    balanced_cut,
+    decays,
+    even_cut,
+    name_of,
+)
 
 from .helpers import TINY, language, noise
 
 CPU = torch.device("cpu")
+
+
+def test_an_unknown_head_is_refused() -> None:
+    """By name, with the heads that there are; it is not taken for the library's."""
+    with pytest.raises(ValueError, match="expected a head of te, torchao, bf16; found 'unknown'"):
+        LanguageJob(schedule="il", pp=2, head="unknown")
 
 
 class TestCut:
