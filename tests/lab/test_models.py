@@ -135,6 +135,14 @@ def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
     assert "TFLOP/s a GPU" in said
 
 
+def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the cell and the option, before anything starts."""
+    asked = ["--device", "cpu", "--cells", "tiny-s16-m4", "--pp", "4"]
+    assert 2 == main(["runtime", "report", "models", *asked])
+    said = capsys.readouterr().err
+    assert "tiny-s16-m4 over --pp 4 ranks: 6 layers cannot be cut into 8 stages" in said
+
+
 def test_a_cell_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """With the cells that there are, and exit code 2."""
     assert 2 == main(["runtime", "report", "models", "--cells", "2b-s4096-m8"])

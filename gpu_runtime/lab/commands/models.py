@@ -67,10 +67,13 @@ def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     require_rounds(args)
     rows = model_rows(args.cells, args.schedules, args.pp, device=args.device)
     try:
-        for row in rows:
-            row.job().table()  # refuses before anything is measured
+        for row in rows:  # refuses before anything is measured
+            try:
+                row.job().table()
+            except ValueError as error:
+                raise UnusableError(f"{row.cell} over --pp {args.pp} ranks: {error}") from error
         report = _run(args, rows, progress)
-    except (BackendError, ScheduleError, UnusableError, ValueError) as error:
+    except (BackendError, ScheduleError, UnusableError) as error:
         mute_unless_speaker(failed=True)
         raise UnusableError(str(error)) from error
     derived = report.to_json()["derived"]
