@@ -116,6 +116,10 @@ OPTIONS = {
         *("--pp", "--parts", "--cells", "--microbatches", "--rounds", "--steps", "--native-steps"),
         *("--no-profile", "--device", "--merge", *REPORT),
     },
+    "runtime report models": {
+        *("--pp", "--cells", "--schedules", "--rounds", "--steps", "--native-steps"),
+        *("--no-profile", "--device", *REPORT),
+    },
     "runtime report plots": {"--reports", "--out", "--format"},
     "runtime report peers": {
         *("--cells", "--modes", "--limit", "--rounds", "--steps", "--native-steps"),

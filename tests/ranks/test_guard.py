@@ -77,13 +77,13 @@ class TestTwoRanks:
         assert "refused" not in said[1][1]
 
     def test_the_example_runs(self, tmp_path: Path) -> None:
-        """The example of the README trains for two guarded steps, in ten lines and imports."""
+        """The example of the README trains for a guarded step, in ten lines and imports."""
         text = blocks("README.md", "python")[2].text
         lines = [line for line in text.splitlines() if line and "import" not in line]
         said = launch(2, tmp_path, bodies.example, text).words
 
         assert len(lines) <= 10
-        assert {0: {"epoch": 2}, 1: {"epoch": 2}} == said
+        assert {0: {"epoch": 1}, 1: {"epoch": 1}} == said
 
 
 @pytest.fixture(params=[0, 1])
