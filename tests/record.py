@@ -123,7 +123,6 @@ class Recorder:
     def break_off(self, *_: object) -> None:
         """End the run as Ctrl-C does. A later signal would break off that end: it is ignored."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.broken_off = True
         raise KeyboardInterrupt
 

@@ -270,7 +270,7 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             for error in derived["errors"]
         ]
         header = (
-            "cell", "schedule", "side", "ms (all rounds)", "TFLOP/s a GPU", "of the FP8 peak",
+            "cell", "schedule", "side", "ms (counted rounds)", "TFLOP/s a GPU", "of the FP8 peak",
             "native / this", "idle", "peak GB", "differ",
         )  # fmt: skip
         parts += _table(header, rows)
@@ -282,12 +282,13 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "under delayed scaling; the head, gradients, weights and the optimizer's moments are "
             "bf16. Layers are cut by the measured times of a layer, the embedding and the head. "
             "TFLOP/s count the products of layers and head, and half of attention's (a token "
-            "attends to those before it), once forward and twice backward; nothing is computed "
-            f"twice. The share is of {FP8_TFLOPS:,} TFLOP/s, the dense FP8 peak of an H100 or "
-            "H200, also for the bf16 head. *Native* is torch's Interleaved 1F1B over full "
-            "backwards. *Idle* is the part of a step in which the busiest GPU runs no kernel and "
-            "no copy. *Differ* compares weights, moments and scales after three steps with "
-            "native's.",
+            "attends to those before it), once forward and twice backward; what is computed again "
+            f"is not counted. The share is of {FP8_TFLOPS:,} TFLOP/s, the dense FP8 peak of an "
+            "H100 or H200, also for the bf16 head. *Native* is torch's Interleaved 1F1B over full "
+            "backwards. *Idle* is the part of a step that the kernels and copies of the busiest "
+            "GPU do not cover; kernels of messages do not count, and kernels that overlap count "
+            "twice. *Differ* compares weights, moments and scales after three steps with native's, "
+            "under native's schedule only: the others move scales in another order.",
         )
     return parts
 
@@ -299,7 +300,7 @@ def _model(row: Row) -> tuple[str, ...]:
         row["schedule"],
         row["side"],
         f"{took['median']:.1f} ({took['min']:.1f} to {took['max']:.1f}"
-        f"{', never settled' if row['settled'] is False else ''})",
+        f"{', rounds do not agree' if row['settled'] is False else ''})",
         f"{row['tflops']['median']:.0f}",
         f"{row['share']:.1%}",
         _ratio(row["native_over_this"]),

@@ -135,6 +135,14 @@ def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
     assert "TFLOP/s a GPU" in said
 
 
+@pytest.mark.ci
+def test_a_rank_that_cannot_measure_is_named_by_all(tmp_path: Path) -> None:
+    """No rank waits for it for ever."""
+    said = launch(2, tmp_path, table_bodies.unmeasured_parts).words
+
+    assert {"rank 1 cannot measure the parts of tiny-s16-m4: not today"} == {said[0], said[1]}
+
+
 def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """With the cell and the option, before anything starts."""
     asked = ["--device", "cpu", "--cells", "tiny-s16-m4", "--pp", "4"]

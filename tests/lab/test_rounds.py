@@ -56,6 +56,16 @@ def test_rounds_are_added_until_three_agree(timed: Any) -> None:
     assert found["settled"] is True
 
 
+def test_of_more_rounds_the_last_three_count(timed: Any) -> None:
+    """Rounds that do not agree are earlier ones, however many were asked for."""
+    own = [200.0, 150.0, 100.0, 101.0, 102.0]
+    found = timed(RoundPlan(5, 4, settles=True), own, [0.0] * 5)
+
+    assert [100.0, 101.0, 102.0] == pytest.approx(found["step_ms"])
+    assert [200.0, 150.0] == pytest.approx(found["earlier_ms"])
+    assert found["settled"] is True
+
+
 def test_it_ends_where_they_never_agree(timed: Any) -> None:
     """After as many rounds as are allowed, and the report says so."""
     own = [100.0 + 10 * n for n in range(MOST)]

@@ -15,6 +15,7 @@ from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.commands import peers, tables
 from qeffect.gpu_runtime.lab.runner.rank_process import Findings
+from qeffect.gpu_runtime.lab.sides import model_rows
 from qeffect.gpu_runtime.lab.sides.language import PeerSettings
 from qeffect.gpu_runtime.lab.sides.pipelines import build_guarded, isolation
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow
@@ -96,3 +97,22 @@ def models_command(argv: list[str]) -> tuple[int, str, str]:
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "report", "models", *argv])
     return code, out.getvalue(), err.getvalue()
+
+
+def unmeasured_parts() -> str:
+    """What each rank hears where rank 1 cannot measure the parts of a model."""
+    member = join("cpu", LIMITS)
+    measure = model_rows.measure_times
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if member.rank == 1:
+            raise BackendError("not today")
+        return measure(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_rows, "measure_times", fails)
+        try:
+            model_rows.measured_cut(member, model_rows.ModelRow("tiny-s16-m4", "native", "il"))
+        except BackendError as error:
+            return str(error)
+    return ""

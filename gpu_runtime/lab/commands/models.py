@@ -52,7 +52,7 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(SCHEDULES),
         choices=SCHEDULES,
         metavar="NAME",
-        help=f"schedules: {', '.join(SCHEDULES)} (default all)",
+        help=f"schedules: {', '.join(SCHEDULES)} (default all); bits are compared under il only",
     )
     add_rank_options(parser, rounds=3)
 
@@ -160,7 +160,8 @@ def _measure_row(
     # Interleaved 1F1B has native's order; under the others scales move in another order.
     left = tensor_digests(side.stages, side.optimizer) if row.schedule == "il" else {}
     kept = native if row.side != "native" and left else {}
-    odd = sorted(name for name in kept if left.get(name) != kept[name])
+    either = kept.keys() | left.keys() if kept else set()
+    odd = sorted(name for name in either if left.get(name) != kept.get(name))
     ranks = all_gather(member, (len(kept), len(odd), odd[:2]))
     eager = row.side == "native"
     steps = RoundPlan(args.rounds, args.native_steps if eager else args.steps, settles=eager)

@@ -30,7 +30,7 @@ class RoundPlan:
     Args:
         rounds: Rounds, each of some steps back to back and one step by itself.
         steps: Steps per round, back to back.
-        settles: Whether rounds are added until the last `AGREEING` agree, at most `MOST` in all.
+        settles: Whether rounds are added until the last `AGREEING` agree, up to `MOST` in all.
             A side that the host drives, such as native, moves with the host. With fewer rounds than
             `AGREEING` none is added.
     """
@@ -49,6 +49,11 @@ class RoundPlan:
         if len(slowest) < self.rounds:
             return True
         return self.waits and not agree(slowest[-AGREEING:]) and len(slowest) < MOST
+
+    @property
+    def counted(self) -> int:
+        """How many rounds count, the last ones."""
+        return AGREEING if self.waits else self.rounds
 
     @property
     def waits(self) -> bool:
@@ -93,8 +98,8 @@ def time_side(
     Returns:
         Milliseconds by round (`step_ms`, `single_ms`, `host_ms`); by rank the peak of reserved
         bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added. Where
-        rounds may be added, the last ones count, as many as the plan has; `earlier_ms` has the
-        steps of those before, and `settled` says whether the last rounds agree.
+        rounds may be added, the last `AGREEING` count; `earlier_ms` has the steps of those before,
+        and `settled` says whether the last rounds agree.
     """
     for _ in range(WARMUP):
         step()
@@ -114,11 +119,11 @@ def time_side(
     meet_idle(member)
     ranks = all_gather(member, (back, singles, hosts, construction_s, peak, facts))
     found: dict[str, Any] = {
-        name: [max(rank[at][n] for rank in ranks) for n in range(-plan.rounds, 0)]
+        name: [max(rank[at][n] for rank in ranks) for n in range(-plan.counted, 0)]
         for at, name in enumerate(("step_ms", "single_ms", "host_ms"))
     }
     if plan.waits:
-        found["earlier_ms"] = slowest[: -plan.rounds]
+        found["earlier_ms"] = slowest[: -plan.counted]
         found["settled"] = agree(slowest[-AGREEING:])
     found["construction_s"] = max(rank[3] for rank in ranks)
     found["peak_bytes"] = [rank[4] for rank in ranks]

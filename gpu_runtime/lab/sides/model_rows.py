@@ -7,6 +7,7 @@ products are FP8 under delayed scaling. The head and everything else is bf16, gr
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import attrs
 import torch
 
 from ...backends.layers import LayerConfig
-from ...ranks.membership import Member, all_gather
+from ...backends.protocol import BackendError
+from ...ranks.membership import Member, agree_on, all_gather
 from ...runtime import mode_on
 from ...training.balance import Times, measure_times, slowest
 from ...training.language_model import balanced_cut, even_cut
@@ -145,13 +147,20 @@ def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]
     Times of the model's parts on the slowest rank, and the cut that they give; all ranks call it.
 
     Raises:
-        BackendError: A stage cannot be built or captured.
+        BackendError: A rank cannot build or capture a stage; every rank raises it.
     """
     job, device = row.job(), member.device
-    own = measure_times(job, device, backend_on(device.type), mode=mode_on(device))
+    own, problem = None, ""
+    try:
+        own = measure_times(job, device, backend_on(device.type), mode=mode_on(device))
+    except (BackendError, RuntimeError, ValueError) as error:
+        problem = f"rank {member.rank} cannot measure the parts of {row.cell}: {error}"
+    agree_on(member, problem)
+    times = slowest(all_gather(member, own))
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    times = slowest(all_gather(member, own))
+        torch.cuda.reset_peak_memory_stats(device)
     layer, embedding, head = (sum(part) for part in (times.layer, times.embedding, times.head))
     layers = row.shape.layers
     return times, balanced_cut([layer] * layers, row.pp * VPP, embedding=embedding, head=head)

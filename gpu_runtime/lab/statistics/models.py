@@ -47,9 +47,9 @@ def derive_models(raw: Raw) -> dict[str, Any]:
 
     Returns:
         `rows`, with whether the last rounds agree (None where none may be added), TFLOP/s a GPU,
-        share of the FP8 peak, tokens a second, the part of a step in which the busiest GPU computes
-        nothing, bytes at the peak, and how many tensors of native's weights, moments and scales
-        differ under native's schedule; and `errors`.
+        share of the FP8 peak, tokens a second, the part of a step that the busiest GPU's kernels
+        and copies do not cover (messages left out), bytes at the peak, and how many tensors of
+        native's weights, moments and scales differ under native's schedule; and `errors`.
     """
     rows, errors = [], []
     native: dict[str, Raw] = {}
