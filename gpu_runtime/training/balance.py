@@ -9,6 +9,7 @@ action runs alone, through the run's own kind of executor: eager or graphs.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
+from ..backends.protocol import BackendError
+from ..ranks.membership import Member, agree_on, all_gather
 from ..runtime import Mode, Runtime, RuntimeConfig
 from ..step.eager import StageMemory
 from ..step.plan.order import Order
 from .language_model import LanguageJob
 
-__all__ = ["ACTIONS", "Times", "measure_times", "slowest"]
+__all__ = ["ACTIONS", "Times", "agreed_times", "measure_times", "slowest"]
 
 ACTIONS = ("F", "dI", "dW")
 WARMUP = 3
@@ -113,6 +116,37 @@ def measure_times(
         return tuple(max(0.0, a - b) for a, b in zip(whole, layer, strict=True))
 
     return Times(beyond(first), layer, beyond(last))
+
+
+def agreed_times(
+    member: Member, job: LanguageJob, backend: str, *, mode: Mode, place: str
+) -> Times:
+    """
+    Time a model's parts on the device of every rank; each action counts as on the slowest rank.
+
+    Every rank calls it. What was measured is freed before the ranks go on.
+
+    Args:
+        member: This rank.
+        job: The model.
+        backend: `reference` or `transformer-engine`.
+        mode: How the actions run: `eager` or `replays`.
+        place: What is named before a rank that cannot measure.
+
+    Raises:
+        BackendError: A rank cannot build or capture a stage; every rank raises it.
+    """
+    own, problem = None, ""
+    try:
+        own = measure_times(job, member.device, backend, mode=mode)
+    except (BackendError, RuntimeError, ValueError) as error:
+        problem = f"{place}: rank {member.rank} cannot measure: {error}"
+    agree_on(member, problem)
+    times = slowest(all_gather(member, own))
+    gc.collect()
+    if member.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return times
 
 
 def _fill(memory: StageMemory, vocabulary: int) -> None:

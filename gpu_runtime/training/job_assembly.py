@@ -4,21 +4,19 @@ From a configuration to a job: the model, its division into stages, and its data
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import attrs
-import torch
 
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
 from ..backends.dynamic_head import library
 from ..backends.protocol import BackendError
-from ..ranks.membership import Member, agree_on, all_gather
+from ..ranks.membership import Member, all_gather
 from ..runtime import RuntimeConfig, mode_on, without_launches
-from .balance import measure_times, slowest
+from .balance import agreed_times
 from .checkpoint import Checkpoints
 from .checkpoint.files import manifest, read_facts
 from .config import Config
@@ -216,17 +214,11 @@ def measure_cut(
     saved = _times_saved(config) if resume and member.rank == 0 else None
     fields = times if times is not None else all_gather(member, saved)[0]
     if fields is None:
-        own, problem = None, ""
-        try:
-            mode = without_launches(mode_on(member.device, parallel.mode))
-            own = measure_times(job, member.device, backend_of(config), mode=mode)
-        except (BackendError, RuntimeError, ValueError) as error:
-            problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
-        agree_on(member, problem)
-        fields = slowest(all_gather(member, own)).fields(layers)
-        gc.collect()
-        if member.device.type == "cuda":
-            torch.cuda.empty_cache()
+        mode = without_launches(mode_on(member.device, parallel.mode))
+        place = f"{config.source}: [parallel] cut"
+        fields = agreed_times(member, job, backend_of(config), mode=mode, place=place).fields(
+            layers
+        )
     timed = attrs.evolve(config, parallel=attrs.evolve(parallel, **fields))
     cut = _cut(timed, job.num_stages)
     return timed, JobData(attrs.evolve(job, cut=cut), data.held_out)

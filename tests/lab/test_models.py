@@ -140,7 +140,7 @@ def test_a_rank_that_cannot_measure_is_named_by_all(tmp_path: Path) -> None:
     """No rank waits for it for ever."""
     said = launch(2, tmp_path, table_bodies.unmeasured_parts).words
 
-    assert {"rank 1 cannot measure the parts of tiny-s16-m4: not today"} == {said[0], said[1]}
+    assert {"tiny-s16-m4: rank 1 cannot measure: not today"} == {said[0], said[1]}
 
 
 def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

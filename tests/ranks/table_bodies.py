@@ -21,6 +21,7 @@ from qeffect.gpu_runtime.lab.sides.pipelines import build_guarded, isolation
 from qeffect.gpu_runtime.lab.sides.table_rows import TableRow
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.membership import join
+from qeffect.gpu_runtime.training import balance
 from tests.runtime import stand_ins
 
 from .bodies import LIMITS
@@ -102,7 +103,7 @@ def models_command(argv: list[str]) -> tuple[int, str, str]:
 def unmeasured_parts() -> str:
     """What each rank hears where rank 1 cannot measure the parts of a model."""
     member = join("cpu", LIMITS)
-    measure = model_rows.measure_times
+    measure = balance.measure_times
 
     def fails(*args: Any, **options: Any) -> Any:
         if member.rank == 1:
@@ -110,7 +111,7 @@ def unmeasured_parts() -> str:
         return measure(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_rows, "measure_times", fails)
+        patch.setattr(balance, "measure_times", fails)
         try:
             model_rows.measured_cut(member, model_rows.ModelRow("tiny-s16-m4", "native", "il"))
         except BackendError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qeffect.gpu_runtime.ranks.membership import join
-from qeffect.gpu_runtime.training import job_assembly
+from qeffect.gpu_runtime.training import balance
 from qeffect.gpu_runtime.training.balance import Times, measure_times
 from qeffect.gpu_runtime.training.config_file import read
 from qeffect.gpu_runtime.training.job_assembly import measure_cut, open_job
@@ -27,7 +27,7 @@ def measuring(path: str) -> dict[str, Any]:
     def refused(*_: Any, **__: Any) -> Times:
         raise AssertionError("times were given")
 
-    job_assembly.measure_times = refused
+    balance.measure_times = refused
     try:
         own = {name: record[name] for name in ("embedding_time", "layer_times", "head_time")}
         again = Trainer(member, read(Path(path), parallel=own, run={"log": ""}))
@@ -35,7 +35,7 @@ def measuring(path: str) -> dict[str, Any]:
         same = (again.job.cut, again.losses) == (cut, losses)
         again.close()
     finally:
-        job_assembly.measure_times = measure_times
+        balance.measure_times = measure_times
     return {"cut": cut, "again": same, "record": record}
 
 
@@ -47,7 +47,7 @@ def unlike(path: str) -> dict[str, Any]:
         Times((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (5.0, 1.0, 1.0)),
         Times((0.5, 0.0, 0.5), (1.0, 0.5, 0.5), (1.0, 4.0, 1.0)),
     ][member.rank]
-    job_assembly.measure_times = lambda *_, **__: times  # type: ignore[assignment]
+    balance.measure_times = lambda *_, **__: times  # type: ignore[assignment]
     done, data = measure_cut(member, config, open_job(config))
 
     def fails(*_: Any, **__: Any) -> Times:
@@ -55,13 +55,13 @@ def unlike(path: str) -> dict[str, Any]:
             raise RuntimeError("out of memory")
         return times
 
-    job_assembly.measure_times = fails
+    balance.measure_times = fails
     problem = ""
     try:
         measure_cut(member, config, open_job(config))
     except RuntimeError as error:
         problem = str(error)
-    job_assembly.measure_times = measure_times
+    balance.measure_times = measure_times
     return {"cut": data.job.cut, "record": done.record()["parallel"], "problem": problem}
 
 
@@ -70,19 +70,19 @@ def going_on(path: str) -> dict[str, Any]:
     member = join("cpu", LIMITS)
     config = read(Path(path))
     alike = Times((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
-    job_assembly.measure_times = lambda *_, **__: alike  # type: ignore[assignment]
+    balance.measure_times = lambda *_, **__: alike  # type: ignore[assignment]
     first = Trainer(member, config)
     first.run()
     first.close()
     slow = Times((900.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.1, 0.1, 0.1))
-    job_assembly.measure_times = lambda *_, **__: slow  # type: ignore[assignment]
+    balance.measure_times = lambda *_, **__: slow  # type: ignore[assignment]
     longer = read(Path(path), run={"steps": 4})
     second = Trainer(member, longer, resume=True)
     second.run()
     began, cut, times = second.began, second.job.cut, second.config.parallel.layer_times
     second.close()
     fresh, data = measure_cut(member, longer, open_job(longer))
-    job_assembly.measure_times = measure_times
+    balance.measure_times = measure_times
     return {
         "began": began,
         "cuts": [first.job.cut, cut, data.job.cut],

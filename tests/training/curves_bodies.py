@@ -21,7 +21,7 @@ from qeffect.gpu_runtime.lab.runner.training_run import RunControl, RunName, tra
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.membership import join
 from qeffect.gpu_runtime.ranks.worker import Worker
-from qeffect.gpu_runtime.training import job_assembly
+from qeffect.gpu_runtime.training import balance
 from qeffect.gpu_runtime.training.balance import Times
 from qeffect.gpu_runtime.training.job_assembly import open_job
 from tests.ranks.bodies import LIMITS
@@ -62,7 +62,7 @@ def measured_apart(config: str, out: str) -> tuple[int, list[list[int]], int]:
         Times((first, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)) for first in (0.0, 900.0)
     )
     given = iter([alike, slow, slow])
-    job_assembly.measure_times = lambda *_, **__: next(given)  # type: ignore[assignment]
+    balance.measure_times = lambda *_, **__: next(given)  # type: ignore[assignment]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         runs = ["--runs", "native:zbv:0", "guarded:zbv:0", "--commit", "1" * 40]
         code = main(["runtime", "report", "curves", config, *runs, "--out", out])

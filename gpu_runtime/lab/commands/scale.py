@@ -46,6 +46,7 @@ from ..sides.pipelines import (
     build_native,
     isolation,
 )
+from ..sides.side import NamedRow
 from ..statistics.summary import exact_median
 from .options import add_rank_options, rank_starts, require_rounds
 
@@ -69,7 +70,7 @@ BEFORE = 6
 
 
 @attrs.frozen
-class ScaleRow:
+class ScaleRow(NamedRow):
     """
     One row to measure.
 
@@ -80,22 +81,9 @@ class ScaleRow:
         pp: Ranks.
     """
 
-    cell: str
-    side: str
-    schedule: str
     pp: int
     settling_steps = BEFORE
     copies = False
-
-    @property
-    def name(self) -> dict[str, Any]:
-        """Cell, side and schedule."""
-        return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
-
-    @property
-    def label(self) -> str:
-        """The name in progress lines."""
-        return ", ".join(self.name.values())
 
     @property
     def split(self) -> bool:

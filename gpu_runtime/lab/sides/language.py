@@ -21,6 +21,7 @@ from ...step.optimizer import Gradients, Optimizer
 from ...training.language_model import LanguageJob
 from ..runner.timing import RoundPlan
 from .pipelines import GuardedSide, NativeSide, build_guarded, build_native
+from .side import NamedRow
 from .torch_pipeline import Batch
 
 __all__ = [
@@ -119,7 +120,7 @@ def motionless_adamw(stages: Any, *, capturable: bool = False) -> Optimizer:
 
 
 @attrs.frozen
-class PeerRow:
+class PeerRow(NamedRow):
     """
     One row of the peers' report.
 
@@ -130,21 +131,8 @@ class PeerRow:
         settings: How every mode is measured.
     """
 
-    cell: str
-    side: str
-    schedule: str
     settings: PeerSettings
     copies = split = False
-
-    @property
-    def name(self) -> dict[str, Any]:
-        """Cell, side and schedule."""
-        return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
-
-    @property
-    def label(self) -> str:
-        """The name in progress lines."""
-        return ", ".join(self.name.values())
 
     @property
     def settling_steps(self) -> int:

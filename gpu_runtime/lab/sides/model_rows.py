@@ -7,21 +7,19 @@ products are FP8 under delayed scaling. The head and everything else is bf16, gr
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
 
 from ...backends.layers import LayerConfig
-from ...backends.protocol import BackendError
-from ...ranks.membership import Member, agree_on, all_gather
+from ...ranks.membership import Member
 from ...runtime import mode_on
-from ...training.balance import Times, measure_times, slowest
+from ...training.balance import Times, agreed_times
 from ...training.language_model import balanced_cut, even_cut
 from .language import TINY_VOCABULARY, DrawnLanguage
 from .pipelines import GuardedSide, NativeSide, backend_on, build_guarded, build_native
+from .side import NamedRow
 
 __all__ = ["CELLS", "MODELS", "SCHEDULES", "ModelRow", "ModelShape", "measured_cut", "model_rows"]
 
@@ -78,7 +76,7 @@ CELLS = ("1b-s4096-m8", "3b-s4096-m8", "8b-s4096-m8", "1b-s8192-m8", "3b-s8192-m
 
 
 @attrs.frozen
-class ModelRow:
+class ModelRow(NamedRow):
     """
     One row to measure.
 
@@ -90,23 +88,10 @@ class ModelRow:
         cut: Layers of each stage; None divides them evenly.
     """
 
-    cell: str
-    side: str
-    schedule: str
     pp: int = 2
     cut: tuple[int, ...] | None = None
     settling_steps = 3
     copies = split = False
-
-    @property
-    def name(self) -> dict[str, Any]:
-        """Cell, side and schedule."""
-        return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
-
-    @property
-    def label(self) -> str:
-        """The name in progress lines."""
-        return ", ".join(self.name.values())
 
     @property
     def shape(self) -> ModelShape:
@@ -150,17 +135,10 @@ def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]
         BackendError: A rank cannot build or capture a stage; every rank raises it.
     """
     job, device = row.job(), member.device
-    own, problem = None, ""
-    try:
-        own = measure_times(job, device, backend_on(device.type), mode=mode_on(device))
-    except (BackendError, RuntimeError, ValueError) as error:
-        problem = f"rank {member.rank} cannot measure the parts of {row.cell}: {error}"
-    agree_on(member, problem)
-    times = slowest(all_gather(member, own))
-    gc.collect()
+    backend = backend_on(device.type)
+    times = agreed_times(member, job, backend, mode=mode_on(device), place=row.cell)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)  # the measurement is no row's memory
     layer, embedding, head = (sum(part) for part in (times.layer, times.embedding, times.head))
     layers = row.shape.layers
     return times, balanced_cut([layer] * layers, row.pp * VPP, embedding=embedding, head=head)

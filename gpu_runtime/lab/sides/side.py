@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import attrs
 from torch import Tensor
 
 from ...backends.protocol import StageBackend
 from ...runtime import Mode
 from ...step.optimizer import Optimizer
 
-__all__ = ["Column", "RankSide", "Side"]
+__all__ = ["Column", "NamedRow", "RankSide", "Side"]
 
 
 class Side(Protocol):
@@ -69,3 +70,29 @@ class RankSide(Side, Protocol):
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training moves, live, not copied; waits for the device."""
+
+
+@attrs.frozen
+class NamedRow:
+    """
+    A row of a report over ranks, by its name.
+
+    Args:
+        cell: What is measured, and its microbatches.
+        side: What runs it.
+        schedule: A short name of torch's schedule classes.
+    """
+
+    cell: str
+    side: str
+    schedule: str
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """Cell, side and schedule."""
+        return {"cell": self.cell, "side": self.side, "schedule": self.schedule}
+
+    @property
+    def label(self) -> str:
+        """The name in progress lines."""
+        return ", ".join(self.name.values())

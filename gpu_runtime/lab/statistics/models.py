@@ -62,7 +62,7 @@ def derive_models(raw: Raw) -> dict[str, Any]:
             native[row["cell"]] = row
         shape, step = row["shape"], step_ms(row)
         ranks = len(row["peak_bytes"])
-        rates = [step_flops(shape) / (ms * 1e9) / ranks for ms in row["step_ms"]]
+        rates = extremes([step_flops(shape) / (ms * 1e9) / ranks for ms in row["step_ms"]])
         base, busiest = native.get(row["cell"]), busiest_ms(row)
         rows.append(
             {
@@ -70,8 +70,8 @@ def derive_models(raw: Raw) -> dict[str, Any]:
                 "cut": row["cut"],
                 "step_ms": extremes(row["step_ms"]),
                 "settled": row.get("settled"),
-                "tflops": extremes(rates),
-                "share": rounded(extremes(rates)["median"] / FP8_TFLOPS),
+                "tflops": rates,
+                "share": rounded(rates["median"] / FP8_TFLOPS),
                 "tokens_per_s": round(1e3 * shape["sequence"] * shape["microbatches"] / step),
                 "native_over_this": None if base is None else ratio(step_ms(base), step),
                 "idle": None if busiest is None else rounded(1 - busiest / step),
