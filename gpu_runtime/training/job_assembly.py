@@ -216,9 +216,8 @@ def measure_cut(
     if fields is None:
         mode = without_launches(mode_on(member.device, parallel.mode))
         place = f"{config.source}: [parallel] cut"
-        fields = agreed_times(member, job, backend_of(config), mode=mode, place=place).fields(
-            layers
-        )
+        found = agreed_times(member, job, backend_of(config), mode=mode, place=place)
+        fields = found.fields(layers)
     timed = attrs.evolve(config, parallel=attrs.evolve(parallel, **fields))
     cut = _cut(timed, job.num_stages)
     return timed, JobData(attrs.evolve(job, cut=cut), data.held_out)
