@@ -110,7 +110,7 @@ def test_without_graphs_no_step_is_one(
     assert "--one-launch makes a step one CUDA graph" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_the_driver_runs_on_a_cpu(tmp_path: Path) -> None:
     """Under torchrun, in fresh processes of their own; the report is whole."""
     out = tmp_path / "restarts.json"

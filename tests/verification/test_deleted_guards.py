@@ -123,7 +123,7 @@ def test_the_explorer_misses_a_deleted_guard() -> None:
     assert broken.violation is not None or "bind: version.wrong-epoch" in missing
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize(
     "site",
     [site for site in GUARDS if (site.transition, site.clause) not in ALWAYS],

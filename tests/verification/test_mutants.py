@@ -26,7 +26,7 @@ from qeffect.verification.concrete_run import ConcreteRun
 from qeffect.verification.mutants import Mutant, MutantReport, MutantVerdict, Site, sites
 from qeffect.verification.mutants.corpus import legal_schedules
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=5)
 
 
 #: Deleted in turn, and all killed: change these when the contract changes, after reading what
@@ -36,7 +36,7 @@ MUTANTS = {"guard": 263, "operand": 251, "update": 289, "condition": 24}
 PARTS = 16
 #: In how many parts the sweep runs: each searches the same states, for the mutants of some
 #: transitions.
-SWEEPS = 8
+SWEEPS = 16
 #: A transition with a mutant of each class of kills.
 CLASSES = {
     "state": "commit_forward",
