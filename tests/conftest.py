@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests import profiles
+from tests.ports import free_port
 from tests.record import Recorder
 
 # A worker of xdist has one core: a second thread of torch would wait for another worker's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each worker's torchrun has a port of its own. Two that take torchrun's default can meet.
+os.environ["PET_MASTER_PORT"] = str(free_port())
 # Collecting makes millions of objects that stay. Looking through them takes a third of its time.
 gc.disable()
 

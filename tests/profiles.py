@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pytest
@@ -35,10 +36,13 @@ REASON: Final = (
 THINNED: Final = PROFILE == "dev"
 """Whether this run leaves out tests marked ``ci``."""
 
-_ANY = {
+_ANY: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large),
 }
+if not os.access(Path.cwd(), os.W_OK):
+    # Hypothesis warns where it cannot keep what failed, and every warning fails a test.
+    _ANY["database"] = None
 
 settings.register_profile("dev", max_examples=25, stateful_step_count=20, **_ANY)
 settings.register_profile(

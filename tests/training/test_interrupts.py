@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from tests.cli.test_interrupts import (
     require_promise,
 )
 from tests.cli.test_interrupts import processes as processes
+from tests.ports import free_port
 from tests.profiles import few
 from tests.ranks.rank_logs import replayed_run
 
@@ -146,14 +146,6 @@ def configured(folder: Path, slow: str, ranks: int, limits: str = "") -> list[st
     program = folder / "program.py"
     program.write_text(PROGRAM)
     return [str(program), "runtime", "train", str(folder / "run.toml")]
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def reached(folder: Path, slow: str) -> Callable[[], bool]:
