@@ -379,7 +379,7 @@ class TestHostileFolder:
         assert "make one with qeffect runtime report bench" in done.stderr
         assert 1 == len(done.stderr.splitlines())
 
-    @pytest.mark.slow
+    @pytest.mark.slow(minutes=5)
     def test_every_obligation_is_proved_from_the_installed_sources(
         self, python: Path, hostile: Path
     ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ AROUND = {
 ALL = (*CLAUSES.values(), *SCHEDULE_CLAUSES.values())
 
 
+@cache
 def raised_by_composition() -> dict[str, list[str]]:
     """Which transitions' composed functions raise which clause, from their syntax trees."""
     found: dict[str, list[str]] = {}

@@ -45,7 +45,7 @@ def test_a_late_agent_is_awaited(agents: Agents, undisturbed: list[float]) -> No
     assert agents.losses() == undisturbed
 
 
-@pytest.mark.parametrize("agent", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("agent", [pytest.param(0, marks=pytest.mark.slow(minutes=2)), 1])
 def test_a_killed_worker_restarts_both(
     agents: Agents, undisturbed: list[float], agent: int
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_lost_host_that_comes_back_joins(agents: Agents, undisturbed: list[flo
     assert not any("warning" in line for line in agents.log())
 
 
-@pytest.mark.slow  # torchelastic alone waits most of a minute
+@pytest.mark.slow(minutes=2)  # torchelastic alone waits most of a minute
 @pytest.mark.parametrize("agents", [False], indirect=True, ids=["a store for each round"])
 def test_an_orphan_of_a_killed_agent_does_not_reach_the_next_attempt(
     agents: Agents, undisturbed: list[float]

@@ -265,12 +265,13 @@ class TestFaults:
                 "a legal call was refused: order.in-flight",
                 20,
             ),
-            (
+            pytest.param(
                 "reduction",
                 "start_reduction_before_completion_guards",
                 "reduction.duplicate",
                 "reduction.duplicate",
                 60,
+                marks=pytest.mark.ci,
             ),
         ],
     )

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
+from attrs import evolve
 
+from qeffect.engine.stage import OPTIONAL
 from qeffect.verification.mutants import Mutant, sites
 from qeffect.verification.proofs.bounded import SCOPE, Unrolling
-from qeffect.verification.proofs.obligations import Composition
+from qeffect.verification.proofs.obligations import Composition, obligations
 from qeffect.verification.proofs.parallel import run_parallel
+from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding
 
 Tell = Callable[[str], None]
@@ -105,3 +108,24 @@ def test_what_one_step_cannot_break_is_no_suspect() -> None:
     unrolling.extend()
 
     assert 0 < 4 * len(unrolling.suspects) < len(unrolling.violation().children())
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_search_that_got_lost_begins_afresh(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all other attempts are in vain, a fresh solver proves what holds, and only that."""
+    bare = Composition.of(tuple(sorted(OPTIONAL)), Encoding.sorted())
+    (goal,) = (
+        goal
+        for goal in obligations(bare)
+        if (goal.name, goal.transition) == ("epoch.commit-whole", "commit_update")
+    )
+    lost = "unknown", 0.0
+    monkeypatch.setattr(Z3, "_attempt", lambda self, goals, *_: [lost for _ in goals])
+    for name in ("_again", "_told", "_with_all", "_instantiated"):
+        monkeypatch.setattr(Z3, name, lambda self, goal, **_: lost)
+
+    assert ["unsat"] == [one.verdict for one in Z3(bare, seed=seed).prove([goal])]
+    denied = evolve(goal, facts=())
+    assert ["unsat"] != [one.verdict for one in Z3(bare, seed=seed).prove([denied])]
+    monkeypatch.setattr("qeffect.verification.proofs.solvers.FRESH", 0)
+    assert ["unknown"] == [one.verdict for one in Z3(bare, seed=seed).prove([goal])]

@@ -82,7 +82,7 @@ class TestReach:
     @pytest.mark.parametrize(
         ("what", "longest"),
         [
-            (lambda s: "commit_update" in _names(s), 30),
+            pytest.param(lambda s: "commit_update" in _names(s), 30, marks=pytest.mark.ci),
             pytest.param(
                 lambda s: _names(s).count("commit_update") > 1,
                 60,

@@ -42,6 +42,10 @@ HASTE: Final = 400_000
 GLANCE: Final = 50_000
 PATIENCE: Final = 2_000_000
 
+#: Fresh solvers, with seeds of their own, that try a goal before the long attempts. What a solver
+#: finds depends on all that its process asked before.
+FRESH: Final = 3
+
 
 @define
 class Proved:
@@ -114,8 +118,9 @@ class Z3:
             self._solvers[key] = self._new_solver(lemmas, effort)
         return self._solvers[key]
 
-    def _new_solver(self, lemmas: frozenset[str], effort: int) -> Any:
-        solver = new_solver("quantified", seed=self.seed, timeout=self.timeout, effort=effort)
+    def _new_solver(self, lemmas: frozenset[str], effort: int, seed: int | None = None) -> Any:
+        seed = self.seed if seed is None else seed
+        solver = new_solver("quantified", seed=seed, timeout=self.timeout, effort=effort)
         solver.add(self._trusted)
         for name in sorted(lemmas):
             weight = 2 if name in _NUMBERING else 1
@@ -141,6 +146,13 @@ class Z3:
     def _again(self, goal: Goal) -> tuple[str, float]:
         return self._alone(goal, self.theory.lemmas_of(goal.relations))
 
+    def _afresh(self, goal: Goal, seed: int) -> tuple[str, float]:
+        """Ask as at first, but a fresh solver: what one search finds at once, another may miss."""
+        began = time.perf_counter()
+        lemmas = self.theory.lemmas_of(goal.relations)
+        solver = self._new_solver(lemmas, HASTE, seed)
+        return self._refute(solver, goal, goal.facts, lemmas), time.perf_counter() - began
+
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
         """Ask again with every lemma, and with the facts about columns that are never written."""
         lemmas = frozenset(self.theory.lemmas)
@@ -159,6 +171,8 @@ class Z3:
             yield self._instantiated
         if goal.relations is not None and self.thorough:
             yield partial(self._told, effort=PATIENCE)
+            for seed in range(self.seed, self.seed + FRESH):
+                yield partial(self._afresh, seed=seed)
             yield self._again
             yield self._with_all
             yield self._told

@@ -83,8 +83,9 @@ class NativeRun:
     def __attrs_post_init__(self) -> None:
         if self.rule in _EXACT and any(s.domain.name != "reference" for s in self.stages):
             raise BackendError(
-                "the library rounds gradients into main_grad, so its full backward has no exact "
-                "per-microbatch gradient to sum in the order of dW; compare with split eager"
+                "Transformer Engine's full backward adds every microbatch to main_grad and rounds "
+                "there, so no gradient of a single microbatch is left to sum in the order of dW; "
+                "compare with split eager"
             )
         for stage in self.stages:
             if self.rule == "main_grad":

@@ -155,8 +155,9 @@ class NativePipeline:
         exact = self.rule in ("wgrad_order", "dgrad_order")
         if self.rule == "dgrad_order" or (exact and stages[0].domain.name != "reference"):
             raise BackendError(
-                "the library rounds gradients into main_grad, so its full backward has no exact "
-                "gradient of a microbatch to sum in this order; compare another schedule or rule"
+                "Transformer Engine's full backward adds every microbatch to main_grad and rounds "
+                "there, so no gradient of a single microbatch is left to sum in this order; "
+                "compare another schedule or rule"
             )
         self.kept: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.number = 0
