@@ -252,7 +252,8 @@ def counted(terms: Iterable[Any], known: dict[int, tuple[Any, list[str]]]) -> Co
     return found
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("whole", [False, True])
 def test_a_script_says_lemmas_facts_and_the_denial_and_nothing_else(
     whole: bool, full: Composition, goals: list[Goal]
 ) -> None:

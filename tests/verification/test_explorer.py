@@ -200,7 +200,7 @@ def test_any_three_relations_meet_in_the_design() -> None:
         pytest.param(
             names,
             marks=()
-            if names in design()[8:9]
+            if names in design()[9:10]
             else pytest.mark.ci
             if names in design()[::2]
             else pytest.mark.nightly,

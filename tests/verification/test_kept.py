@@ -85,7 +85,7 @@ def test_every_promise_names_the_clauses_that_it_needs(name: str) -> None:
     assert wanted == set(line.replace("`", "").split(", "))
 
 
-@pytest.mark.parametrize("clause", few(["arena.duplicate-bind", "arena.spoiled"], (0,), ()))
+@pytest.mark.parametrize("clause", few(["arena.duplicate-bind", "arena.spoiled"], (), (0,)))
 def test_the_promises_of_a_guard_are_those_that_the_solver_refutes(clause: str) -> None:
     """Of bind, whose guards are quickly asked; the slow tests ask of all."""
     guards = [s for s in kept.guard_sites() if (s.transition, s.clause) == ("bind", clause)]
