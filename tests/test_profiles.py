@@ -15,6 +15,7 @@ import pytest
 
 from tests import profiles
 from tests.conftest import selects_devices
+from tests.docs.record_block import row
 from tests.record import COUNTED, RECORDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,12 +212,14 @@ def test_a_run_whose_time_is_over_leaves_its_record(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["exit_status"] == 2
 
 
-def test_a_kept_record_is_of_a_whole_run_of_a_commit() -> None:
-    """No record of a run that was broken off, or of files that no commit has."""
+def test_a_kept_record_is_of_a_commit_and_its_row_says_how_the_run_ended() -> None:
+    """No record of files that no commit has; what a limit cut off does not pass for a whole run."""
     for file in RECORDS.glob("*.json"):
         record = json.loads(file.read_text())
 
-        assert record["exit_status"] in (0, 1), file
+        end = {0: "whole", 1: "whole", 2: "cut off"}[record["exit_status"]]
+        assert row(file.stem, record)[-1] == end, file
+        assert (record["exit_status"] == 0) <= (record["counts"]["failed"] == 0), file
         assert len(record["commit"]) == 40, file
         assert set(record["counts"]) == set(COUNTED), file
         assert sum(record["counts"].values()) > 0, file

@@ -12,12 +12,15 @@ from tests.record import RECORDS
 
 HEADER = (
     *("run", "date", "commit", "hardware", "Python", "torch"),
-    *("passed", "failed", "skipped", "minutes"),
+    *("passed", "failed", "skipped", "minutes", "end"),
 )
+
+#: How a run ended, by pytest's exit status.
+ENDS = {0: "whole", 1: "whole", 2: "cut off"}
 
 
 def row(name: str, record: Mapping[str, Any]) -> tuple[object, ...]:
-    """One record as a row of the table; errors count as failed."""
+    """One record as a row of the table. Errors count as failed; a run that was cut off ran a part."""
     hardware, versions, counts = (record[part] for part in ("hardware", "versions", "counts"))
     machine = f"{hardware['processor']}, {hardware['cores']} cores"
     return (
@@ -31,6 +34,7 @@ def row(name: str, record: Mapping[str, Any]) -> tuple[object, ...]:
         counts["failed"] + counts["errors"] + counts["xpassed"],
         counts["skipped"],
         f"{record['seconds'] / 60:.0f}",
+        ENDS.get(record["exit_status"], f"status {record['exit_status']}"),
     )
 
 
