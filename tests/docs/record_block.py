@@ -20,7 +20,7 @@ ENDS = {0: "whole", 1: "whole", 2: "cut off"}
 
 
 def row(name: str, record: Mapping[str, Any]) -> tuple[object, ...]:
-    """One record as a row of the table. Errors count as failed; a run that was cut off ran a part."""
+    """One record as a row of the table. Errors count as failed."""
     hardware, versions, counts = (record[part] for part in ("hardware", "versions", "counts"))
     machine = f"{hardware['processor']}, {hardware['cores']} cores"
     return (
