@@ -9,11 +9,24 @@ import socket
 
 __all__ = ["free_port"]
 
+_HELD: list[socket.socket] = []
+
 
 def free_port() -> int:
-    """Return a port on which nobody listens, below those that systems hand out by themselves."""
+    """
+    Return a port on which nobody listens, below those that systems hand out by themselves.
+
+    While this process lives no other one is given it: its UDP side stays bound.
+    """
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
+        held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        _HELD.append(held)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port

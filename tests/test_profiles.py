@@ -219,7 +219,9 @@ def test_a_kept_record_is_of_a_commit_and_its_row_says_how_the_run_ended() -> No
 
         end = {0: "whole", 1: "whole", 2: "cut off"}[record["exit_status"]]
         assert row(file.stem, record)[-1] == end, file
-        assert (record["exit_status"] == 0) <= (record["counts"]["failed"] == 0), file
+        assert end == "whole" or file.stem in ("slow", "nightly"), file
+        failures = record["counts"]["failed"] + record["counts"]["errors"]
+        assert (record["exit_status"] == 0) <= (failures == 0), file
         assert len(record["commit"]) == 40, file
         assert set(record["counts"]) == set(COUNTED), file
         assert sum(record["counts"].values()) > 0, file

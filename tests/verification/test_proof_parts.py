@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from attrs import evolve
@@ -16,8 +16,9 @@ from qeffect.verification.mutants import Mutant, sites
 from qeffect.verification.proofs.bounded import SCOPE, Unrolling
 from qeffect.verification.proofs.obligations import Composition, obligations
 from qeffect.verification.proofs.parallel import run_parallel
-from qeffect.verification.proofs.solvers import Z3
+from qeffect.verification.proofs.solvers import Z3, Proved
 from qeffect.verification.symbolic import Encoding
+from qeffect.verification.symbolic.solver import Kind, new_solver
 
 Tell = Callable[[str], None]
 
@@ -112,20 +113,37 @@ def test_what_one_step_cannot_break_is_no_suspect() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_search_that_got_lost_begins_afresh(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all other attempts are in vain, a fresh solver proves what holds, and only that."""
+    """Where all other attempts are in vain, three fresh solvers are asked, each with its seed."""
     bare = Composition.of(tuple(sorted(OPTIONAL)), Encoding.sorted())
-    (goal,) = (
-        goal
-        for goal in obligations(bare)
-        if (goal.name, goal.transition) == ("epoch.commit-whole", "commit_update")
-    )
+    goal = next(iter(obligations(bare)))
     lost = "unknown", 0.0
     monkeypatch.setattr(Z3, "_attempt", lambda self, goals, *_: [lost for _ in goals])
     for name in ("_again", "_told", "_with_all", "_instantiated"):
         monkeypatch.setattr(Z3, name, lambda self, goal, **_: lost)
+    seeds: list[int] = []
+    answers = iter(["unknown", "unknown", "unsat"])
+
+    def made(kind: Kind, *, seed: int, timeout: int, effort: int) -> Any:
+        seeds.append(seed)
+        return new_solver(kind, seed=seed, timeout=timeout, effort=effort)
+
+    monkeypatch.setattr("qeffect.verification.proofs.solvers.new_solver", made)
+    monkeypatch.setattr(Z3, "_refute", lambda *_: next(answers))
 
     assert ["unsat"] == [one.verdict for one in Z3(bare, seed=seed).prove([goal])]
-    denied = evolve(goal, facts=())
-    assert ["unsat"] != [one.verdict for one in Z3(bare, seed=seed).prove([denied])]
+    assert seeds == [1000 * (seed + 1) + number for number in range(3)]
     monkeypatch.setattr("qeffect.verification.proofs.solvers.FRESH", 0)
     assert ["unknown"] == [one.verdict for one in Z3(bare, seed=seed).prove([goal])]
+
+
+def test_a_fresh_solver_remembers_what_its_proof_used() -> None:
+    """The proof serves the same goal again, and not the goal without its facts."""
+    bare = Composition.of(tuple(sorted(OPTIONAL)), Encoding.sorted())
+    proved = Proved()
+    solver = Z3(bare, proved=proved)
+    goals = (goal for goal in obligations(bare) if goal.facts)
+    found = ((goal, solver._afresh(goal, seed)[0]) for goal in goals for seed in range(3))
+    goal = next(goal for goal, verdict in found if verdict == "unsat")
+
+    assert proved.covers(goal, bare.lemmas_of(goal.relations))
+    assert not proved.covers(evolve(goal, facts=()), bare.lemmas_of(goal.relations))

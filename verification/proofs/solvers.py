@@ -42,8 +42,8 @@ HASTE: Final = 400_000
 GLANCE: Final = 50_000
 PATIENCE: Final = 2_000_000
 
-#: Fresh solvers, with seeds of their own, that try a goal before the long attempts. What a solver
-#: finds depends on all that its process asked before.
+#: Fresh solvers, with seeds that no run has for its own, that try a goal before the last attempts.
+#: Whether one search finds a proof depends on what its process asked before.
 FRESH: Final = 3
 
 
@@ -171,8 +171,8 @@ class Z3:
             yield self._instantiated
         if goal.relations is not None and self.thorough:
             yield partial(self._told, effort=PATIENCE)
-            for seed in range(self.seed, self.seed + FRESH):
-                yield partial(self._afresh, seed=seed)
+            for number in range(FRESH):
+                yield partial(self._afresh, seed=1000 * (self.seed + 1) + number)
             yield self._again
             yield self._with_all
             yield self._told

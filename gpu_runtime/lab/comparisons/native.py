@@ -84,7 +84,7 @@ class NativeRun:
         if self.rule in _EXACT and any(s.domain.name != "reference" for s in self.stages):
             raise BackendError(
                 "Transformer Engine's full backward adds every microbatch to main_grad and rounds "
-                "there, so no gradient of a single microbatch is left to sum in the order of dW; "
+                "there, so no gradient of a single microbatch is left to sum in this order; "
                 "compare with split eager"
             )
         for stage in self.stages:

@@ -155,8 +155,8 @@ class NativePipeline:
         exact = self.rule in ("wgrad_order", "dgrad_order")
         if self.rule == "dgrad_order" or (exact and stages[0].domain.name != "reference"):
             raise BackendError(
-                "Transformer Engine's full backward adds every microbatch to main_grad and rounds "
-                "there, so no gradient of a single microbatch is left to sum in this order; "
+                f"the library's own backward adds gradients as the schedule runs and keeps none of "
+                f"a single microbatch, so it cannot sum by rule {self.rule}; "
                 "compare another schedule or rule"
             )
         self.kept: dict[tuple[int, int], dict[str, Tensor]] = {}
