@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from qeffect.gpu_runtime.lab.runner.starts import RankStart, RankStarts
 from qeffect.gpu_runtime.lab.sides.language import PeerRow, PeerSettings
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.report import UnusableError
+from tests.ports import free_port
 
 from . import start_bodies as bodies
 
@@ -161,9 +161,6 @@ class TestHere:
 @pytest.mark.nightly
 def test_ranks_that_nobody_keeps_a_store_for_meet_in_rank_0s(tmp_path: Path) -> None:
     """Started by hand, with torchrun's variables alone: both starts, each in new processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
@@ -173,7 +170,7 @@ def test_ranks_that_nobody_keeps_a_store_for_meet_in_rank_0s(tmp_path: Path) -> 
         "found = [ranks.start(start_bodies.meeting).require()[0] for _ in range(2)]\n"
         "print(json.dumps(found))\n"
     )
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in "01":
         (tmp_path / rank).mkdir()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 __all__ = ["LIMIT_S", "launch", "run"]
 
@@ -53,9 +54,7 @@ def run(folder: Path, commands: list[list[str]], **variables: str) -> list[int]:
     """
     began = time.monotonic()
     texts = [folder / f"rank{rank}.txt" for rank in range(len(commands))]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank, command in enumerate(commands):
         place = {

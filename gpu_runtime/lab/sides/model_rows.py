@@ -138,7 +138,8 @@ def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]
     backend = backend_on(device.type)
     times = agreed_times(member, job, backend, mode=mode_on(device), place=row.cell)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # the measurement is no row's memory
+        # The first row's peak must not include what was measured here.
+        torch.cuda.reset_peak_memory_stats(device)
     layer, embedding, head = (sum(part) for part in (times.layer, times.embedding, times.head))
     layers = row.shape.layers
     return times, balanced_cut([layer] * layers, row.pp * VPP, embedding=embedding, head=head)
