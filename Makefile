@@ -28,8 +28,9 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(max(2, (os.cpu_count() or 1) *
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# `make slow RECORD=tests/records/NAME.json` keeps a dated record, likewise `make nightly`.
-RECORDED = $(if $(RECORD),--record $(RECORD))
+# `make slow RECORD=tests/records/NAME.json` keeps a dated record, likewise `make nightly`. With
+# RESUME=1 it resumes the run of that record, if a time limit cut that run off.
+RECORDED = $(if $(RECORD),--record $(RECORD)) $(if $(RESUME),--resume)
 
 # What takes minutes: every proof, every mutant, every deleted guard, prove from the wheel.
 slow: $(VENV)/.test

@@ -33,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="JSON file for a dated record of the run: commit, hardware, versions, counts",
     )
+    parser.addoption(
+        "--resume",
+        action="store_true",
+        help="resume the run of --record that was cut off: skip the tests that have ended",
+    )
     parser.addoption("--commit", help="the commit that a record names, outside a checkout")
 
 
@@ -55,8 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # test starts and interrupts would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     file = config.getoption("record")
+    if file is None and config.getoption("resume"):
+        raise pytest.UsageError("--resume needs --record FILE: the record of the run to resume")
     if file is not None and not hasattr(config, "workerinput"):
-        recorder = Recorder(file.absolute(), config)
+        recorder = Recorder(file.absolute(), config, resumed=config.getoption("resume"))
         config.pluginmanager.register(recorder, "qeffect record")
         # `timeout` ends a run as Ctrl-C does: with what failed so far, and a record.
         signal.signal(signal.SIGTERM, recorder.break_off)
@@ -100,7 +107,11 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is marked ``ci`` under ``dev``; keep tests of one long sweep together."""
+    """
+    Deselect what is marked ``ci`` under ``dev``, and what has ended in an earlier part of a run.
+
+    Tests of one long sweep stay together.
+    """
     for item in items:
         # `--dist loadgroup` then runs each part of a sweep once. Other distributions ignore groups.
         if "report" in getattr(item, "fixturenames", ()) and item.get_closest_marker("slow"):
@@ -109,12 +120,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{part}"))
     # What takes longest first, so that no worker begins it when the others end.
     items.sort(key=_minutes, reverse=True)
-    if not profiles.THINNED:
-        return
-    left = [item for item in items if item.get_closest_marker("ci") is not None]
+    ended = _ended(config)
+    left = [item for item in items if _is_left_out(item, ended)]
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item.get_closest_marker("ci") is None]
+        items[:] = [item for item in items if not _is_left_out(item, ended)]
+
+
+def _ended(config: pytest.Config) -> frozenset[str]:
+    """The tests that have ended in earlier parts of this run."""
+    if hasattr(config, "workerinput"):
+        return frozenset(config.workerinput.get("ended", ()))
+    recorder = config.pluginmanager.get_plugin("qeffect record")
+    return frozenset() if recorder is None else recorder.before
+
+
+def _is_left_out(item: pytest.Item, ended: frozenset[str]) -> bool:
+    """Whether a test has ended already, or does not run under this profile."""
+    if profiles.THINNED and item.get_closest_marker("ci") is not None:
+        return True
+    return item.nodeid in ended
 
 
 def _minutes(item: pytest.Item) -> float:

@@ -3,6 +3,7 @@ A dated record of a run of the suite: ``pytest --record FILE`` writes it when th
 
 A record says what ran (profile, marker expression, arguments), where (hardware, versions, commit)
 and how it ended (counts, seconds, exit status). Records that are kept stand in ``tests/records``.
+A run that was cut off is resumed with ``--resume``; its record then names every part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 import pytest
 
 from tests import profiles
+from tests.run_log import RunLog, bare_id
 
 __all__ = ["COUNTED", "PACKAGES", "RECORDS", "Recorder"]
 
@@ -39,6 +42,9 @@ PACKAGES = (
 
 COUNTED = ("passed", "failed", "skipped", "xfailed", "xpassed", "errors")
 """The counts of a record."""
+
+CUT_OFF = int(pytest.ExitCode.INTERRUPTED)
+"""The exit status of a run that a signal or a time limit cut off."""
 
 
 def _commit() -> str | None:
@@ -86,39 +92,101 @@ class Recorder:
     """
     Counts how tests end, and writes the record.
 
+    Beside the record stands the log of the run (`tests.run_log`). A run that was cut off can be
+    resumed with it: a later part skips the tests that have ended.
+
     Args:
         file: Where the record is written.
         config: The run's configuration.
+        resumed: Whether the run goes on where an earlier one was cut off.
+
+    Raises:
+        pytest.UsageError: The run cannot be resumed.
     """
 
-    def __init__(self, file: Path, config: pytest.Config) -> None:
+    def __init__(self, file: Path, config: pytest.Config, *, resumed: bool = False) -> None:
         self.file, self.config = file, config
-        self.counts: Counter[str] = Counter()
         self.began, self.clock = datetime.now(UTC), time.monotonic()
         self.commit = config.getoption("commit") or _commit()
         self.broken_off = False
+        self.outcomes: defaultdict[str, list[str]] = defaultdict(list)
+        log = file.with_suffix(".log.jsonl")
+        self.log = self._resumable(log) if resumed else RunLog(log)
+        self.before = frozenset(self.log.ended)
+
+    def _same(self) -> dict[str, Any]:
+        """What all parts of a run have in common."""
+        return {
+            "commit": self.commit,
+            "profile": profiles.PROFILE,
+            "markers": self.config.getoption("markexpr"),
+            "arguments": [str(word) for word in self.config.args],
+        }
+
+    def _resumable(self, file: Path) -> RunLog:
+        """The log of the run that this part resumes."""
+        try:
+            log = RunLog.read(file)
+        except (OSError, ValueError) as error:
+            raise pytest.UsageError(f"--resume: cannot read the log of the run: {error}") from None
+        last = log.parts[-1]
+        if last.get("exit_status", CUT_OFF) != CUT_OFF:
+            raise pytest.UsageError(f"--resume: {file} is of a run that ended by itself")
+        for name, here in self._same().items():
+            if here != last[name] or str(here).endswith("+"):
+                raise pytest.UsageError(
+                    f"--resume: {file} has {name} {last[name]!r}, this run has {here!r}; "
+                    "resume at the same commit, without changed files and with the same options"
+                )
+        return log
+
+    def pytest_sessionstart(self) -> None:
+        """Begin a part of the run."""
+        self.log.begin(
+            {
+                "began": self.began.isoformat(timespec="seconds"),
+                **self._same(),
+                "hardware": {
+                    "processor": _processor(),
+                    "cores": os.cpu_count(),
+                    "machine": platform.machine(),
+                    "gpus": _gpus(),
+                },
+                "versions": _versions(),
+            }
+        )
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker of xdist which tests have ended in earlier parts."""
+        node.workerinput["ended"] = sorted(self.before)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count one phase of one test."""
+        """Note how one phase of one test ended."""
+        found = self.outcomes[report.nodeid]
         if report.when == "call":
             expected = hasattr(report, "wasxfail")
             if report.skipped:
-                self.counts["xfailed" if expected else "skipped"] += 1
+                found.append("xfailed" if expected else "skipped")
             elif report.passed:
-                self.counts["xpassed" if expected else "passed"] += 1
+                found.append("xpassed" if expected else "passed")
             else:
-                self.counts["failed"] += 1
+                found.append("failed")
         elif report.failed:
-            self.counts["errors"] += 1
+            found.append("errors")
         elif report.skipped:
-            self.counts["skipped"] += 1
+            found.append("skipped")
+        if report.when == "teardown":
+            self._ended(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Count a module that could not be collected."""
-        if report.failed:
-            self.counts["errors"] += 1
-        elif report.skipped:
-            self.counts["skipped"] += 1
+        if report.failed or report.skipped:
+            self.outcomes[report.nodeid] = ["errors" if report.failed else "skipped"]
+            self._ended(report.nodeid)
+
+    def _ended(self, node: str) -> None:
+        self.log.test_ended(bare_id(node), self.outcomes.pop(node), time.monotonic() - self.clock)
 
     def break_off(self, *_: object) -> None:
         """End the run as Ctrl-C does. A later signal would break off that end: it is ignored."""
@@ -126,29 +194,34 @@ class Recorder:
         self.broken_off = True
         raise KeyboardInterrupt
 
-    def record(self, status: int) -> dict[str, Any]:
-        """The record of a run with an exit status."""
+    def record(self) -> dict[str, Any]:
+        """The record of the run, of all its parts."""
+        first, *later = self.log.parts
+        counts = self.log.counts()
+        status = self.log.parts[-1]["exit_status"]
+        if status == pytest.ExitCode.OK and counts["failed"] + counts["errors"]:
+            status = pytest.ExitCode.TESTS_FAILED
         return {
             "date": self.began.strftime("%Y-%m-%d"),
-            "began": self.began.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - self.clock, 1),
-            "commit": self.commit,
-            "profile": profiles.PROFILE,
-            "markers": self.config.getoption("markexpr"),
-            "arguments": [str(word) for word in self.config.args],
-            "hardware": {
-                "processor": _processor(),
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
-                "gpus": _gpus(),
-            },
-            "versions": _versions(),
-            "counts": {name: self.counts[name] for name in COUNTED},
-            "exit_status": int(pytest.ExitCode.INTERRUPTED if self.broken_off else status),
+            "began": first["began"],
+            "seconds": round(sum(part["seconds"] for part in self.log.parts), 1),
+            **self._same(),
+            "hardware": first["hardware"],
+            "versions": first["versions"],
+            **({"later_parts": [_part(part) for part in later]} if later else {}),
+            "counts": {name: counts[name] for name in COUNTED},
+            "exit_status": int(status),
         }
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the record."""
+        status = CUT_OFF if self.broken_off else exitstatus
+        self.log.end(time.monotonic() - self.clock, int(status))
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.record(exitstatus), indent=2) + "\n"
+        text = json.dumps(self.record(), indent=2) + "\n"
         self.file.write_text(text, encoding="utf-8")
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says of a later part."""
+    return {name: part[name] for name in ("began", "seconds", "hardware", "versions")}

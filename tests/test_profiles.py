@@ -17,6 +17,7 @@ from tests import profiles
 from tests.conftest import selects_devices
 from tests.docs.record_block import row
 from tests.record import COUNTED, RECORDS
+from tests.run_log import RunLog, bare_id
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = (sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider")
@@ -210,6 +211,88 @@ def test_a_run_whose_time_is_over_leaves_its_record(tmp_path: Path) -> None:
 
     assert process.returncode == 2, said
     assert json.loads(file.read_text())["exit_status"] == 2
+
+
+#: A plugin that never ends the second of two tests while HANGS is set.
+HANGS_AT_THE_SECOND = """
+import os, time
+
+def pytest_runtest_call(item):
+    if item.name == "test_this_runs_where_matrices_are_whole" and os.environ.get("HANGS"):
+        print("at it", flush=True)
+        time.sleep(100)
+"""
+
+TWO_TESTS = tuple(
+    f"tests/test_profiles.py::{name}"
+    for name in (
+        "test_what_a_test_starts_can_be_interrupted",
+        "test_this_runs_where_matrices_are_whole",
+    )
+)
+
+
+@pytest.mark.ci
+def test_a_run_that_was_cut_off_is_resumed_and_its_record_names_both_parts(tmp_path: Path) -> None:
+    """The second part runs what the first did not reach, over workers too; then nothing is left."""
+    (tmp_path / "hangs.py").write_text(HANGS_AT_THE_SECOND)
+    file = tmp_path / "run.json"
+    options = ("-p", "hangs", "--record", str(file), "--commit", "1" * 40, *TWO_TESTS)
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    with subprocess.Popen(
+        [*RUN, "-s", *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths, "HYPOTHESIS_PROFILE": "ci", "HANGS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert any("at it" in line for line in process.stdout)
+        process.terminate()
+    first = json.loads(file.read_text())
+    assert (first["counts"]["passed"], first["exit_status"]) == (1, 2)
+
+    other = run("--resume", *options, path=tmp_path, HYPOTHESIS_PROFILE="dev")
+    code, told = run("--resume", "-n", "2", *options, path=tmp_path, CI="1")
+    again = run("--resume", *options, path=tmp_path, CI="1")
+
+    assert other[0] == 4
+    assert "has profile 'ci', this run has 'dev'" in other[1]
+    assert code == 0, told
+    assert "1 passed" in told
+    record = json.loads(file.read_text())
+    assert (record["counts"]["passed"], record["exit_status"]) == (2, 0)
+    assert record["began"] == first["began"]
+    assert [part["hardware"] for part in record["later_parts"]] == [record["hardware"]]
+    assert "(2 parts)" in row("run", record)[3]
+    assert again[0] == 4
+    assert "ended by itself" in again[1]
+
+
+def test_the_log_of_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    """A test whose line was cut runs again; a malformed line before it is an error."""
+    file = tmp_path / "run.log.jsonl"
+    log = RunLog(file)
+    log.begin({"began": "now", "commit": "1" * 40})
+    log.test_ended("a", ["passed"], 1.0)
+    log.test_ended("b", ["passed", "errors"], 2.5)
+    with file.open("a") as stream:
+        stream.write('{"test": "c", "outc')
+
+    read = RunLog.read(file)
+
+    assert read.ended == {"a": ["passed"], "b": ["passed", "errors"]}
+    assert read.parts == [{"began": "now", "commit": "1" * 40, "seconds": 2.5}]
+    assert read.counts() == {"passed": 2, "errors": 1}
+    file.write_text('{"test": "c", "outc\n' + file.read_text())
+    with pytest.raises(ValueError, match="line 1: malformed"):
+        RunLog.read(file)
+
+
+def test_a_group_is_not_part_of_the_name_of_a_test() -> None:
+    """`--dist loadgroup` appends it in the worker. A parameter can hold the same sign."""
+    assert bare_id("tests/a.py::test_b[x@y]@a-3") == "tests/a.py::test_b[x@y]"
+    assert bare_id("tests/a.py::test_b[x@y]") == "tests/a.py::test_b[x@y]"
 
 
 def test_a_kept_record_is_of_a_commit_and_its_row_says_how_the_run_ended() -> None:

@@ -19,15 +19,22 @@ HEADER = (
 ENDS = {0: "whole", 1: "whole", 2: "cut off"}
 
 
+def machine(hardware: Mapping[str, Any]) -> str:
+    """A machine by its processor, its cores and its GPUs."""
+    processor = f"{hardware['processor']}, {hardware['cores']} cores"
+    return ", ".join((processor, *hardware["gpus"]))
+
+
 def row(name: str, record: Mapping[str, Any]) -> tuple[object, ...]:
     """One record as a row of the table. Errors count as failed."""
-    hardware, versions, counts = (record[part] for part in ("hardware", "versions", "counts"))
-    machine = f"{hardware['processor']}, {hardware['cores']} cores"
+    hardware, versions, counts = (record[key] for key in ("hardware", "versions", "counts"))
+    parts = [hardware, *(part["hardware"] for part in record.get("later_parts", ()))]
+    machines = list(dict.fromkeys(map(machine, parts)))
     return (
         f"{name} (`-m {record['markers']!r}`, {record['profile']})",
         record["date"],
         f"`{record['commit'][:12]}`",
-        ", ".join((machine, *hardware["gpus"])),
+        " and ".join(machines) + (f" ({len(parts)} parts)" if len(parts) > 1 else ""),
         versions["python"],
         versions.get("torch", "none"),
         counts["passed"] + counts["xfailed"],
