@@ -56,7 +56,7 @@ SCOPES = {
         generation_max=1,
         tickets=True,
         reduces=True,
-        omit=tuple(sorted(OPTIONAL - {"completion"})),
+        omit=tuple(sorted(OPTIONAL - {"completion", "reduction"})),
     ),
 }
 

@@ -209,7 +209,7 @@ def test_reads_and_writes_are_read_off_the_composed_function() -> None:
 def test_configuration_is_the_kernels(
     scope: Scope, stages: list[StageConfig], options: dict[str, tuple[str, ...]]
 ) -> None:
-    """A scope's configured columns are those of the kernel's own layout, over dense cells."""
+    """A scope's columns are those of the stages that a user would write down for it."""
     memory = lay_out(stages, transitions(), generation_max=2, **options).memory
     expected = configuration(scope)
     opaque = {"matrices", "destination_of"}  # compared for equality only

@@ -28,11 +28,11 @@ from qeffect.relations.constants import (
 
 from .cone import Dependence, dependence, visible_columns
 from .moves import ACTIONS, EVIDENCE, Move, Rel, Value, Where
-from .scopes import Scope, configuration, sizes
+from .scopes import WHOLE, Scope, configuration, sizes
 
 __all__ = ["Frame", "Maker"]
 
-_WHOLE, _NOTHING = 1, 0  # the matrices of every stage, and no matrix
+_NOTHING = 0  # no matrix
 _MOVEMENT = {"stage", "updates"}  # the parameters of a movement of scales in an update
 _NOWHERE = -1  # a destination that was never configured
 
@@ -248,9 +248,9 @@ class Maker:
         domain, cells = self.config["domain_of"][stage], self.config["cells"][stage]
         gathers = self.scope.epoch_scales and parameters != _MOVEMENT
         known: dict[str, tuple[Value, tuple[Value, ...]]] = {
-            "queued": (_WHOLE, (_NOTHING,)),
-            "covered": (_WHOLE, (_NOTHING,)),
-            "filled": (_WHOLE, (_NOTHING,)),
+            "queued": (WHOLE, (_NOTHING,)),
+            "covered": (WHOLE, (_NOTHING,)),
+            "filled": (WHOLE, (_NOTHING,)),
             "fill_epoch": (
                 (fresh, (Rel("weight_epoch", stage, 1), NEVER)) if fills else (NEVER, (fresh,))
             ),

@@ -4,28 +4,35 @@ A scope: how much of the contract one exploration walks.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, Final
 
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, instance_of
 
+from qeffect import Bucket, Destination, StageConfig
 from qeffect.engine.stage import OPTIONAL, TRANSITIONS
+from qeffect.keys import Cell
+from qeffect.refusals import Refused
+from qeffect.relations.columns import CONFIG
 from qeffect.relations.constants import (
     BACK_BIT,
     COPY_BIT,
-    DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
     OUT_BIT,
-    SOURCE_BIT,
-    TARGET_BIT,
-    WGRAD_BIT,
 )
 
-__all__ = ["Scope", "configuration", "members_in", "sizes"]
+from ..process import Process
+
+__all__ = ["WHOLE", "Scope", "configuration", "members_in", "sizes"]
 
 _count = [instance_of(int), ge(1)]
 _counts = deep_iterable(_count, instance_of(tuple))
+
+#: The matrices of every stage.
+WHOLE: Final = 1
 
 #: Transitions of an evaluation.
 _EVALUATION: Final = frozenset({"check_evaluation", "commit_evaluation", "abort_evaluation"})
@@ -78,7 +85,8 @@ class Scope:
         wrong_arguments: Present each move also with one argument wrong.
 
     Raises:
-        TypeError, ValueError: A count is not a positive integer, or a name is unknown.
+        TypeError, ValueError: A count is not a positive integer, a name is unknown, or no contract
+            can have this configuration.
     """
 
     name: str
@@ -125,15 +133,10 @@ class Scope:
                 raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
         if any(not 0 <= stage < stages for bucket in self.buckets for stage in bucket):
             raise ValueError(f"scope {self.name}: the stages of a bucket must be 0 to {stages - 1}")
-        if self.tied and (not self.accumulate or self.domain_of[:2] not in ((0, 0), (1, 1))):
-            raise ValueError(
-                f"scope {self.name}: destinations can be shared by two stages of one "
-                "domain, and accumulate"
-            )
+        if self.tied and not self.accumulate:
+            raise ValueError(f"scope {self.name}: only destinations that accumulate are tied")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
-        if self.feeds and len(set(self.cells)) > 1:
-            raise ValueError(f"scope {self.name}: stages that feed each other have equal cells")
         if self.receives & ~(IN_BIT | BACK_BIT | COPY_BIT):
             raise ValueError(
                 f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
@@ -146,6 +149,10 @@ class Scope:
             raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
             raise ValueError(f"scope {self.name}: fresh keys need a scope without epochs")
+        try:
+            self.process.lay_out()
+        except (ValueError, Refused) as error:
+            raise ValueError(f"scope {self.name}: {error}") from None
 
     @property
     def transitions(self) -> tuple[str, ...]:
@@ -189,6 +196,58 @@ class Scope:
         return self.domains or (0,) * len(self.slots)
 
     @property
+    def process(self) -> Process:
+        """The process whose contract is explored."""
+        stages = [self._stage(stage) for stage in range(len(self.slots))]
+        orders: dict[Hashable, tuple[tuple[str, Cell], ...]] = {}
+        for domain in dict.fromkeys(self.domain_of) if self.declared else ():
+            cells = [c for config in stages if config.domain == domain for c in config.cells()]
+            orders[domain] = tuple((kind, cell) for kind in ("F", "dI") for cell in cells)
+        return Process(
+            self.name,
+            stages,
+            omit=self.omit,
+            callers=tuple(range(self.callers)),
+            declared=orders,
+            generation_max=self.generation_max,
+            reductions=tuple(range(len(self.stages_of))) if self.ordered else (),
+        )
+
+    def _stage(self, stage: int) -> StageConfig:
+        """The configuration of one stage."""
+        shares = self.tied and stage < 2
+        own = f"own {stage}"
+        matrices = (own, "shared") if shares else (own,)
+        written = [bucket for bucket, stages in enumerate(self.stages_of) if stage in stages]
+        one_each = () if self.accumulate else range(self.cells[stage])
+        return StageConfig(
+            stage,
+            self.cells[stage],
+            self.slots[stage],
+            domain=self.domain_of[stage],
+            matrices=matrices,
+            destinations=[Destination(own, microbatch) for microbatch in one_each],
+            sends_output=bool(self.readers & OUT_BIT),
+            sends_gradient=bool(self.readers & GRAD_BIT),
+            receives_input=bool(self.receives & IN_BIT),
+            receives_gradient=bool(self.receives & BACK_BIT),
+            copies_input=bool(self.receives & COPY_BIT),
+            reduces=bool(written),
+            buckets=[Bucket(b, matrices if b == written[0] else ()) for b in written],
+            reports_fills=self.reports and "version" not in self.omit,
+            reports_updates=self.reports and "order" not in self.omit,
+            tape_scales=self.tape_scales or None,
+            reports_draws=self.draws,
+            recomputes_draws=self.draws,
+            weights_sum=(1, 1) if self.weights else None,
+            scales="epoch" if self.epoch_scales else "action",
+            pool=self.domain_of[stage] if self.shared_pool else None,
+            feeds=stage + 1 if self.feeds and stage + 1 < len(self.slots) else None,
+            buffers={"shared": "shared"} if shares else {},
+            tied=("shared",) if shares else (),
+        )
+
+    @property
     def stages_of(self) -> tuple[tuple[int, int], ...]:
         """The two stages that write each bucket."""
         return self.buckets or tuple((s, s) for s in range(len(self.slots)) if self.reduces)
@@ -196,19 +255,7 @@ class Scope:
 
 def sizes(scope: Scope) -> dict[str, int]:
     """Return how many slots, cells, stages and so on a scope has."""
-    slots, cells, domains = sum(scope.slots), sum(scope.cells), len(set(scope.domain_of))
-    return {
-        "one": 1,
-        "slot": slots,
-        "cell": cells,
-        "stage": len(scope.slots),
-        "domain": domains,
-        "link": scope.callers * domains,
-        "caller": scope.callers,
-        "pool": domains if scope.shared_pool else slots,
-        "buffer": len(scope.slots) + scope.tied if scope.accumulate else cells,
-        "bucket": len(scope.stages_of),
-    }
+    return dict(_dense(scope)[0])
 
 
 def members_in(scope: Scope) -> dict[str, range]:
@@ -218,72 +265,55 @@ def members_in(scope: Scope) -> dict[str, range]:
 
 def configuration(scope: Scope) -> dict[str, list[int]]:
     """
-    Return every configured column, as ``qeffect.process_layout.lay_out`` fills them, but over
-    dense cells.
+    Return every configured column of the scope's process, over dense cells.
 
-    Two more columns place a cell: ``stage_of`` has its stage, which a key of the contract names
-    itself. Destinations and matrices are opaque numbers. Capture ranks count within a slot's own
-    pool, so that slots differ in nothing.
+    One more column, ``stage_of``, has the stage of each cell, which a key of the contract names
+    itself. Destinations are numbers, compared for equality only. Capture ranks count
+    within a pool, so that slots with pools of their own differ in nothing.
     """
-    n, stages = sizes(scope), len(scope.slots)
-    each = scope.cells[0] if scope.feeds else n["cell"]  # cells from one stage to the next
-    stage_of = [s for s, count in enumerate(scope.cells) for _ in range(count)]
-    slot_stage = [s for s, count in enumerate(scope.slots) for _ in range(count)]
-    order: dict[int, list[int]] = {d: [] for d in range(n["domain"])}
-    for cell, stage in enumerate(stage_of):
-        order[scope.domain_of[stage]].append(cell)
-    position = [order[scope.domain_of[s]].index(c) for c, s in enumerate(stage_of)]
-    updates = [len(order[scope.domain_of[s]]) for s in stage_of]
-    if scope.shared_pool:
-        pools = [scope.domain_of[s] for s in slot_stage]
-        ranks = [[kind * n["slot"] + slot for slot in range(n["slot"])] for kind in range(3)]
-    else:
-        pools = list(range(n["slot"]))
-        ranks = [[kind] * n["slot"] for kind in range(3)]
-    buffer_of = list(stage_of) if scope.accumulate else list(range(n["cell"]))
-    return {
-        "stage_of": stage_of,
-        "generation_max": [scope.generation_max],
-        "slot_stage": slot_stage,
-        "domain_of": list(scope.domain_of),
-        "domain_at": [link % n["domain"] for link in range(n["link"])],
-        "caller_at": [link // n["domain"] for link in range(n["link"])],
-        "owes": [DGRAD_BIT | WGRAD_BIT | scope.readers] * n["stage"],
-        "receives": [
-            scope.receives
-            | (SOURCE_BIT if scope.feeds and s else 0)
-            | (TARGET_BIT if scope.feeds and s + 1 < stages else 0)
-            for s in range(stages)
-        ],
-        "matrices": [1] * n["stage"],
-        "cells": list(scope.cells),
-        "target_of": [s + 1 if scope.feeds and s + 1 < stages else s for s in range(stages)],
-        "input_of": [c - each if c >= each else c for c in range(n["cell"])],
-        "gradient_of": [c + each if c + each < n["cell"] else c for c in range(n["cell"])],
-        "declared": [int(scope.declared)] * n["domain"],
-        "epoch_scales": [int(scope.epoch_scales)] * n["domain"],
-        "forward_at": position if scope.declared else [-1] * n["cell"],
-        "dgrad_at": [u + p for u, p in zip(updates, position, strict=True)]
-        if scope.declared
-        else [-1] * n["cell"],
-        "destination_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
-        "buffer_of": buffer_of,
-        "keeper_of": [buffer_of.index(b) if b in buffer_of else 0 for b in range(n["buffer"])],
-        "shared_of": [len(scope.slots) if scope.tied and b < 2 else b for b in range(n["buffer"])],
-        "sharer_of": [1 - s if scope.tied and s < 2 else s for s in range(n["stage"])],
-        "pool_of": pools,
-        "forward_rank": ranks[0],
-        "dgrad_rank": ranks[1],
-        "wgrad_rank": ranks[2],
-        **{
-            name: [int(name not in scope.off)] * n["stage"]
-            for name in (
-                *("reports_fills", "reports_updates", "live_scales", "carried_scales"),
-                *("reports_draws", "recomputes_draws", "reports_weights"),
-            )
-        },
-        "stage_at": [first for first, _ in scope.stages_of],
-        "tied_at": [last for _, last in scope.stages_of],
-        "reduce_at": [b if scope.ordered else -1 for b in range(n["bucket"])],
-        "ordered": [int(scope.ordered)],
+    return {name: list(column) for name, column in _dense(scope)[1].items()}
+
+
+@cache
+def _dense(scope: Scope) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """The sizes and the configured columns of a scope, from the kernel's layout of its process."""
+    process = scope.process
+    layout = process.lay_out()
+    memory = layout.memory
+    cells = {cell: n for n, cell in enumerate(c for s in process.stages for c in s.cells())}
+    columns: dict[str, list[int]] = {"stage_of": [cell[0] for cell in cells]}
+    for name, column in CONFIG.items():
+        values = getattr(memory, name)
+        listed = [values[cell] for cell in cells] if column.index == "cell" else list(values)
+        if column.values == "cell":
+            listed = [cells[cell] for cell in listed]
+        elif name == "matrices":
+            listed = [WHOLE] * len(listed)
+        elif column.values == "opaque":
+            listed = _numbered(listed)
+        columns[name] = listed
+    ranks = ("forward_rank", "dgrad_rank", "wgrad_rank")
+    for pool in set(columns["pool_of"]):
+        inside = [s for s, p in enumerate(columns["pool_of"]) if p == pool]
+        order = sorted((columns[name][slot], name, slot) for name in ranks for slot in inside)
+        for place, (_, name, slot) in enumerate(order):
+            columns[name][slot] = place
+    n = {
+        "one": 1,
+        "slot": len(columns["slot_stage"]),
+        "cell": len(cells),
+        "stage": len(process.stages),
+        "domain": len(layout.domains),
+        "link": len(columns["domain_at"]),
+        "caller": scope.callers,
+        "pool": len(set(columns["pool_of"])),
+        "buffer": len(columns["shared_of"]),
+        "bucket": len(columns["stage_at"]),
     }
+    return n, columns
+
+
+def _numbered(values: list[Any]) -> list[int]:
+    """Number values by where each first stands."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
