@@ -1,5 +1,5 @@
 """
-The suite's configuration: its profile, its record, and what keeps a worker fast.
+The suite's configuration: its profile, the record of a run, and the speed of a worker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from tests.record import Recorder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Each worker's torchrun has a port of its own. Two that take torchrun's default can meet.
 os.environ["PET_MASTER_PORT"] = str(free_port())
-# Collecting makes millions of objects that stay. Looking through them takes a third of its time.
+# Test collection makes millions of lasting objects; a third of its time would go to garbage
+# collection among them.
 gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that asks for a record."""
+    """Add the options for a record of the run."""
     parser.addoption(
         "--record",
         type=Path,
@@ -38,26 +39,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="resume the run of --record that was cut off: skip the tests that have ended",
     )
-    parser.addoption("--commit", help="the commit that a record names, outside a checkout")
+    parser.addoption("--commit", help="commit that the record names (default: the checkout's)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the profile; write a record where one is asked for."""
+    """Load the profile; write a record if ``--record`` asks for it."""
     named = config.getoption("hypothesis_profile", None)
     if named not in (None, profiles.PROFILE):
         raise pytest.UsageError(
-            f"set HYPOTHESIS_PROFILE={named}; the suite takes its profile there"
+            f"--hypothesis-profile={named}: expected the profile in the environment; "
+            f"set HYPOTHESIS_PROFILE={named}"
         )
     try:
         profiles.load()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     if not selects_devices(config.getoption("markexpr")):
-        # What needs no GPU has to pass in the same way where there are some.
+        # Tests that need no GPU must behave alike on machines that have GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell ignores interrupts for what it runs in the background, and every program that a
-        # test starts and interrupts would inherit that.
+        # A shell makes background programs ignore interrupts, and every program that a test
+        # starts and interrupts would inherit this.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     file = config.getoption("record")
     if file is None and config.getoption("resume"):
@@ -65,17 +67,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if file is not None and not hasattr(config, "workerinput"):
         recorder = Recorder(file.absolute(), config, resumed=config.getoption("resume"))
         config.pluginmanager.register(recorder, "qeffect record")
-        # `timeout` ends a run as Ctrl-C does: with what failed so far, and a record.
+        # A signal from `timeout` ends the run as Ctrl-C does: with the failures so far, and a
+        # record.
         signal.signal(signal.SIGTERM, recorder.break_off)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kept_aside() -> Iterator[None]:
     """
-    Look for garbage among a module's own objects, once, and not among those that it leaves.
+    Collect garbage once after each module, then exclude the remaining objects from collection.
 
-    Tables that modules keep are millions of objects. With them a collection takes many seconds, and
-    the programs under test ask for some.
+    The tables that modules keep have millions of objects. With them each collection would take many
+    seconds, and the programs under test request collections.
     """
     yield
     gc.collect()
@@ -85,23 +88,25 @@ def _kept_aside() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_rank() -> Iterator[None]:
     """
-    Require that a test leaves this process no rank.
+    Require that a test leaves no rank's variables in the environment of this process.
 
-    What later tests start would inherit its variables, and meet at its port.
+    Processes that later tests start would inherit them, and meet at the same port.
     """
     yield
     found = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    assert not found, f"the test left {found}; start what becomes a rank in a process of its own"
+    assert not found, (
+        f"expected no rank's variables after the test, found {found}; start ranks in new processes"
+    )
 
 
 def selects_devices(expression: str) -> bool:
-    """Whether a marker expression selects a test that is marked ``gpu`` and nothing else."""
+    """Whether a marker expression selects a test whose only marker is ``gpu``."""
     names: defaultdict[str, bool] = defaultdict(bool, gpu=True)
     return not expression or bool(eval(expression, {"__builtins__": {}}, names))
 
 
 def pytest_report_header() -> str:
-    """The profile that runs, and why."""
+    """The profile of this run, and why it was chosen."""
     return profiles.described()
 
 
@@ -113,12 +118,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Tests of one long sweep stay together.
     """
     for item in items:
-        # `--dist loadgroup` then runs each part of a sweep once. Other distributions ignore groups.
+        # `--dist loadgroup` then runs each part of a sweep once. Other values of `--dist` ignore
+        # groups.
         if "report" in getattr(item, "fixturenames", ()) and item.get_closest_marker("slow"):
             callspec = getattr(item, "callspec", None)
             part = callspec.indices.get("share", 0) if callspec is not None else 0
             item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{part}"))
-    # What takes longest first, so that no worker begins it when the others end.
+    # Longest tests first, so that no worker begins one when the others end.
     items.sort(key=_minutes, reverse=True)
     ended = _ended(config)
     left = [item for item in items if _is_left_out(item, ended)]
@@ -143,14 +149,14 @@ def _is_left_out(item: pytest.Item, ended: frozenset[str]) -> bool:
 
 
 def _minutes(item: pytest.Item) -> float:
-    """How long a slow test says that it takes; 0 if it does not say."""
+    """The minutes in a slow test's mark; 0 if it has none."""
     mark = item.get_closest_marker("slow")
     minutes: float = 0 if mark is None else mark.kwargs.get("minutes", 0)
     return minutes
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but not among what collection has made: it stays to the end."""
+    """Turn garbage collection on again, except for the lasting objects of test collection."""
     gc.enable()
     gc.collect()
     gc.freeze()

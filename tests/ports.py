@@ -1,5 +1,5 @@
 """
-Ports of this machine for what a test starts.
+Free ports of this machine for processes that a test starts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ _HELD: list[socket.socket] = []
 
 def free_port() -> int:
     """
-    Return a port on which nobody listens, below those that systems hand out by themselves.
+    Return a port on which nobody listens, below the range from which systems assign ports.
 
-    While this process lives no other one is given it: its UDP side stays bound.
+    The UDP port of this number stays bound, so while this process lives, no other call of this
+    function, in any process, returns the same port.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)

@@ -1,8 +1,9 @@
 """
-The suite's three profiles: how many examples Hypothesis draws and which rows of a matrix run.
+The suite's three profiles: how many examples Hypothesis draws and which rows of test matrices
+run.
 
-``dev`` is the default. ``ci`` runs where the variable CI is set. HYPOTHESIS_PROFILE names any of
-the three. Tests marked ``ci`` are what ``dev`` leaves out; ``ci`` and ``nightly`` run them.
+``dev`` is the default. ``ci`` runs if the variable CI is set. HYPOTHESIS_PROFILE selects any of the
+three. ``dev`` leaves out tests marked ``ci``; ``ci`` and ``nightly`` run them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ PROFILE: Final = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get
 """The profile of this run."""
 
 REASON: Final = (
-    "HYPOTHESIS_PROFILE names it"
+    "set by HYPOTHESIS_PROFILE"
     if os.environ.get("HYPOTHESIS_PROFILE")
     else "CI is set"
     if os.environ.get("CI")
     else "the default"
 )
-"""Why this profile runs."""
+"""Why this profile was chosen."""
 
 THINNED: Final = PROFILE == "dev"
 """Whether this run leaves out tests marked ``ci``."""
@@ -41,7 +42,7 @@ _ANY: dict[str, Any] = {
     "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large),
 }
 if not os.access(Path.cwd(), os.W_OK):
-    # Hypothesis warns where it cannot keep what failed, and every warning fails a test.
+    # Hypothesis warns if it cannot save failing examples, and every warning fails a test.
     _ANY["database"] = None
 
 settings.register_profile("dev", max_examples=25, stateful_step_count=20, **_ANY)
@@ -58,7 +59,7 @@ def load() -> None:
     Load this run's Hypothesis profile.
 
     Raises:
-        ValueError: HYPOTHESIS_PROFILE names no profile of the suite.
+        ValueError: HYPOTHESIS_PROFILE is not a profile of the suite.
     """
     if PROFILE not in NAMES:
         raise ValueError(f"HYPOTHESIS_PROFILE is {PROFILE!r}; choose from {', '.join(NAMES)}")
@@ -66,7 +67,7 @@ def load() -> None:
 
 
 def described() -> str:
-    """The profile, why it runs and what it includes, in one line."""
+    """The profile, why it was chosen and what it includes, in one line."""
     examples = settings.get_profile(PROFILE).max_examples
     rows = "matrices without the rows marked ci" if THINNED else "matrices with the rows marked ci"
     return f"profile: {PROFILE} ({REASON}): {examples} examples, {rows}"
@@ -79,13 +80,13 @@ def by_profile(dev: T, ci: T) -> T:
 
 def few(cases: Iterable[Any], dev: Collection[int], ci: Collection[int] | None = None) -> list[Any]:
     """
-    Return the cases of a matrix as parameters of a test; each profile runs those of the one before.
+    Return the cases of a test matrix as parameters, marked by the profiles that run them.
 
     Args:
         cases: Cases; a tuple has a value for each parameter.
         dev: Positions of the cases that ``dev`` runs.
-        ci: Positions of the cases that ``ci`` runs besides; by default all others. What is left is
-            marked ``nightly``.
+        ci: Positions of the cases that ``ci`` runs in addition; by default all others. The
+            remaining cases are marked ``nightly``, which runs all cases.
     """
     made = []
     for n, case in enumerate(cases):

@@ -1,8 +1,8 @@
 """
-A dated record of a run of the suite: ``pytest --record FILE`` writes it when the run has ended.
+A dated record of a run of the suite, which ``pytest --record FILE`` writes when the run ends.
 
 A record says what ran (profile, marker expression, arguments), where (hardware, versions, commit)
-and how it ended (counts, seconds, exit status). Records that are kept stand in ``tests/records``.
+and how it ended (counts, seconds, exit status). Checked-in records are in ``tests/records``.
 A run that was cut off is resumed with ``--resume``; its record then names every part.
 """
 
@@ -32,13 +32,13 @@ __all__ = ["COUNTED", "PACKAGES", "RECORDS", "Recorder"]
 ROOT = Path(__file__).resolve().parents[1]
 
 RECORDS = Path(__file__).resolve().parent / "records"
-"""Where records that are kept stand."""
+"""Folder of the checked-in records."""
 
 PACKAGES = (
     *("attrs", "numpy", "torch", "torchao", "transformer-engine", "z3-solver", "cvc5"),
     *("hypothesis", "pytest", "pytest-xdist"),
 )
-"""Whose versions a record has, where they are installed."""
+"""Packages whose versions a record lists, if they are installed."""
 
 COUNTED = ("passed", "failed", "skipped", "xfailed", "xpassed", "errors")
 """The counts of a record."""
@@ -48,7 +48,7 @@ CUT_OFF = int(pytest.ExitCode.INTERRUPTED)
 
 
 def _commit() -> str | None:
-    """The commit; with ``+`` where files differ from it; None outside a checkout."""
+    """The commit, with ``+`` if tracked files differ from it; None outside a checkout."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
@@ -189,7 +189,7 @@ class Recorder:
         self.log.test_ended(bare_id(node), self.outcomes.pop(node), time.monotonic() - self.clock)
 
     def break_off(self, *_: object) -> None:
-        """End the run as Ctrl-C does. A later signal would break off that end: it is ignored."""
+        """End the run as Ctrl-C does, and ignore later signals, which would cut this end off."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.broken_off = True
         raise KeyboardInterrupt

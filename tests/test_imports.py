@@ -1,7 +1,7 @@
 """
-Arrows between layers: spec <- qeffect <- {verification, gpu_runtime, guards}.
+Imports between layers: spec <- qeffect <- {verification, gpu_runtime, guards} (left is imported).
 
-There is one other arrow: four modules of the laboratory import the guards, to measure them.
+One exception: four modules of the laboratory import the guards, to measure them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("spec", "qeffect", "verification", "gpu_runtime", "guards")
-#: Where each stands; a later one may lie inside an earlier one.
+#: Folder of each layer; a later layer may lie inside an earlier one.
 FOLDERS = {name: ROOT / name for name in PACKAGES} | {"guards": ROOT / "gpu_runtime" / "guards"}
-#: Installed inside the package ``qeffect``, beside the kernel.
+#: Layers that are installed inside the package ``qeffect``, beside the kernel.
 INSIDE = {f"qeffect.{name}": name for name in PACKAGES if name != "qeffect"}
-#: What each layer may import of ours.
+#: The layers that each layer may import.
 ALLOWED = {
     "spec": {"spec"},
     "qeffect": {"spec", "qeffect"},
@@ -40,13 +40,13 @@ TIMES_THE_GUARDS = {
         *("sides/mode_runs.py", "sides/megatron_modes.py", "sides/titan_modes.py"),
     )
 }
-#: The one module of the kernel that knows torch, and only inside its functions.
+#: The one module of the kernel that imports torch, and only inside its functions.
 TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
 #: The modules that import each framework.
 IMPORTS_OF_FRAMEWORKS = {
     "deepspeed": {"qeffect/schedule/deepspeed.py"},
     "megatron": {"gpu_runtime/guards/megatron_library.py", "gpu_runtime/lab/sides/megatron.py"},
-    "torchtitan": {  # its guard takes what a run gives it
+    "torchtitan": {  # the guard's module only uses the objects that a run gives it
         "gpu_runtime/lab/sides/titan_cpu.py",
         "gpu_runtime/lab/sides/titan_modes.py",
     },
@@ -56,7 +56,7 @@ PYTEST_PLUGIN = ROOT / "qeffect" / "pytest_plugin.py"
 
 
 def _modules(package: str) -> list[Path]:
-    """The modules of a layer; the guards' folder lies inside another layer's."""
+    """The modules of a layer, without those of a layer inside its folder."""
     within = [path for path in FOLDERS.values() if FOLDERS[package] in path.parents]
     return sorted(
         path for path in FOLDERS[package].rglob("*.py") if not set(within) & set(path.parents)
@@ -64,7 +64,7 @@ def _modules(package: str) -> list[Path]:
 
 
 def _parts(path: Path) -> tuple[str, ...]:
-    """The full name that a file is imported by, its file's name last: qeffect, guards, meeting."""
+    """The parts of the full name that imports a file, such as qeffect, guards, meeting."""
     layer = next(p for p in reversed(PACKAGES) if FOLDERS[p] in path.parents)
     parts = path.relative_to(FOLDERS[layer]).with_suffix("").parts
     return ("qeffect", *parts) if layer == "qeffect" else ("qeffect", layer, *parts)
@@ -72,7 +72,7 @@ def _parts(path: Path) -> tuple[str, ...]:
 
 @cache
 def _statements(path: Path) -> tuple[tuple[bool, ast.Import | ast.ImportFrom], ...]:
-    """The imports of a module, each with whether a function holds it; parsed once."""
+    """The imports of a module, each with whether it is inside a function; parsed once."""
     found: list[tuple[bool, ast.Import | ast.ImportFrom]] = []
     left: list[tuple[bool, ast.AST]] = [(False, ast.parse(path.read_text(encoding="utf-8")))]
     while left:
@@ -104,12 +104,12 @@ def _called(node: ast.AST) -> ast.Import | ast.ImportFrom | None:
 
 
 def statements(path: Path, *, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports of a module, calls of `import_module` too, with or without those in functions."""
+    """The imports of a module, also calls of `import_module`; inside functions only if lazy."""
     yield from (node for inside, node in _statements(path) if lazy or not inside)
 
 
 def _names(path: Path, *, lazy: bool) -> Iterator[str]:
-    """Full names of what a module imports, with or without those inside functions."""
+    """Full names that a module imports; those inside functions only if lazy."""
     package = _parts(path)[:-1]
     for node in statements(path, lazy=lazy):
         if isinstance(node, ast.Import):
@@ -120,7 +120,7 @@ def _names(path: Path, *, lazy: bool) -> Iterator[str]:
 
 
 def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
-    """The layers of ours and the other top-level packages that a module imports."""
+    """The layers and the other top-level packages that a module imports."""
     for name in _names(path, lazy=lazy):
         parts = [part for part in name.split(".") if part]
         yield INSIDE.get(".".join(parts[:2]), parts[0])
@@ -131,7 +131,7 @@ EACH = pytest.mark.parametrize("package", PACKAGES)
 
 @EACH
 def test_no_module_imports_a_layer_above_or_beside_it(package: str) -> None:
-    """No module imports a layer of ours that lies above it or beside it, not even lazily."""
+    """No module imports a layer above it or beside it, not even inside a function."""
     modules = _modules(package)
     assert modules
     for path in modules:
@@ -142,7 +142,7 @@ def test_no_module_imports_a_layer_above_or_beside_it(package: str) -> None:
 
 
 def _own_by_full_name(package: str) -> list[tuple[str, str]]:
-    """Modules of a layer that import one of the same layer by its full name, and that name."""
+    """Modules that import another module of their layer by its full name, with that name."""
     found = []
     for path in _modules(package):
         for node in statements(path, lazy=True):
@@ -161,14 +161,14 @@ def _own_by_full_name(package: str) -> list[tuple[str, str]]:
 
 @EACH
 def test_imports_within_a_layer_are_relative(package: str) -> None:
-    """A tool that draws imports, and an editor, then find the module without the links."""
+    """Editors and import-graph tools then find the module without the links in `qeffect/`."""
     assert [] == _own_by_full_name(package)
 
 
 def _planted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, module: str, code: str
 ) -> Path:
-    """Put a layer of one module in place of a layer; return the module's file."""
+    """Replace a layer by a single module; return the module's file."""
     path = folder / package / module
     path.parent.mkdir(parents=True)
     path.write_text(f"{code}\n")
@@ -191,7 +191,7 @@ def _planted(
 def test_a_full_name_within_a_layer_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, code: str
 ) -> None:
-    """However it is imported."""
+    """The test of relative imports finds a full name in a statement, a call or a function."""
     _planted(tmp_path, monkeypatch, package, "planted.py", code)
 
     assert ["planted.py"] == [name for name, _ in _own_by_full_name(package)]
@@ -210,14 +210,14 @@ def test_a_full_name_within_a_layer_is_seen(
 def test_an_import_of_every_form_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, layer: str
 ) -> None:
-    """Also one that is no statement, but a call."""
+    """Import statements and calls are found, also inside a function."""
     path = _planted(tmp_path, monkeypatch, "spec", "planted.py", code)
 
     assert layer in set(_imports(path, lazy=True))
 
 
 def test_a_relative_call_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``import_module`` with dots begins at the module's own package."""
+    """Leading dots in a call of ``import_module`` count from the module's own package."""
     code = 'import_module("..guarded.names", __package__)'
     path = _planted(tmp_path, monkeypatch, "spec", "clauses/planted.py", code)
 
@@ -233,7 +233,7 @@ def _module(path: Path) -> str:
 
 
 def _graph(layers: tuple[str, ...]) -> dict[str, set[str]]:
-    """Which modules each module imports, lazily and for type checking alone included."""
+    """The modules that each module imports, also inside functions or only for type checking."""
     files = {_module(path): path for layer in layers for path in _modules(layer)}
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
@@ -246,20 +246,21 @@ def _graph(layers: tuple[str, ...]) -> dict[str, set[str]]:
 
 
 def test_no_import_circle() -> None:
-    """Modules can be read in an order in which each comes after all that it imports."""
+    """Modules can be read in an order in which each follows the modules that it imports."""
     graph = _graph(PACKAGES)
     assert {"qeffect.contract", "qeffect.spec.clauses", "qeffect.verification.lint"} <= set(graph)
     assert "qeffect.stage_config" in graph["qeffect.process_layout"]
     try:
         order = list(TopologicalSorter(graph).static_order())
     except CycleError as error:
-        pytest.fail(f"an import circle: {' -> '.join(error.args[1])}")
+        circle = " -> ".join(error.args[1])
+        pytest.fail(f"expected no import circle, found {circle}; remove one of these imports")
 
     assert set(graph) == set(order)
 
 
 def test_a_circle_would_be_seen() -> None:
-    """The instrument is not blind: one edge back makes a circle."""
+    """The test finds a circle: one added import back makes one."""
     graph = _graph(("qeffect",))
     graph["qeffect.keys"].add("qeffect.contract")
 
@@ -269,7 +270,7 @@ def test_a_circle_would_be_seen() -> None:
 
 @EACH
 def test_nothing_imports_the_tests(package: str) -> None:
-    """What is installed does not need the tests."""
+    """No installed module imports the tests."""
     for path in _modules(package):
         assert "tests" not in set(_imports(path, lazy=True)), path
 
@@ -314,9 +315,9 @@ def test_transformer_engine_in_one_backend() -> None:
 
 def _frameworks(path: Path) -> set[str]:
     """
-    The frameworks that a module imports, also by a name that is put together.
+    The frameworks that a module imports, also by a name that is put together at run time.
 
-    A text that is the dotted name of a framework's module counts as an import.
+    A string that is the dotted name of a framework's module counts as an import.
     """
     found = set(_imports(path, lazy=True))
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -327,7 +328,7 @@ def _frameworks(path: Path) -> set[str]:
 
 
 def test_each_framework_is_imported_by_one_module() -> None:
-    """Beside it only the laboratory's side of a comparison imports Megatron-core."""
+    """Only the listed modules import DeepSpeed, Megatron-core or TorchTitan."""
     users: dict[str, set[str]] = {name: set() for name in IMPORTS_OF_FRAMEWORKS}
     for package in PACKAGES:
         for path in _modules(package):
@@ -349,7 +350,7 @@ def test_each_framework_is_imported_by_one_module() -> None:
 def test_an_import_of_a_framework_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    """By a statement, by a call, or by a name that is put together; a release's name is none."""
+    """By a statement, a call, or a name put together; a framework's name alone is no import."""
     path = _planted(tmp_path, monkeypatch, "guards", "planted.py", code)
     other = path.with_name("other.py")
     other.write_text('check_release("torchtitan")\n')
@@ -395,16 +396,16 @@ def test_a_fresh_process_is_light(statement: str) -> None:
 
 
 def test_the_instrument_sees_what_is_loaded() -> None:
-    """A process that did load something heavy is told apart."""
+    """The test finds NumPy in a process that imported it."""
     if importlib.util.find_spec("numpy") is None:
-        pytest.fail("the tests need NumPy: pip install 'qeffect[verify]'")
+        pytest.fail("expected NumPy, found none: pip install 'qeffect[verify]'")
 
     assert "numpy" in _loaded("import numpy")
 
 
 @EACH
 def test_every_package_says_that_it_is_typed(package: str) -> None:
-    """Every package says that it is typed."""
+    """Every layer has the marker file `py.typed`."""
     assert (FOLDERS[package] / "py.typed").exists()
 
 

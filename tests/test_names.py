@@ -1,8 +1,8 @@
 """
-One name for one thing: words that meant several things, or one thing twice, do not come back.
+One name for one thing: ambiguous words and synonyms that were removed do not come back.
 
-The table is in the contributor's tour. Identifiers are read with `tokenize`, so that prose may use
-a word that no identifier may.
+The table of names is in `CONTRIBUTING.md`. Identifiers are read with `tokenize`, so that prose may
+use a word that no identifier may contain.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from qeffect.spec.clauses import CLAUSES
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("spec", "qeffect", "verification", "gpu_runtime", "tests")
-#: Files that speak of the old names, and why.
+#: Files that may contain the old names, and why.
 ALLOWED: Mapping[str, str] = {"tests/test_names.py": "names what it forbids"}
-#: What no identifier may contain, between its underscores, and the name to use.
+#: Words that no identifier may contain between its underscores, and the name to use instead.
 IDENTIFIERS: Mapping[str, str] = {
     "pending": "`consumers` of a slot, a ticket `in_flight`, a `deferred` dW",
     "binding": "`pairing` of dW with work; `bind` for destinations",
@@ -36,9 +36,9 @@ IDENTIFIERS: Mapping[str, str] = {
     "DI": "`dgrad`; the consumer bit is `DGRAD_BIT`",
     "DW": "`wgrad`; the consumer bit is `WGRAD_BIT`",
 }
-#: Any of them, between underscores or the ends of a word.
+#: Any of these words, between underscores or the ends of an identifier.
 _LISTED = re.compile(rf"(?<![^\W_])({'|'.join(IDENTIFIERS)})(?![^\W_])")
-#: What no text may contain: comments, docstrings, messages, pages.
+#: Patterns that no comment, docstring, message or page may contain, and what to write instead.
 TEXT: Mapping[str, str] = {
     r"\bpending\b": "consumers, in flight, deferred or to come",
     r"\bruined\b": "spoiled",
@@ -46,7 +46,8 @@ TEXT: Mapping[str, str] = {
     r"\b(input|weight)_gradients?\b": "dgrad, wgrad",
     r": presented \S": "found ...; expected ...",
 }
-#: Verbs and adjectives that name no function, method, field or class of the product, and a noun.
+#: Verbs and adjectives that may name no function, method, field or class outside the tests, and
+#: a noun to use instead.
 DEFINITIONS: Mapping[str, str] = {
     "apart": "`evaluation_scope`; `single_edit_logs`, `run_parallel`",
     "settled": "`settling_steps`",
@@ -61,7 +62,7 @@ STAYS: Mapping[tuple[str, str], str] = {
     ("gpu_runtime/runtime/runtime.py", "apart"): "the name of the last release",
     ("verification/ranks/explore.py", "apart"): "a field of a report",
 }
-#: Types of which there is one each.
+#: Names that belong to one type only.
 TYPES = (
     *("Cell", "Work", "BenchCell", "Discipline", "Provisioning"),
     *("Field", "Finding", "Outcome", "Start", "Transition", "Verdict"),
@@ -84,7 +85,7 @@ def identifiers(source: str) -> Iterator[tuple[int, str]]:
 
 
 def misnamed(source: str) -> list[str]:
-    """Return the identifiers that are on the list, each with its line and what to call it."""
+    """Return the forbidden identifiers, each with its line and the name to use."""
     found: list[str] = []
     if not _LISTED.search(source):
         return found  # tokenizing the whole tree takes seconds, and few files have such a word
@@ -96,7 +97,7 @@ def misnamed(source: str) -> list[str]:
 
 
 def misworded(text: str) -> list[str]:
-    """Return the lines whose text is on the list, and what to write."""
+    """Return the lines with forbidden words, each with what to write instead."""
     return [
         f"{number}: {line.strip()}; write {better}"
         for number, line in enumerate(text.splitlines(), 1)
@@ -116,7 +117,7 @@ def defined(source: str) -> Iterator[str]:
 
 @cache
 def definitions() -> tuple[tuple[str, str], ...]:
-    """Every file with every name that it defines; the tree is parsed once."""
+    """Pairs of a file and a name that it defines; the tree is parsed once."""
     return tuple((n, d) for n, source in files(".py", *ROOMS[:-1]) for d in defined(source))
 
 
@@ -138,16 +139,16 @@ def literals(room: str, name: str) -> set[str]:
         for node in ast.parse(source).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                 return {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
-    raise AssertionError(f"no {name} in {room}")
+    raise AssertionError(f"expected an assignment {name} = Literal[...] in {room}/, found none")
 
 
 def test_every_identifier_has_the_one_name() -> None:
-    """No identifier of the project brings an ambiguous word or a synonym back."""
+    """No identifier of the project contains a forbidden word."""
     assert [] == [f"{n}:{f}" for n, source in files(".py", *ROOMS) for f in misnamed(source)]
 
 
 def test_every_text_has_the_one_word() -> None:
-    """No comment, message or page does either."""
+    """No comment, message or page contains a forbidden word."""
     pages = [(p.name, p.read_text(encoding="utf-8")) for p in ROOT.glob("README.md")]
     texts = [*files(".py", *ROOMS), *files(".md", *ROOMS), *pages]
     assert [] == [f"{name}:{found}" for name, text in texts for found in misworded(text)]
@@ -155,7 +156,7 @@ def test_every_text_has_the_one_word() -> None:
 
 @pytest.mark.parametrize("word", IDENTIFIERS)
 def test_an_old_identifier_is_seen(word: str) -> None:
-    """Alone and as a part of a longer one, but not inside another word or a string."""
+    """A forbidden word is found alone and between underscores, not in a word or a string."""
     assert 1 == len(misnamed(f"x = st.{word}"))
     assert 1 == len(misnamed(f"peak_{word} = 0"))
     assert [] == misnamed(f"x{word} = '{word}'")
@@ -166,12 +167,12 @@ def test_an_old_identifier_is_seen(word: str) -> None:
     ["# a pending dW", '"--binding"', "order.pending", "stage.input_gradient", "F: presented 7"],
 )
 def test_an_old_word_is_seen(text: str) -> None:
-    """In a comment, a message or a page."""
+    """A forbidden word is found in a comment, a message and a page."""
     assert 1 == len(misworded(text))
 
 
 def test_no_definition_is_a_verb_or_an_adjective_of_the_list() -> None:
-    """Each has a noun of the field; what stays is still there."""
+    """No definition has a forbidden name but the listed ones, which still exist."""
     found = {
         (name, word)
         for name, source in files(".py", *ROOMS[:-1])
@@ -184,7 +185,7 @@ def test_no_definition_is_a_verb_or_an_adjective_of_the_list() -> None:
 
 @pytest.mark.parametrize("word", DEFINITIONS)
 def test_an_old_definition_is_seen(word: str) -> None:
-    """As a function, a method, a field and a class."""
+    """A forbidden name is found as a function, a method, a field and a class."""
     for source in (
         f"def {word}(): ...",
         f"class A:\n    def {word}(self): ...",
@@ -198,13 +199,13 @@ def test_an_old_definition_is_seen(word: str) -> None:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_type_is_defined_once(name: str) -> None:
-    """No two modules give one name to two types."""
+    """Two modules never give the same name to two types."""
     places = [place for place, found in definitions() if found == name]
     assert 1 == len(places), places
 
 
 def test_a_schedule_has_entries_not_cells() -> None:
-    """A cell is a key without its epoch; what stands in a table is an entry."""
+    """A cell is a key without its epoch; a schedule's table consists of entries."""
     found = [
         f"{name}:{line}: {word}"
         for name, source in files(".py", "qeffect/schedule", "tests/schedule")
@@ -215,7 +216,7 @@ def test_a_schedule_has_entries_not_cells() -> None:
 
 
 def test_slots_and_destinations_have_words_of_their_own() -> None:
-    """A value of the slot plan is none of the gradient destinations."""
+    """No option has the same name for slots and for gradient destinations."""
     slots, destinations = literals("gpu_runtime", "Provisioning"), literals("gpu_runtime", "Rule")
     assert {"live", "static"} == slots
     assert "per_microbatch" in destinations
@@ -223,7 +224,7 @@ def test_slots_and_destinations_have_words_of_their_own() -> None:
 
 
 def test_clauses_say_in_flight_and_spoiled() -> None:
-    """No clause says `pending`; `unusable` is for input alone, which no clause is about."""
+    """No clause id contains `pending` or another old word; `unusable` describes input only."""
     assert [] == [c for c in CLAUSES if re.search("pending|unusable|ruined|presented", c)]
     in_flight = {c for c in CLAUSES if c.endswith("in-flight")}
     assert {f"{part}.in-flight" for part in ("ownership", "version", "order", "arena")} < in_flight

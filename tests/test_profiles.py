@@ -1,5 +1,5 @@
 """
-The suite's own options: which profile runs, what it leaves out, and the record of a run.
+The suite's own options: the profile, the tests that it leaves out, and the record of a run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = (sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider")
 
 
-#: A shell that ignores interrupts, as for a program in the background, and becomes the program.
+#: A shell that ignores interrupts, as it does for a background program, and becomes the program.
 IN_THE_BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
 
 
 def run(
     *words: str, path: Path | None = None, shell: tuple[str, ...] = (), **variables: str
 ) -> tuple[int, str]:
-    """Run pytest on the suite, with a folder before the import path; its exit code and output."""
+    """Run pytest with a folder first on the import path; return its exit code and output."""
     left = {n: v for n, v in os.environ.items() if n not in ("CI", "HYPOTHESIS_PROFILE")}
     paths = [str(p) for p in (path, ROOT) if p is not None]
     done = subprocess.run(
@@ -47,17 +47,17 @@ def run(
 
 @pytest.mark.ci
 def test_this_runs_where_matrices_are_whole() -> None:
-    """`dev` leaves it out; the next test counts on it."""
+    """The profile `dev` leaves this test out. Another test runs it under `ci`, by its name."""
     assert not profiles.THINNED
 
 
 def test_what_a_test_starts_can_be_interrupted() -> None:
-    """A test's program inherits ignored interrupts; the suite's process does not ignore them."""
+    """Programs of a test would inherit ignored interrupts, so the suite does not ignore them."""
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def test_a_suite_in_the_background_can_interrupt_what_it_starts() -> None:
-    """A shell ignores interrupts for what it runs in the background; the suite takes that back."""
+    """A shell makes background programs ignore interrupts; the suite undoes this."""
     node = "tests/test_profiles.py::test_what_a_test_starts_can_be_interrupted"
 
     code, told = run(node, shell=IN_THE_BACKGROUND)
@@ -66,7 +66,7 @@ def test_a_suite_in_the_background_can_interrupt_what_it_starts() -> None:
 
 
 def test_a_run_says_its_profile_and_leaves_a_record(tmp_path: Path) -> None:
-    """Under `ci` what is marked so runs, beside a plugin that warns when it is configured."""
+    """Under `ci` a test marked `ci` runs, even if a plugin warns when it is configured."""
     (tmp_path / "pytest_noisy.py").write_text(
         "import pytest, warnings\n"
         "def pytest_configure():\n"
@@ -87,8 +87,8 @@ def test_a_run_says_its_profile_and_leaves_a_record(tmp_path: Path) -> None:
     assert record["hardware"]["cores"] == os.cpu_count()
 
 
-#: Two plugins that many environments have, as far as they warn while pytest is configured. Without
-#: the filter of `pyproject.toml` pytest 9.1 ends at the first one's warning, which comes last.
+#: Stand-ins for two common plugins, which warn while pytest is configured. Without the filter in
+#: `pyproject.toml`, pytest 9.1 ends at the warning of pytest_benchmark, which comes last.
 COMMON_PLUGINS = {
     "pytest_benchmark": """
 import pytest, warnings
@@ -111,7 +111,7 @@ def pytest_configure(config):
 
 @pytest.mark.parametrize("name", COMMON_PLUGINS)
 def test_a_plugin_that_is_installed_does_not_end_the_suite(tmp_path: Path, name: str) -> None:
-    """Pytest loads it by its entry point, and its warning is not an error of the suite."""
+    """Pytest loads the plugin by its entry point, and the plugin's warning is not an error."""
     installed = tmp_path / f"{name}-1.0.dist-info"
     for file, content in (
         (tmp_path / name / "__init__.py", ""),
@@ -126,11 +126,11 @@ def test_a_plugin_that_is_installed_does_not_end_the_suite(tmp_path: Path, name:
     code, told = run("--trace-config", node, path=tmp_path)
 
     assert code == 0, told
-    assert str(tmp_path / name / "plugin.py") in told, "pytest loaded the plugin"
+    assert str(tmp_path / name / "plugin.py") in told, "expected pytest to load the plugin"
 
 
 def test_one_worker_runs_a_group(tmp_path: Path) -> None:
-    """`make slow` counts on it: with pytest 9.2.0, pytest-xdist 3.8.0 spreads groups in silence."""
+    """`make slow` relies on it: pytest-xdist 3.8.0 silently splits groups with pytest 9.2.0."""
     (tmp_path / "test_sweep.py").write_text(
         "import os, pathlib, pytest, time\n"
         "@pytest.fixture(scope='module', params=[\n"
@@ -148,11 +148,11 @@ def test_one_worker_runs_a_group(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stdout
-    assert sorted((tmp_path / "made").read_text()) == ["0", "1"], "each sweep is set up once"
+    assert sorted((tmp_path / "made").read_text()) == ["0", "1"], "expected one set-up per sweep"
 
 
 def test_an_unknown_profile_is_refused() -> None:
-    """In one line, with those that there are."""
+    """The error is one line that lists the profiles."""
     code, told = run("--collect-only", "tests/test_profiles.py", HYPOTHESIS_PROFILE="hourly")
 
     assert code == 4
@@ -181,13 +181,13 @@ def test_gpus_are_hidden_from_tests_that_need_none(expression: str, shown: bool)
 
 
 def test_this_run_sees_no_gpu(pytestconfig: pytest.Config) -> None:
-    """Neither this process nor those that tests start, unless tests of devices may run."""
+    """Neither this process nor one that a test starts sees a GPU, unless device tests may run."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     assert hidden != selects_devices(pytestconfig.getoption("markexpr"))
 
 
 def test_a_run_whose_time_is_over_leaves_its_record(tmp_path: Path) -> None:
-    """`timeout` sends SIGTERM; the record then says that the run was broken off."""
+    """`timeout` sends SIGTERM; the record then says that the run was cut off."""
     (tmp_path / "hangs.py").write_text(
         "import time\ndef pytest_runtest_call(item):\n    print('at it', flush=True)\n"
         "    time.sleep(100)\n"
@@ -296,7 +296,7 @@ def test_a_group_is_not_part_of_the_name_of_a_test() -> None:
 
 
 def test_a_kept_record_is_of_a_commit_and_its_row_says_how_the_run_ended() -> None:
-    """No record of files that no commit has; what a limit cut off does not pass for a whole run."""
+    """A kept record names a commit, and its row shows whether a time limit cut the run off."""
     for file in RECORDS.glob("*.json"):
         record = json.loads(file.read_text())
 

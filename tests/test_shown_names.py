@@ -1,5 +1,5 @@
 """
-Import names that the README and the pages showed go on working, for one release with a warning.
+Import names that the README and the pages showed still work, for one release with a warning.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ NAMES: Final = (
     "qeffect:guarded",
 )
 
-#: Old names and new ones, both whole.
+#: Old names and their new names, both in full.
 MOVED: Final = {
     f"{package}.{old}": renamed.whole(package, new)
     for package, table in (
@@ -154,7 +154,7 @@ SHOWN: Final = [
 
 
 def imported(name: str) -> tuple[object, bool]:
-    """Import a module as a process does for the first time; also whether that warned."""
+    """Import a module as a fresh process does; return it, and whether the import warned."""
     if name in MOVED:
         sys.modules.pop(name, None)
     try:
@@ -170,7 +170,7 @@ def imported(name: str) -> tuple[object, bool]:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_module_that_a_page_showed_imports(name: str) -> None:
-    """A moved module is a stand-in for the new one, and says where it is."""
+    """The old name gives the objects of the new module, and warns with the new name."""
     module, warned = imported(name)
 
     assert warned == (name in MOVED)
@@ -184,7 +184,7 @@ def test_a_module_that_a_page_showed_imports(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_a_page_showed_imports(name: str) -> None:
-    """By the same statement as on the page."""
+    """The import statement of the page still works."""
     module, _, attribute = name.partition(":")
     found, _ = imported(module)
     with warnings.catch_warnings():
@@ -194,7 +194,7 @@ def test_a_name_that_a_page_showed_imports(name: str) -> None:
 
 @pytest.mark.parametrize("old", sorted(renamed.NAMES))
 def test_a_renamed_class_of_the_kernel_is_the_same_object(old: str) -> None:
-    """Under its old name in its old module, with a warning of its own."""
+    """The old name in the old module gives the renamed class, with a warning."""
     module, _, attribute = f"qeffect.{old}".rpartition(".")
     place, _, name = MOVED[f"qeffect.{old}"].rpartition(".")
     found, _ = imported(module)

@@ -1,5 +1,5 @@
 """
-What the installed torch lacks: tests of what only later releases have are skipped, with the reason.
+Skips, with the reason, for tests of features that the installed torch does not have yet.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def _release() -> tuple[int, ...]:
 
 
 DEFERS_RECEIVES: Final = _release() >= (2, 13)
-"""Whether this release must have the option `defer_pp_recv`."""
+"""Whether torch is installed in a release that has the option `defer_pp_recv`."""
 
-LACKS_DEFERRED: Final = "torch has the option defer_pp_recv only from 2.13 on"
+LACKS_DEFERRED: Final = "needs torch 2.13 or later, which has the option defer_pp_recv"
 """Why a test that needs the option is skipped."""
 
 NEEDS_DEFERRED: Final = pytest.mark.skipif(not DEFERS_RECEIVES, reason=LACKS_DEFERRED)

@@ -194,7 +194,9 @@ def test_the_action_checks_what_it_is_given(tables: Path) -> None:
     parts = action()
     assert {"tables", "pairing", "queues", "html", "python-version"} == set(parts["inputs"])
     assert set(parts["env"].values()) == set(parts["inputs"]) - {"python-version"}
-    assert "${{" not in parts["script"], "an input would be read as a command"
+    assert "${{" not in parts["script"], (
+        "expected inputs as environment variables: in the script, an input could run as a command"
+    )
     assert "GITHUB_ACTION_PATH" in yaml("action.yml")
 
     commands = tables.parent / "bin"

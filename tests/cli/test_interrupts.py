@@ -18,7 +18,7 @@ import pytest
 from qeffect.cli.interrupts import INTERRUPTED, descendants
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="children are looked for in /proc"
+    not Path("/proc/self/stat").exists(), reason="needs /proc, to find child processes"
 )
 
 #: Commands that take long, and what each says once it has begun.
@@ -112,7 +112,7 @@ def wait_for(process: subprocess.Popen[str], said: str) -> None:
         if line.startswith(said):
             return
         assert time.monotonic() < deadline, seen
-    raise AssertionError(f"it ended before it began: {seen}")
+    raise AssertionError(f"the command ended before it printed {said!r}; it printed {seen}")
 
 
 def ended_with_children(process: subprocess.Popen[str], children: int, whole_group: bool) -> float:

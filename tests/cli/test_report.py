@@ -89,7 +89,7 @@ class TestEnvironment:
         with pytest.raises(UnusableError, match="40 hexadecimal digits, not 'main'"):
             commit("main")
 
-    @pytest.mark.skipif(shutil.which("git") is None, reason="makes a checkout, which takes git")
+    @pytest.mark.skipif(shutil.which("git") is None, reason="needs git, to make a checkout")
     def test_code_in_a_checkout_of_somebody_else_is_at_no_commit_of_theirs(
         self, tmp_path: Path
     ) -> None:

@@ -255,7 +255,9 @@ def walk(schedule: Schedule, *, in_order: bool) -> Gradients:
                     break
                 run(row.pop(0), None if needs is None else computed[needs])
                 moved = True
-        assert moved, f"no rank can go on: {[str(row[0].action) for row in rows if row]}"
+        assert moved, (
+            f"deadlock: the ranks wait before {[str(row[0].action) for row in rows if row]}"
+        )
     return {s: {n: g / MICROBATCHES for n, g in found.items()} for s, found in total.items()}
 
 
@@ -282,8 +284,8 @@ def test_torch_has_the_option() -> None:
     for cls in STAGES:
         known = inspect.signature(getattr(schedules, cls)).parameters
         assert "defer_pp_recv" in known, (
-            f"torch {torch.__version__}: {cls} has no defer_pp_recv; 2.13 and later have it, and "
-            "these tests run with one that has"
+            f"expected {cls} of torch {torch.__version__} to have the option defer_pp_recv, found "
+            "none; torch 2.13 and later have it"
         )
 
 
@@ -485,7 +487,9 @@ class TestIssueText:
         place = re.search(
             rf"{re.escape(version)}: lines\s+(\d+)\s+and\s+(\d+)", REPORT.read_text("utf-8")
         )
-        assert place is not None, f"the text names no lines of torch {version}"
+        assert place is not None, (
+            f"expected the lines of torch {version} in {REPORT.name}, found none; add them"
+        )
         lines = Path(schedules.__file__).read_text("utf-8").splitlines()
         defined, called = (lines[int(number) - 1] for number in place.groups())
 

@@ -57,7 +57,9 @@ def without(guards: Iterable[tuple[str, str]]) -> dict[str, ast.FunctionDef]:
         module, name = half.split(".")
         source = replaced.get(half) or half_source(getattr(RELATIONS[module], name))
         kept = [s for s in source.body if f"'{clause}'" not in ast.unparse(s)]
-        assert len(kept) == len(source.body) - 1, f"{half} refuses with {clause} once"
+        assert len(kept) == len(source.body) - 1, (
+            f"expected one statement of {half} that refuses with {clause}"
+        )
         replaced[half] = ast.FunctionDef(
             name=source.name,
             args=source.args,

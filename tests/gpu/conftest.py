@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder; the library's own warnings are not ours to refuse."""
+    """Mark every test of this folder ``gpu``; warnings of Transformer Engine do not fail a test."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -31,9 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def device() -> Iterator[None]:
-    """Fail where a device or the library is missing; force deterministic algorithms."""
+    """Fail without a device or Transformer Engine; force deterministic algorithms."""
     if not torch.cuda.device_count():
-        pytest.fail("no CUDA device is here; `pytest -m 'not gpu'` runs what needs none")
+        pytest.fail(
+            "expected a CUDA device, found none; `pytest -m 'not gpu'` runs the other tests"
+        )
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.fail("Transformer Engine is not installed: pip install 'qeffect[gpu]'")
     with pytest.MonkeyPatch.context() as patch:
@@ -44,5 +46,5 @@ def device() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(device: None) -> Recording:
-    """What an undisturbed native run leaves."""
+    """The state after an undisturbed native run."""
     return native_final()

@@ -28,12 +28,8 @@ from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
 
 TE = "transformer-engine"
 
-two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
-)
-four_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 4, reason="four ranks want four GPUs of one host"
-)
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs of one host")
 
 #: The order and the number of steps of the CPU's injections, so that these can be used again.
 SMALL = Case(

@@ -90,7 +90,9 @@ class TestGraphs:
         run.step()
         found, before, left = read_behind_a_delay(run)
 
-        assert not same(before, left), "F moved no output, so that nothing could be seen"
+        assert not same(before, left), (
+            "F changed no output, so the test cannot detect a missing wait"
+        )
         assert same(found, left) == waits
 
     @WAITS
@@ -198,7 +200,7 @@ def read_behind_a_delay(run: GuardedRun) -> tuple[list[Tensor], list[Tensor], li
     torch._foreach_copy_(found, list(outputs))  # its kernel is loaded before the delay
     graph_stream = runtime.handoff.stream  # type: ignore[attr-defined]
     caller, done = torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    assert caller != graph_stream, "the caller got the graph stream, on which nothing has to wait"
+    assert caller != graph_stream, "expected a caller's stream of its own, found the graph stream"
     torch.cuda.synchronize()
     with torch.cuda.stream(caller):
         delay(graph_stream, LONG_DELAY)

@@ -138,7 +138,9 @@ def updated(job: Job, waits: bool) -> bool:
     found.take()
     torch.cuda.synchronize()
     left.take()
-    assert not left.same(before), "the step moved no weight, so that nothing could be seen"
+    assert not left.same(before), (
+        "the step changed no weight, so the test cannot detect a missing wait"
+    )
     fresh = found.same(left)
     _close(runner)
     return fresh
@@ -188,7 +190,9 @@ def closed(job: Job, waits: bool) -> bool:
         found.take()
     torch.cuda.synchronize()
     after.take()
-    assert not after.same(before), "the step moved no weight, so that nothing could be seen"
+    assert not after.same(before), (
+        "the step changed no weight, so the test cannot detect a missing wait"
+    )
     fresh = found.same(after)
     drop()
     runner.worker.close()

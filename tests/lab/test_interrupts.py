@@ -22,7 +22,7 @@ from tests.cli.test_interrupts import (  # noqa: F401 - a fixture
 from tests.training.helpers import SMALL, text
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="children are looked for in /proc"
+    not Path("/proc/self/stat").exists(), reason="needs /proc, to find child processes"
 )
 
 #: Words of each part that starts processes, and how many of them run at a time.

@@ -35,7 +35,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that measures would fail its test."""
 
     def start(*_: Any, **__: Any) -> None:
-        raise AssertionError("a process was started")
+        raise AssertionError("expected a refusal before any process starts")
 
     monkeypatch.setattr(ChildProcess, "__init__", start)
     monkeypatch.setattr(RankStarts, "start", start)
@@ -88,7 +88,9 @@ def test_a_place_that_cannot_be_written_is_refused(
     assert (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+@pytest.mark.skipif(
+    os.geteuid() == 0, reason="needs a user other than root, who can write everywhere"
+)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_read_only_folder_is_refused(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

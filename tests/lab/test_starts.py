@@ -96,7 +96,7 @@ def test_another_failure_is_told_by_its_last_words() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, to find processes")
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """However that one ends."""
     code = (

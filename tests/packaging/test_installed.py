@@ -217,14 +217,14 @@ class TestContents:
         assert {Path("qeffect", name) for name in LINKS} == links
         again = build(unpacked, "wheel")
         assert names(wheel) == names(again)
-        assert wheel.name == again.name, "the archive keeps the version that git told"
+        assert wheel.name == again.name, "expected the archive's wheel to keep the version from git"
 
 
 class TestArchive:
     """The source distribution, unpacked where a user may unpack it."""
 
     @pytest.mark.nightly
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can run as another user")
+    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as another user")
     def test_the_suite_runs_from_it_as_another_user(self) -> None:
         """In a path with a space, without git, in a tree that its user may not write."""
         # Another user may not read pytest's own temporary folders.

@@ -78,7 +78,9 @@ def replayed_run(folder: Path, commits: int = 0) -> RankReport:
             found.setdefault((log.header["attempt"], log.header["worker"]), []).append(log)
     whole = [own for own in found.values() if len(own) == own[0].header["world"]]
     report = replayed(Path(log.name) for own in whole for log in own)
-    assert report is not None, f"no attempt has the logs of all ranks: {sorted(found)}"
+    assert report is not None, (
+        f"expected an attempt with the logs of all ranks, found {sorted(found)}"
+    )
     assert report.commits >= commits, report.summary()
     return report
 

@@ -44,7 +44,7 @@ class _Feed:
         return (torch.ones(()),)
 
     def outputs(self, *_: Any) -> None:
-        raise AssertionError("the graph keeps the losses")
+        raise AssertionError("expected no losses in the feed: the graph keeps them")
 
 
 def test_staged_data_stay_where_they_are() -> None:

@@ -25,5 +25,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(one_thread: None) -> Recording:
-    """What an undisturbed native run of the injections' training leaves."""
+    """The state after an undisturbed native run of the training that faults are injected into."""
     return native_final()

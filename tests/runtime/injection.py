@@ -64,7 +64,7 @@ class Injection:
             if step == stop:
                 return
             self.act(step)
-        raise AssertionError(f"{cell} is not ahead")
+        raise AssertionError(f"expected an action that is still to run, found {cell}")
 
     def act(self, step: ComputeAction) -> None:
         """Run one action in order, refreshing before a stage's first F."""

@@ -350,7 +350,7 @@ def test_a_browser_steps_zooms_and_shows(tmp_path: Path) -> None:
     """Chromium without a network: buttons, keys and pointer do what they say; no script fails."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
-        pytest.fail(f"no browser: install one of {', '.join(BROWSERS)}")
+        pytest.fail(f"expected a browser, found none; install one of {', '.join(BROWSERS)}")
     schedule = megatron_schedule(pp=2, vpp=2, microbatches=4, messages="batched")
     file = tmp_path / "page.html"
     file.write_text(page(schedule, {}, check(schedule).finding) + PLAY, encoding="utf-8")

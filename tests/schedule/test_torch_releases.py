@@ -118,7 +118,7 @@ def test_the_installed_release_writes_the_same(ending: str) -> None:
 
     folder = FOLDER / str(torch.__version__).split("+")[0]
     if not folder.is_dir():
-        pytest.skip(f"no fixtures of torch {folder.name}")
+        pytest.skip(f"tests have no fixtures of torch {folder.name}")
     for cls in LOOPED + V_SHAPED if ending else CLASSES:
         for pp, microbatches in SHAPES:
             made = torch_schedule(
@@ -146,7 +146,7 @@ class TestGenerator:
                 archive.write(module, f"torch/distributed/pipelining/{module.name}")
         release, schedules, replaced = make_torch_tables.load(wheel, tmp_path / "unpacked")
         if not (FOLDER / release).is_dir():
-            pytest.skip(f"no fixtures of torch {release}")
+            pytest.skip(f"tests have no fixtures of torch {release}")
         made = make_torch_tables.tables(release, schedules)
 
         assert (version.split("+")[0], []) == (release, replaced)

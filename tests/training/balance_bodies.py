@@ -25,7 +25,7 @@ def measuring(path: str) -> dict[str, Any]:
     trainer.close()
 
     def refused(*_: Any, **__: Any) -> Times:
-        raise AssertionError("times were given")
+        raise AssertionError("expected the given times to be used, found a new measurement")
 
     balance.measure_times = refused
     try:

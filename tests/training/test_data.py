@@ -258,7 +258,7 @@ class TestFiles:
 
         assert str(refused.value).startswith(str(path))
         assert "\n" not in str(refused.value)
-        assert "pickle" not in str(refused.value), "NumPy's advice leaked"
+        assert "pickle" not in str(refused.value), "the error repeats NumPy's advice about pickle"
 
     def test_a_truncated_one(self, tmp_path: Path) -> None:
         """A file that ends before its header says is refused."""

@@ -34,7 +34,7 @@ def test_a_full_disk_costs_no_checkpoint(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     if "not_permitted" in found[0]:
-        pytest.skip(f"no disk was filled: {found[0]['not_permitted']}")
+        pytest.skip(f"cannot mount a small disk to fill: {found[0]['not_permitted']}")
     full, behind, after = found
     for one in (full, behind):
         assert one["code"] == 2, one

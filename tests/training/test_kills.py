@@ -35,7 +35,9 @@ def killed_often(tmp_path: Path, job: Job, until: int, kills: int, seed: int) ->
         said = launch(job.world, words, bodies.killed, job, str(places[1]), until, at)
         launches += 1
         logs += said.logs
-        assert launches <= 2 * kills, "a run of this length has too few steps for so many kills"
+        assert launches <= 2 * kills, (
+            "too many launches: the run has too few steps for so many kills"
+        )
         assert set(said.codes) <= {0, -9}, said.codes
         deaths += said.codes.count(-9)
         assert said.codes.count(-9) <= 1

@@ -40,7 +40,7 @@ def hosts() -> Iterator[Hosts]:
     try:
         made = Hosts()
     except NotPermittedError as error:
-        pytest.skip(f"a link between hosts was not cut: {error}")
+        pytest.skip(f"cannot make network namespaces to cut a link between hosts: {error}")
     made.start_store()
     yield made
     made.close()

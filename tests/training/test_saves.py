@@ -170,7 +170,9 @@ def test_a_disk_that_is_full_is_named_on_all_ranks(tmp_path: Path, asynchronous:
             assert "File too large" in found["error"]
             assert "step-00000001" in found["error"]
             assert (found["moved"], found["latest"]) == ([], True)
-            assert found["left"] == [], "the disk stays full"
+            assert found["left"] == [], (
+                "expected the failed save to remove its files; they keep the disk full"
+            )
         assert words["then"]
         assert words["files"] == ["step-00000001", "step-00000002"]
 

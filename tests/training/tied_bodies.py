@@ -171,7 +171,7 @@ class Plain:
                 while row and acts[row[0].kind](row[0].stage, row[0].microbatch):
                     row.pop(0)
                     ran += 1
-            assert ran, "the rows wait for each other"
+            assert ran, "deadlock: the ranks' rows wait for each other"
 
         found: dict[str, Tensor] = {}
         for n, stage in stages.items():

@@ -59,7 +59,7 @@ def test_an_error_in_a_part_is_raised() -> None:
             run_parallel(parts, lambda line: None)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="parts are forked on Linux only")
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux forks parts")
 def test_a_part_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends without a result is an error that names the part, not a wait for ever."""
     monkeypatch.setattr("qeffect.verification.proofs.parallel._cores", lambda: 2)
