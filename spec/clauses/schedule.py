@@ -1,8 +1,8 @@
 """
 Schedules: what must hold of a table of actions before any of them runs.
 
-An entry of ``_CLAUSES`` is all that a new clause needs: it then has a number, stands in the
-contract, and can be named by a finding.
+To add a clause, add an entry to ``_CLAUSES``. The clause then has a number, stands in the contract,
+and can be named by a finding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .model import Clause, Part
 
 __all__ = ["PART"]
 
-#: Number of the part: it comes after those whose clauses a call or a log is refused by.
+#: Number of the part: it comes after the parts whose clauses refuse a call or a log.
 _NUMBER: Final = 11
 
 #: Name, title, invariant, likely cause, remedy.
@@ -67,15 +67,15 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Input gradients follow their forwards",
         "The input gradient of a stage and microbatch follows its forward.",
         "Two entries of a row were exchanged.",
-        "Move the forward before it.",
+        "Move the forward before the input gradient.",
     ),
     (
         "wgrad-before-dgrad",
         "Weight gradients follow their own input gradients",
         "The weight gradient of a stage and microbatch follows its own input gradient.",
         "A dW was moved into an idle gap (bubble) before its dI.",
-        "Move the input gradient before it; the input gradient of another microbatch does not "
-        "count.",
+        "Move the microbatch's own input gradient before it; the input gradient of another "
+        "microbatch does not count.",
     ),
     (
         "use-before-receive",
@@ -188,7 +188,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "reduction-missing",
         "All stages reduce, or none",
-        "If any stage's gradients are reduced by the table, every stage's are.",
+        "If the table reduces the gradients of one stage, it reduces those of every stage.",
         "One stage's REDUCE_GRAD was lost.",
         "Add REDUCE_GRAD for the stage.",
     ),
@@ -219,7 +219,7 @@ Whether messages keep their order, and whether every rank reaches the end, depen
 share a queue and on when a send ends. The check states its assumptions: by default one queue per
 pair of ranks, and buffered sends. It also tries the alternatives. A queue may serve a pair of
 ranks, or one direction of the pair, for all messages or for one kind (activation or gradient).
-Under each choice the check also tries rendezvous semantics, where a send holds its queue, or its
+Under each choice the check also tries rendezvous semantics, where a send blocks its queue, or its
 rank, until its receive is posted. A table that hangs under an alternative *can* deadlock; whether
 it does depends on the runtime's buffers and on which messages it posts together.""",
     clauses=tuple(

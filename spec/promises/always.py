@@ -46,7 +46,7 @@ def once(st: State, h: History, c: Index) -> Truth:
 
 @WORLD("ownership.left-out-never-runs", c="cell")
 def left_out_never_runs(st: State, h: History, c: Index) -> Truth:
-    """A cell that the walk leaves out runs nothing in it."""
+    """A cell that the walk leaves out runs no F in that walk."""
     return implies(h.skipped[c] != 0, h.ran_forward[c] == 0)
 
 
@@ -100,7 +100,7 @@ def moved_for_each_update(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("order.drawn-once", d="domain")
 def drawn_once(st: State, h: History, d: Index) -> Truth:
-    """Between two restores, no two F of a domain that report where they draw begin at one
+    """Between two restores, no two F of a domain that report where they draw begin at the same
     position."""
     return h.repeats[d] <= 1
 
