@@ -615,7 +615,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "incarnation",
         "one -> int",
         0,
-        "the random number in every reference that this memory issues",
+        "the random number in every reference that this incarnation issues",
         "restore",
     ),
     # tickets

@@ -95,7 +95,10 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "generation": (("rank", "slot"), "releases of the rank's slot"),
     "sent": (("rank", "rank"), "sends that the first rank posted to the second"),
-    "sent_before": (("rank", "rank"), "sends posted before the first rank's current step"),
+    "sent_before": (
+        ("rank", "rank"),
+        "sends that the first rank posted to the second before the first rank's current step",
+    ),
     "sent_done": (("rank", "rank"), "sends of the first rank that the second has received"),
     "out": (
         ("rank", "rank", "place"),
@@ -103,14 +106,17 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "out_generation": (
         ("rank", "rank", "place"),
-        "that slot's generation when the send was posted",
+        "the generation of the send's slot when the send was posted",
     ),
     "out_message": (
         ("rank", "rank", "place"),
         "the message that was sent: its stage, microbatch and direction as one number",
     ),
     "taken": (("rank", "rank"), "receives that the first rank posted from the second"),
-    "taken_before": (("rank", "rank"), "receives posted before the first rank's current step"),
+    "taken_before": (
+        ("rank", "rank"),
+        "receives that the first rank posted from the second before the first rank's current step",
+    ),
     "taken_done": (("rank", "rank"), "receives of the first rank from the second that have ended"),
     "into": (
         ("rank", "rank", "place"),
@@ -119,9 +125,12 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "into_generation": (
         ("rank", "rank", "place"),
-        "that slot's generation when the receive was posted",
+        "the generation of the receive's slot when the receive was posted",
     ),
-    "into_message": (("rank", "rank", "place"), "the message that is to be received"),
+    "into_message": (
+        ("rank", "rank", "place"),
+        "the message that the receive expects: its stage, microbatch and direction as one number",
+    ),
     "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
     "total": (
         ("rank", "rank", "place"),

@@ -44,7 +44,9 @@ TRANSITIONS: tuple[Transition, ...] = (
         "Before the first F of a walk: leaves the key's F, dI and dW out of the walk, which takes "
         "fewer microbatches than configured.",
     ),
-    _transition("bind(key, destination)", "Before dI: binds the destination of its gradients."),
+    _transition(
+        "bind(key, destination)", "Before dI: binds the key to the destination of its gradients."
+    ),
     _transition("check_refresh(stage, link)", "Before a refresh: reserves the domain.", "version"),
     _transition(
         "commit_refresh(stage, ticket, filled, fill_epoch)",
@@ -71,7 +73,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "check_evaluation(stage, link, cached)",
         "Before a forward that trains nothing: reserves the stage and its domain. `cached` says "
-        "whether it reads the weight cache.",
+        "whether the evaluation reads the weight cache.",
     ),
     _transition(
         "commit_evaluation(stage, ticket, fill_epoch, updates)",
@@ -141,7 +143,9 @@ TRANSITIONS: tuple[Transition, ...] = (
         "The host has seen the domain's device work finish. Ends no transfer and makes no stream "
         "wait.",
     ),
-    _transition("finalize(stage, link)", "After a stage's last dW: declares its gradients whole."),
+    _transition(
+        "finalize(stage, link)", "After a stage's last dW: declares the stage's gradients complete."
+    ),
     _transition(
         "start_reduction(bucket, link)",
         "After the last dW of the bucket's stages, when a caller's stream enqueues the reduction.",
@@ -150,11 +154,14 @@ TRANSITIONS: tuple[Transition, ...] = (
         "finish_reduction(bucket, link)",
         "When the caller's stream, which will read the gradients, waits for the reduction.",
     ),
-    _transition("fail_reduction(bucket)", "After a reduction failed: spoils its stages' epoch."),
+    _transition(
+        "fail_reduction(bucket)",
+        "After a reduction failed: spoils the epoch of the bucket's stages.",
+    ),
     _transition(
         "start_weights_read(stage, link)",
         "Before a separate stream reads the stage's weights, for example for a save or a "
-        "broadcast: that stream starts behind the link's caller.",
+        "broadcast: that stream first waits for the link's caller.",
     ),
     _transition(
         "finish_weights_read(stage, link)",
@@ -163,7 +170,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "start_gradients_read(stage, link)",
         "Before a separate stream reads the stage's final and reduced gradients, for example for a "
-        "norm or a save: that stream starts behind the link's caller.",
+        "norm or a save: that stream first waits for the link's caller.",
     ),
     _transition(
         "finish_gradients_read(stage, link)",
@@ -187,7 +194,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "commit_update(epoch, ticket)",
-        "After the update was enqueued whole: starts every stage's next epoch.",
+        "After the whole update was enqueued: starts every stage's next epoch.",
     ),
     _transition(
         "abort_update(epoch, ticket)",
@@ -195,9 +202,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "fail(stage, epoch)",
-        "When a fault of an earlier action is seen late. A fault of the current epoch spoils it; "
-        "after a fault of an epoch that was committed, or whose update is in flight, the weights "
-        "are half updated until a restore.",
+        "When a fault of an earlier action is seen late. A fault of the current epoch spoils that "
+        "epoch; after a fault of an epoch that was committed, or whose update is in flight, the "
+        "weights are half updated until a restore.",
     ),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(

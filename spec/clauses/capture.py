@@ -14,10 +14,10 @@ PART = Part(
     holder="each graph's rank in the order of capture, and the rank that each pool replayed last; "
     "with one pool per slot, ownership alone suffices",
     intro="""\
-While graphs are captured into one memory pool, a later graph uses memory that an earlier graph has
-freed as its own scratch memory. Such graphs compute right values only if they are replayed in the
-order of their capture. Holding references to the tensors does not help. The paper does not name
-this relation.
+While graphs are captured into one memory pool, a later graph takes memory that an earlier graph
+freed, and uses that memory as scratch. Such graphs compute right values only if they are replayed
+in the order of their capture. Holding references to the tensors does not help. The paper does not
+name this relation.
 
 With one pool per slot, F, dI and dW of one tape are the only graphs in a pool, and ownership
 already forces their order: this part then refuses nothing that ownership accepts. If several slots

@@ -24,7 +24,7 @@ link, how many of them the caller has waited for. Each missing wait has its own 
 that fills a slot must have waited for the previous tenant's replays. The end of a transfer counts
 as work of the caller whose link it names. So a replay neither reads a message before it has
 arrived, nor overwrites a buffer that is still being read. The copy of an input counts in the same
-way, at the reservation of its slot.
+way when its slot is reserved.
 
 The optimizer's update is device work too. It runs on the stream of the caller that its check
 names, and that stream must have waited for every gradient. No graph stream reads the new weights
@@ -36,9 +36,9 @@ starts after the latest update, and the stream of the next update waits for the 
 evaluation reads weights on the graph stream; the stream of the next update waits for it too.
 
 The computation of a gradient norm, or a save, may read gradients on a stream of its own. The read
-starts once the gradients are final and every bucket is reduced, behind the stream that waited for
-them. That stream and the graph stream wait for the read's end before the next update or walk, so
-that no update, no dW and no reduction writes gradients that are being read.
+starts once the gradients are final and every bucket is reduced, after the work of the stream that
+waited for them. That stream and the graph stream wait for the read's end before the next update or
+walk, so that no update, no dW and no reduction writes gradients that are being read.
 
 The contract assumes that the host's order of calls is the order of enqueueing. The runtime must
 really put the waits on the streams.""",
@@ -165,7 +165,7 @@ really put the waits on the streams.""",
             invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
             "stage, for each reduction, and for each read of weights or gradients on another "
             "stream. `finalize` and the calls that finish a reduction or a read name that stream, "
-            "and a read of gradients starts behind it.",
+            "and a read of gradients starts after its work.",
             transitions=(
                 "finalize",
                 "finish_reduction",
@@ -185,8 +185,8 @@ really put the waits on the streams.""",
             id="completion.update-stream",
             number="6.8",
             title="The update runs on the stream that waited for the gradients",
-            invariant="The stream of the update, named at its check, is the stream that waited "
-            "for every gradient, named at finalize.",
+            invariant="The update runs on the stream that waited for every gradient: its check "
+            "names the same caller as `finalize`.",
             transitions=("check_update",),
             argument="caller",
             unchanged="The weight epoch.",
@@ -258,18 +258,17 @@ really put the waits on the streams.""",
             id="completion.update-to-reader",
             number="6.13",
             title="Weights are read on other streams after the update",
-            invariant="A read of weights starts behind a caller's stream that comes after the "
-            "optimizer's latest update: that stream ran the update, or it has waited for the "
-            "graph stream since the graph stream waited for the update or the host saw the update "
-            "finish.",
+            invariant="A read of weights starts after the work of a caller's stream. That stream "
+            "ran the optimizer's latest update, or has waited for the graph stream since the "
+            "graph stream waited for the update or the host saw the update finish.",
             transitions=("start_weights_read",),
             argument="link",
             unchanged=_STREAMS,
             section="design",
             cause="The reader's stream was not made to wait for the optimizer's stream: the copy "
             "holds weights of two epochs.",
-            remedy="Start the reader behind the optimizer's stream, or call `join` on the "
-            "optimizer's link and then `wait` on the reader's link.",
+            remedy="Make the reader's stream wait for the optimizer's stream, or call `join` on "
+            "the optimizer's link and then `wait` on the reader's link.",
         ),
         Clause(
             id="completion.evaluation-not-awaited",

@@ -19,10 +19,10 @@ PART = Part(
     "checked, then committed for all stages or aborted",
     intro="""\
 An epoch is one optimizer step. A stage is finalized when all its work is done. The optimizer's
-update ends the epoch. It is an action like F: `check_update` reserves the weights of every stage,
-`commit_update` advances every weight epoch or none, and `abort_update` says that the update failed.
-`commit_epoch` is the check and the commit in one call, for an update that was enqueued whole.
-Across processes, the caller must surround the update with a barrier.
+update ends the epoch. The update is an action like F: `check_update` reserves the weights of every
+stage, `commit_update` advances every weight epoch or none, and `abort_update` says that the update
+failed. `commit_epoch` is the check and the commit in one call, for an update that was enqueued
+whole. Across processes, the caller must surround the update with a barrier.
 
 An epoch has one *walk* over all microbatches, or several: gradients then accumulate over the walks.
 When every stage is final and no reduction has started, `next_walk` begins the next walk in the same
@@ -100,7 +100,7 @@ proved.""",
         Clause(
             id="epoch.incomplete",
             number="8.2",
-            title="A final stage has run every dW",
+            title="A stage is finalized after all its dW",
             invariant="Finalize requires one committed dW for every cell of the stage, with or "
             "without an arena.",
             transitions=("finalize",),
@@ -193,7 +193,7 @@ proved.""",
             cause="The graph of another slot or another stage was replayed, or the graph of a dW "
             "that adds instead of one that overwrites, or the order of commits differs from the "
             "order of launches.",
-            remedy="Launch the graph of the slot that the ticket names and, for dW, of the `first` "
+            remedy="Launch the graph that belongs to the ticket's slot and, for dW, to the `first` "
             "that the check was given; commit in launch order.",
         ),
         Clause(
@@ -218,8 +218,8 @@ proved.""",
             unchanged="The update or the evaluation in flight, and the weights.",
             section="design",
             cause="An update or an evaluation was checked and neither committed nor aborted.",
-            remedy="Commit it after it was enqueued, abort it if it failed, or use "
-            "`with contract.update():` and `with contract.evaluation(stage):`.",
+            remedy="Commit the update or evaluation after it was enqueued, abort it if it failed, "
+            "or use `with contract.update():` and `with contract.evaluation(stage):`.",
         ),
         Clause(
             id="epoch.half-updated",

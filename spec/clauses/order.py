@@ -39,7 +39,7 @@ scales and weights both count as half updated.""",
         Clause(
             id="order.in-flight",
             number="3.1",
-            title="One update at a time",
+            title="One scaling update at a time",
             invariant="At most one F, dI, refresh or evaluation of a state domain is in flight. "
             "None is in flight at a commit or a restore: a commit requires that no tape is live, "
             "a restore that no slot has an action in flight, and both that no refresh and no "
@@ -107,7 +107,7 @@ scales and weights both count as half updated.""",
         Clause(
             id="order.incomplete",
             number="3.5",
-            title="A final stage has run every F and dI",
+            title="A stage is finalized after all its F and dI",
             invariant="Finalize requires one committed F and one committed dI for every cell of "
             "the stage.",
             transitions=("finalize",),
@@ -206,7 +206,7 @@ scales and weights both count as half updated.""",
         Clause(
             id="order.declared",
             number="3.11",
-            title="A declared order runs whole",
+            title="A declared order leaves no key out",
             invariant="No key is left out of a walk in a domain that declares the order of its F "
             "and dI.",
             transitions=("skip",),
@@ -228,7 +228,7 @@ scales and weights both count as half updated.""",
             unchanged="The contract's record of the scales; the scales themselves have moved.",
             section="design",
             cause="The backend's update of scales ran in the middle of an epoch, for example at "
-            "the end of an autocast region, or the update was committed or aborted before.",
+            "the end of an autocast region, or the update had already been committed or aborted.",
             remedy="Move the scales inside `with contract.update() as update:`. If they moved "
             "elsewhere, restore the numerical state of the last commit, and `restore` the "
             "contract.",

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_TENANT = "The tape in the slot, the slot's generation and the consumers that the slot still waits "
-"for."
+_TENANT = "The tape in the slot, the slot's generation and the consumers still to come."
 _POOL = "The slot pool: no slot is claimed, and every live tape stays where it is."
 _FLIGHT = "The action in flight, its reservation and its tape."
 
@@ -80,7 +79,7 @@ once.""",
             section="III-A",
             cause="The slot index counts from the first slot of its stage, or was computed for "
             "another chunk of this rank. Slots are numbered over all stages of the process.",
-            remedy="Let the contract choose the slot, or add the stage's first slot to the index.",
+            remedy="Let the contract choose the slot, or add the index of the stage's first slot.",
         ),
         Clause(
             id="ownership.slot-busy",
@@ -456,7 +455,7 @@ once.""",
         Clause(
             id="ownership.unknown-ticket",
             number="1.26",
-            title="A ticket is redeemed once, by its own kind",
+            title="A ticket is redeemed once, by the action it was issued for",
             invariant="Commit and abort are accepted only with the slot's outstanding ticket, for "
             "the action that the ticket was issued for.",
             transitions=(
@@ -477,7 +476,7 @@ once.""",
         Clause(
             id="ownership.live-tape",
             number="1.27",
-            title="No tape is live when an update or a walk begins",
+            title="No tape is live when an update or the next walk begins",
             invariant="The optimizer's update, or the next walk (pass over the microbatches) of an "
             "epoch, begins only if every slot of every stage of the process is free.",
             transitions=("next_walk", "check_update"),
@@ -491,7 +490,8 @@ once.""",
             id="ownership.unknown-key",
             number="1.28",
             title="Keys are configured",
-            invariant="A key names a stage, microbatch, block and invocation of this process.",
+            invariant="A key names a stage, microbatch, block and invocation that this process is "
+            "configured with.",
             transitions=("reserve", "skip", "bind", "check_forward", "check_wgrad"),
             argument="key",
             unchanged="Everything.",
@@ -572,7 +572,7 @@ once.""",
         Clause(
             id="ownership.skipped",
             number="1.33",
-            title="What a walk leaves out does not run",
+            title="A key that a walk leaves out does not run",
             invariant="A key that the current walk (pass over the microbatches) leaves out gets no "
             "slot and no F, and is not left out a second time.",
             transitions=("reserve", "skip", "check_forward"),
@@ -597,7 +597,8 @@ once.""",
             cause="A loop noticed in mid-walk that its batch is short, or called `shorten_walk` "
             "too early for the next walk: before `next_walk` or before the commit.",
             remedy="Read the batch's size first, then call `shorten_walk`, then run the first F. "
-            "In mid-walk, run all microbatches, or purge the epoch and rebuild it.",
+            "If the walk has already begun, run all microbatches, or purge the epoch and rebuild "
+            "it.",
         ),
     ),
 )

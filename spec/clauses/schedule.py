@@ -74,15 +74,16 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Weight gradients follow their own input gradients",
         "The weight gradient of a stage and microbatch follows its own input gradient.",
         "A dW was moved into an idle gap (bubble) before its dI.",
-        "Move the microbatch's own input gradient before it; the input gradient of another "
-        "microbatch does not count.",
+        "Move the microbatch's own input gradient before the weight gradient; the input gradient "
+        "of another microbatch does not count.",
     ),
     (
         "use-before-receive",
         "Inputs arrive before they are used",
         "A computation follows the arrival of its input on its rank.",
         "A receive stands too late in the row, or was left out.",
-        "Move the receive, or the neighbour stage's computation on this rank, before it.",
+        "Move the receive, or the neighbour stage's computation on this rank, before the "
+        "computation that uses the input.",
     ),
     (
         "send-before-compute",
@@ -110,7 +111,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Messages go between neighbours",
         "Messages go between neighbour stages on different ranks.",
         "A message was placed at the pipeline's end, or between two chunks of one rank.",
-        "Remove it: stages at the pipeline's ends, or on one rank, exchange nothing there.",
+        "Remove the message: stages at the pipeline's ends, or on one rank, exchange nothing "
+        "there.",
     ),
     (
         "message-order",
@@ -155,12 +157,12 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "At any time, a rank has at most `max_outstanding_sends` sends that are posted and not "
         "yet awaited.",
         "The table was made for a higher limit.",
-        "Move a wait before the send, or allow more.",
+        "Move a wait before the send, or raise the limit.",
     ),
     (
         "sharding-order",
         "Unshard and reshard alternate",
-        "A stage is unsharded before it is resharded, and neither twice in a row.",
+        "A stage is unsharded before it is resharded, and neither happens twice in a row.",
         "An UNSHARD or RESHARD was repeated, or its counterpart was lost.",
         "Remove the second UNSHARD or RESHARD, or add the missing action in between.",
     ),
@@ -199,7 +201,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "is configured so), all reach the end.",
         "Ranks wait for one another in a circle: each rank receives before it sends what the next "
         "rank waits for.",
-        "Reorder one of the ranks so that the shown cycle is broken.",
+        "Reorder the row of one rank so that the shown cycle is broken.",
     ),
 )
 

@@ -38,8 +38,8 @@ refused.""",
             unchanged="The weight epochs, the slots and the bindings.",
             section="III-C",
             cause="The optimizer stepped without `commit_epoch`, a key was built from a step "
-            "counter that differs from the contract's epoch, or a backward ran after the step "
-            "that it belongs to.",
+            "counter that differs from the contract's epoch, or a backward ran after the update "
+            "of its own step.",
             remedy="Build keys from `contract.epoch`, and commit exactly where the optimizer "
             "updates the parameters.",
         ),

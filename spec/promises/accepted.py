@@ -39,7 +39,8 @@ STEPS = Register()
 
 @STEPS("ownership.right-reference", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
 def right_reference(st: State, h: History, a: Args) -> Truth:
-    """A reference is accepted only if it was issued for that key and its work still exists."""
+    """A reference is accepted only if it was issued for the key that comes with it, and its work
+    still exists."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -328,8 +329,8 @@ def scales_of_the_epoch_of_stage(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.moved-in-the-update", "move_scales")
 def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
-    """Scales move in an update only if they move once an epoch, something gathered, and they have
-    not moved in this update yet. No other action uses them then."""
+    """Scales move in an update only if they move once an epoch, an F or dI gathered maxima, and
+    they have not moved in this update yet. No other action uses the scales then."""
     d = st.domain_of[a.stage]
     due = (h.moves[d] == h.commits[0]) & (0 < h.gathers[d]) & (st.epoch_scales[d] != 0)
     return due & (h.optimizing[0] == 1) & (h.running[d] == 0)
@@ -372,8 +373,8 @@ def own_draws(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """F and dI find scaling state that no failure left half updated, with no other update in
-    flight."""
+    """F and dI find scaling state that no failure left half updated, with no other scaling update
+    in flight."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -381,7 +382,7 @@ def sound_state(st: State, h: History, a: Args) -> Truth:
 @STEPS("order.sound-state-of-stage", "check_refresh", "check_evaluation")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
     """A refresh or an evaluation finds scaling state that no failure left half updated, and no
-    update in flight."""
+    scaling update in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -584,8 +585,8 @@ def update_after_gradients(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.reader-after-update", "start_weights_read")
 def reader_after_update(st: State, h: History, a: Args) -> Truth:
-    """The stream behind which a reader of the weights starts ran the latest update, or waited for
-    it."""
+    """A reader of weights starts after the work of a stream that ran the latest update, or waited
+    for it."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & ((h.behind_update[a.link] == 0) | (st.caller_at[a.link] == h.updated_on[0]))
 
@@ -633,7 +634,8 @@ def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("completion.reader-after-gradients", "start_gradients_read")
 def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
-    """The stream behind which a reader of gradients starts has waited for the stage's latest dW."""
+    """A reader of gradients starts after the work of a stream that has waited for the stage's
+    latest dW."""
     finalizer = h.finalized_by[a.stage]
     mine = (finalizer == h.link[0]) & (a.stage == h.stage[0])
     here = st.domain_at[a.link] == st.domain_of[a.stage]
@@ -643,8 +645,8 @@ def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.reduced-gradients-read", "start_gradients_read", needs="reduction", b="bucket")
 def reduced_gradients_read(st: State, h: History, a: Args, b: Index) -> Truth:
-    """A reader finds gradients whose reductions are done, and starts behind the stream that waited
-    for them."""
+    """A reader finds gradients whose reductions are done, and starts after the work of the stream
+    that waited for these reductions."""
     ours = st.caller_at[h.awaited_by[b]] == st.caller_at[a.link]
     return implies(_writes(st, b, a.stage), (h.reduction[b] == DONE) & ours)
 

@@ -27,7 +27,7 @@ def tenant(st: State, h: History, s: Index) -> Truth:
 
 @WORLD("ownership.owing", s="slot")
 def owing(st: State, h: History, s: Index) -> Truth:
-    """A slot waits for exactly the consumers that have yet to visit its work."""
+    """A slot waits for exactly the consumers that have yet to visit its tape."""
     return st.consumers[s] == h.owing[s]
 
 
@@ -39,7 +39,7 @@ def moving(st: State, h: History, s: Index) -> Truth:
 
 @WORLD("ownership.once", c="cell")
 def once(st: State, h: History, c: Index) -> Truth:
-    """Per epoch, a cell's F, dI and dW each run at most once, and in this order."""
+    """Per walk, a cell's F, dI and dW each run at most once, and in this order."""
     forwards, dgrads, wgrads = h.ran_forward[c], h.ran_dgrad[c], h.ran_wgrad[c]
     return (0 <= wgrads) & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards <= 1)
 

@@ -172,6 +172,7 @@ def checkpoints_from_zero(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("persistence.fresh-incarnation", "restore")
 def fresh_incarnation(st: State, h: History, a: Args) -> Truth:
-    """A restore draws an incarnation that no earlier memory had: a random number of 64 bits."""
+    """A restore draws a 64-bit random number as its incarnation, and no earlier incarnation had
+    that number."""
     earlier = (h.issued[0] == 1) & (h.ref_incarnation[0] != st.incarnation[0])
     return implies(earlier, a.incarnation != h.ref_incarnation[0])

@@ -245,7 +245,7 @@ def scales_of_now(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("order.gathered-in-update", "move_scales")
 def gathered_in_update(st: State, h: History, a: Args) -> Truth:
-    """An update is in flight, and something gathered since the scales moved."""
+    """An update is in flight, and an F or dI gathered maxima since the scales last moved."""
     return (h.optimizing[0] == 1) & (h.gathers[st.domain_of[a.stage]] != 0)
 
 
@@ -260,7 +260,7 @@ def one_movement(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.bound", "check_dgrad")
 def bound(st: State, h: History, a: Args) -> Truth:
-    """The key was bound once."""
+    """The key's destination was bound once in this walk."""
     return h.binds[a.key.cell] == 1
 
 
