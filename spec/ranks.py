@@ -176,7 +176,7 @@ def one_attempt(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.name-of-one-attempt", r="rank", q="rank")
 def name_of_one_attempt(st: Any, r: Any, q: Any) -> Any:
-    """Two ranks whose connections are under one name started in the same attempt."""
+    """Two ranks that connected under the same name started in the same attempt."""
     return implies((st.name[r] == st.name[q]) & (st.name[r] != NOBODY), st.life[r] == st.life[q])
 
 
@@ -239,8 +239,8 @@ def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
 @RANK_PROMISES("ranks.messages-in-place", r="rank", q="rank", p="rank", k="place")
 def messages_in_place(st: Any, r: Any, q: Any, p: Any, k: Any) -> Any:
     """
-    Up to the last step whose update a rank took, every receive of the attempt met the send of the
-    same stage, microbatch and direction.
+    Up to the last step in which a rank updated its weights, every receive of the attempt met the
+    send of the same stage, microbatch and direction.
     """
     taken = st.total[q, p, st.epoch[r] - st.base[0]]
     return implies(
@@ -267,7 +267,7 @@ def receiver_keeps_buffer(st: Any, r: Any, q: Any, k: Any) -> Any:
 
 @RANK_PROMISES("ranks.one-writer", r="rank", q="rank", p="rank", k="place", j="place")
 def one_writer(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> Any:
-    """Two receives that are under way never fill one slot."""
+    """Two receives that are under way never fill the same slot."""
     both = receiving(st, r, q, k) & receiving(st, r, p, j)
     return implies(both & (st.into[r, q, k] == st.into[r, p, j]), (q == p) & (k == j))
 

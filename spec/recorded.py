@@ -42,8 +42,8 @@ _LOGS: Final = "tests/eventlog/test_steps.py"
 STEP_PROMISES: Final = (
     StepPromise(
         "steps.moved-alike",
-        "If all numbers of one family advance by one amount, a transition takes the same path and "
-        "leaves the same state, moved by that amount.",
+        "If all numbers of one family advance by the same amount, a transition takes the same path "
+        "and leaves the same state, moved by that amount.",
         "verification/proofs/recurring.py",
         (
             f"{_PROOFS}: test_no_column_may_stand_still_while_its_family_moves",
