@@ -194,7 +194,7 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
     for _, text in rest:
         if " becomes " not in text:  # where a part is left out
             promise, _, where = text.partition(", ")
-            said.append(f"for `{promise}` {where}")
+            said.append(f"for `{promise}` if {where.removeprefix('where ')}")
     return f"{functions}, {'; '.join(said)}."
 
 

@@ -142,8 +142,8 @@ that path leaves this part out and keeps all others.""",
             id="arena.incomplete",
             number="4.8",
             title="An arena is finalized when it is complete",
-            invariant="Finalize requires one committed dW for every cell of the stage, and of the "
-            "stage that shares a destination with it.",
+            invariant="Finalize requires one committed dW for every cell that the walk does not "
+            "leave out, of the stage and of the stage that shares a destination with it.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",

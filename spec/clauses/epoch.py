@@ -101,8 +101,8 @@ proved.""",
             id="epoch.incomplete",
             number="8.2",
             title="A stage is finalized after all its dW",
-            invariant="Finalize requires one committed dW for every cell of the stage, with or "
-            "without an arena.",
+            invariant="Finalize requires one committed dW for every cell of the stage that the "
+            "walk (pass over the microbatches) does not leave out, with or without an arena.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",
@@ -113,13 +113,15 @@ proved.""",
         Clause(
             id="epoch.already-final",
             number="8.3",
-            title="A stage is finalized once in an epoch",
-            invariant="A stage that is final in this epoch is not finalized again.",
+            title="A stage is finalized once per walk",
+            invariant="A stage that is final in the current walk (pass over the microbatches) is "
+            "not finalized again.",
             transitions=("finalize",),
             argument="stage",
             unchanged=_STAGE,
             section="IV-E",
-            cause="Finalize is called in two places, or the commit between two steps is missing.",
+            cause="Finalize is called in two places, or a commit or `next_walk` is missing in "
+            "between.",
             remedy="Finalize once, after the last dW of the stage.",
         ),
         Clause(

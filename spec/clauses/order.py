@@ -109,7 +109,7 @@ scales and weights both count as half updated.""",
             number="3.5",
             title="A stage is finalized after all its F and dI",
             invariant="Finalize requires one committed F and one committed dI for every cell of "
-            "the stage.",
+            "the stage that the walk (pass over the microbatches) does not leave out.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing actions may still run.",
