@@ -263,7 +263,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "scaled_at",
         "slot -> int",
         0,
-        "`rolled_at` as the latest tenant's F left it, a name for the scales that its dI must use",
+        "`rolled_at` just after the latest tenant's F: it names the scales that this tenant's dI "
+        "must use",
         "commit_forward",
     ),
     _state(
@@ -358,7 +359,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "joined",
         "link -> int",
         0,
-        "how many of these the graph stream has waited for",
+        "how many of the pieces counted in `submitted` the graph stream has waited for",
         "join restore",
     ),
     _state(
@@ -469,7 +470,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "weights_read",
         "stage -> flag",
         0,
-        "1 while a stream of its own reads the stage's weights",
+        "1 while a separate stream reads the stage's weights",
         "start_weights_read finish_weights_read restore",
     ),
     _state(
@@ -477,7 +478,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "gradients_read",
         "stage -> flag",
         0,
-        "1 while a stream of its own reads the stage's gradients",
+        "1 while a separate stream reads the stage's gradients",
         "start_gradients_read finish_gradients_read restore",
     ),
     _state(
@@ -579,7 +580,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "one -> flag",
         0,
         "1 from a failed update, or from a late fault of an epoch whose update began, until the "
-        "next restore: some weights are updated and others not, or wrong gradients updated them",
+        "next restore: some weights are updated and others not, or wrong gradients updated the "
+        "weights",
         "abort_update fail restore",
     ),
     _state(
@@ -595,7 +597,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "parts",
         "stage -> int",
         0,
-        "parts in which the weights of the epoch's gradients are counted; 0 before its first dI",
+        "number of parts that the weights of the epoch's gradients must add up to; 0 before the "
+        "epoch's first dI",
         "commit_dgrad commit_update restore",
     ),
     _state(
@@ -603,7 +606,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "unweighed",
         "stage -> int",
         0,
-        "how many of these parts are in no weight yet; below 0 if the weights have too many",
+        "parts that no weight has used yet; negative if the weights add up to too many",
         "commit_dgrad restore",
     ),
     # persistence
@@ -612,7 +615,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "incarnation",
         "one -> int",
         0,
-        "the random number in every reference that this memory issues",
+        "the random number in every reference that this incarnation issues",
         "restore",
     ),
     # tickets
@@ -621,7 +624,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "serial",
         "one -> int",
         0,
-        "the last ticket issued; it never falls, not even at a restore",
+        "the last ticket issued; it never decreases, not even at a restore",
         "check_refresh check_forward check_evaluation check_dgrad check_wgrad check_update",
     ),
 )
@@ -641,7 +644,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "state domain whose graph stream the link connects to a caller",
     ),
     _configured("caller_at", "link -> caller", "caller's stream of the link"),
-    _configured("owes", "stage -> mask", "consumers of a fresh tape"),
+    _configured("owes", "stage -> mask", "consumers that a fresh tape waits for"),
     _configured(
         "receives",
         "stage -> mask",
@@ -653,12 +656,13 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "cells",
         "stage -> int",
-        "number of the stage's cells, which is its number of tapes per epoch",
+        "number of the stage's cells, and so of its tapes per walk",
     ),
     _configured(
         "target_of",
         "stage -> stage",
-        "the stage of this process whose input is the stage's output; the stage itself if none is",
+        "the stage of this process whose input is the stage's output; the stage itself if there is "
+        "none",
     ),
     _configured(
         "input_of",
@@ -703,7 +707,8 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "sharer_of",
         "stage -> stage",
-        "the other stage that writes the stage's tied destinations; the stage itself if none does",
+        "the other stage that writes the stage's tied destinations; the stage itself if there is "
+        "none",
     ),
     _configured("pool_of", "slot -> pool", "capture pool of the slot's graphs"),
     _configured(
@@ -758,7 +763,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "tied_at",
         "bucket -> stage",
-        "the other stage that writes the bucket; the same stage if none does",
+        "the other stage that writes the bucket; the same stage if there is none",
     ),
     _configured(
         "reduce_at",

@@ -35,7 +35,7 @@ __all__ = [
 NO_SLOT: Final = -1
 #: No stage: no refresh waits for its first forward.
 NO_STAGE: Final = -1
-#: An epoch that no epoch equals: the event never happened, or the cache is stale.
+#: A value that no epoch has: the event never happened, or the cache is stale.
 NEVER: Final = -1
 
 #: Consumer bits of a tape's mask: the consumers that have yet to visit the slot.
@@ -52,16 +52,16 @@ RESERVED: Final = 16
 IN_BIT: Final = 1  # a receive of the forward's input
 BACK_BIT: Final = 2  # a receive of the output's gradient
 COPY_BIT: Final = 16  # a copy of the forward's input, enqueued with the reservation of its slot
-INPUT_BITS: Final = 17  # every way of the input into a slot: ``IN_BIT`` and ``COPY_BIT``
+INPUT_BITS: Final = 17  # both ways of filling the input: ``IN_BIT`` and ``COPY_BIT``
 READ_BITS: Final = 12  # every read: ``OUT_BIT`` and ``GRAD_BIT``
 
-#: How F and dI of a stage get what they need from another stage of the process: its F makes the
-#: input, or its dI the gradient.
+#: What F and dI of a stage need from another stage of the process: its F makes the input for F, or
+#: its dI makes the gradient for dI.
 SOURCE_BIT: Final = 4
 TARGET_BIT: Final = 8
 
-#: What the mask of a tape shares with this one until the tape's dI has committed: ``DGRAD_BIT``, or
-#: ``RESERVED`` before its forward has.
+#: Two bits. A tape's mask has one of them until its dI has committed: ``RESERVED`` until its
+#: forward has committed, then ``DGRAD_BIT``.
 BEFORE_DGRAD: Final = 17
 
 #: How a dW writes its stage's own buffer and the buffer shared with another stage. If the stage

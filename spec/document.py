@@ -185,16 +185,16 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
         said.append(f"for lemmas of the proofs: {lemmas}")
     rest = [(row["transition"], row["otherwise"]) for row in guards if "otherwise" in row]
     renamed = [
-        f"{transition} (else `{text.partition(' becomes ')[2]}`)"
+        f"{transition} (otherwise `{text.partition(' becomes ')[2]}` would)"
         for transition, text in rest
         if " becomes " in text
     ]
     if renamed:
-        said.append(f"for the refusal's name at {', '.join(renamed)}")
+        said.append(f"to name the refusal at {', '.join(renamed)}")
     for _, text in rest:
         if " becomes " not in text:  # where a part is left out
             promise, _, where = text.partition(", ")
-            said.append(f"for `{promise}` {where}")
+            said.append(f"for `{promise}` if {where.removeprefix('where ')}")
     return f"{functions}, {'; '.join(said)}."
 
 
@@ -205,7 +205,7 @@ def _also_raised_by(shown: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _functions(places: Iterable[str]) -> str:
-    """The functions of ``file: function``, by file."""
+    """The functions given as ``file: function``, grouped by file."""
     named: dict[str, list[str]] = {}
     for place in places:
         module, _, function = place.partition(": ")
@@ -214,7 +214,7 @@ def _functions(places: Iterable[str]) -> str:
 
 
 def _killed_by(clause: str, keeping: Mapping[str, Any]) -> Iterator[str]:
-    """The commands that delete a clause's guards and must notice; none without proved guards."""
+    """The commands that delete a clause's guards and must notice; empty without proved guards."""
     if any(row["clause"] == clause for row in keeping["guards"]):
         yield (
             f"- *Mutants killed by* `qeffect prove --only {clause}`, and by "
@@ -274,12 +274,13 @@ def _state() -> str:
         [
             "## State",
             "",
-            "The memory is a set of columns and nothing else. Each column is indexed by one sort.",
+            "The memory is a set of columns and nothing else. One sort of object indexes each",
+            "column.",
             "",
             *_table(("sort", "meaning"), list(SORTS.items())),
             "",
             "Each column belongs to one part, and only that part's half of a transition writes it.",
-            "*Tickets* is the series of serial numbers that the checks share.",
+            "The part *tickets* is the series of serial numbers that the checks share.",
             "",
             *_table(("column", "part", "meaning of an entry", "written by"), rows),
             "",
@@ -314,7 +315,9 @@ def _paper() -> str:
         "",
     ]
     for invariant in PAPER.values():
-        needs = f" Claimed in full with {', '.join(invariant.needs)}." if invariant.needs else ""
+        needs = (
+            f" Claimed in full only with {', '.join(invariant.needs)}." if invariant.needs else ""
+        )
         lines += [
             f"### {invariant.title} ({invariant.place})",
             "",
@@ -338,10 +341,10 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         "Clauses say what is refused; the predicates in `promises/` say what may be relied on. The",
         "promises use the columns above and words for the world outside the contract (the table",
         "at the end of this chapter), never the contract's guards. All promises but the",
-        "assumptions are proved; the history and the further lemmas of the proofs are in",
-        "`verification/induction/`. Promise P *needs* clause C if deleting one guard of C lets P",
-        "fail. A promise is claimed only if its own relation takes part, and every other relation",
-        "that its line names.",
+        "assumptions are proved. How an action changes the world, and further lemmas of the",
+        "proofs, are in `verification/induction/`. Promise P *needs* clause C if deleting one",
+        "guard of C lets P fail. A promise is claimed only if its own part of the contract, and",
+        "every other part that its line names, is in force.",
         "",
     ]
     for title, register in _registers():
@@ -403,9 +406,9 @@ def _ranks() -> str:
             "",
             *_table(("field of the header", "kind", "meaning"), header),
             "",
-            "A log may be written in several files, each of which begins behind a commit. The "
-            "header of a further file has a field `continues`. Without the first files a replay "
-            "begins with the state that this field tells, and takes it on trust.",
+            "A log may be written in several files, each of which begins after a commit. The "
+            "header of each later file has a field `continues`. If the earlier files are missing, "
+            "a replay begins with the state in this field, and takes that state on trust.",
             "",
             *_table(("field of `continues`", "kind", "meaning"), continues),
             "",
@@ -419,8 +422,8 @@ def link(heading: str) -> str:
     """
     Return the link to a heading of the same text.
 
-    >>> link("3.3 Updates are threaded")
-    '#33-updates-are-threaded'
+    >>> link("3.3 F and dI present the current token")
+    '#33-f-and-di-present-the-current-token'
     """
     return "#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
@@ -432,7 +435,7 @@ def _promise(name: str) -> str | None:
 
 
 def _apart(name: str) -> str:
-    """Distinguish a promise from the clause of the same name; empty without such a clause."""
+    """Tell a promise from the clause of the same name; empty if no clause has the name."""
     if name not in CLAUSES:
         return ""
     clause = CLAUSES[name]
@@ -441,13 +444,13 @@ def _apart(name: str) -> str:
 
 
 def _registers() -> Iterator[tuple[str, Register]]:
-    yield "Always, of the memory", MEMORY
-    yield "Always, of the memory and the world", WORLD
+    yield "Always true of the memory", MEMORY
+    yield "Always true of the memory and the world", WORLD
     yield "Whenever an action is accepted", STEPS
     yield "Before and after an accepted transition", CHANGES
     yield "A check is accepted if all its predicates here hold", LEGAL
-    yield "Assumed of a configuration", CONFIGURATION
-    yield "Assumed of the caller's arguments", ASSUMED
+    yield "Assumed about a configuration", CONFIGURATION
+    yield "Assumed about the caller's arguments", ASSUMED
 
 
 def _where(transitions: tuple[str, ...]) -> str:

@@ -18,21 +18,27 @@ __all__ = ["LAUNCH_COLUMNS", "LAUNCH_PROMISES", "LAUNCH_STEPS"]
 
 #: Sorts of the indices and meaning of an entry, by column.
 LAUNCH_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    "round": (("rank",), "how often the rank rebuilt its connections"),
+    "round": (("rank",), "the rank's round: how often the rank rebuilt its connections"),
     "begin": (("rank",), "the epoch in which the rank's round began"),
     "booked": (("rank",), "the epoch of the rank's contract"),
     "launched": (("rank",), "the epoch that follows the last step launched"),
     "known": (("rank",), "the epoch up to which the host has read the devices' votes"),
     "voted": (("rank",), "the epoch up to which the rank's device has voted, yes or no"),
-    "vote": (("rank",), "the epoch to which the device's last yes moves"),
+    "vote": (("rank",), "the epoch to which the device's last yes vote moves the weights"),
     "heard": (("rank", "rank"), "the epoch of the vote that the first device last received"),
-    "word": (("rank", "rank"), "the epoch of the yes that the first device holds of the second"),
+    "word": (
+        ("rank", "rank"),
+        "the epoch of the latest yes that the first device received from the second",
+    ),
     "ran": (("rank",), "the epoch up to which the device has ended its steps, updated or not"),
     "weights": (("rank",), "the epoch of the weights on the device"),
-    "quits": (("rank",), "1 once the host cannot go on"),
+    "quits": (("rank",), "1 once the host cannot continue"),
     "cut": (("rank",), "1 once the rank's connections are closed or aborted"),
-    "dead": (("rank",), "1 once the process has ended"),
-    "report": (("attempt", "rank"), "by round, the epoch that the rank reported for the rebuild"),
+    "dead": (("rank",), "1 once the rank's process has ended"),
+    "report": (
+        ("attempt", "rank"),
+        "the epoch that the rank reported for the rebuild; the first index is the round",
+    ),
 }
 
 #: Promises that hold in every state that the protocol reaches.

@@ -5,8 +5,8 @@ A rank log has a header, then one line per event. Every line ends with a digest 
 far; every event has a number, ``seq``, from 1.
 
 A log may be written in several files, each with digests of its own. The header of a file that
-continues another one has the field ``continues`` too: where the rank stood behind the commit that
-ended the file before.
+continues another file also has the field ``continues``: the rank's state after the commit that
+ended the previous file.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ def _channels(value: Any) -> bool:
     return type(value) is list and all(_naturals(one) and len(one) == 3 for one in value)
 
 
+#: The kind of the field with the votes.
+_VOTES: Final = (
+    "by rank: 0 (yes), 1 (no), 2 (gradients unlike the first replica's) or more (its two runs "
+    "differ)"
+)
+
 #: The kinds of fields: whether a parsed value is of the kind.
 FIELD_KINDS: Final[Mapping[str, Any]] = {
     "a number": _natural,
@@ -68,7 +74,7 @@ FIELD_KINDS: Final[Mapping[str, Any]] = {
     "a name, or null": _maybe_word,
     "true or false": _flag,
     "[sending stage, microbatch, whether it is a gradient]": _message,
-    "0 (yes), 1 (no), 2 (other gradients) or more (two runs differ), by rank": _naturals,
+    _VOTES: _naturals,
     "[sender, receiver, messages per step], each": _channels,
 }
 
@@ -87,24 +93,30 @@ _ENDED: Final[_Fields] = {"peer": _NUMBER, "action": _NAME}
 #: The header's fields: kind and meaning.
 RANK_HEADER: Final[Mapping[str, tuple[str, str]]] = {
     "rank": (_NUMBER, "the rank"),
-    "world": (_NUMBER, "ranks of the job"),
+    "world": (_NUMBER, "number of ranks of the job"),
     "attempt": (
         "a name, or null",
-        "the name that the ranks agreed on; null if another library made them meet",
+        "the name that the ranks agreed on; null if another library connected the ranks",
     ),
     "worker": (_NUMBER, "the worker's number among those of its process"),
-    "began": (_NUMBER, "nanoseconds of the host's clock"),
+    "began": (_NUMBER, "when the worker began, in nanoseconds of the host's clock"),
     "epoch": (_NUMBER, "the weight epoch in which the worker began"),
-    "channels": ("[sender, receiver, messages per step], each", "the connections of the job"),
+    "channels": (
+        "[sender, receiver, messages per step], each",
+        "the job's connections between ranks",
+    ),
 }
 
 #: The fields of ``continues`` in the header of a further file: kind and meaning.
 RANK_CONTINUES: Final[Mapping[str, tuple[str, str]]] = {
-    "part": (_NUMBER, "the number of the file; the first file of a log is 0 and has no such field"),
-    "events": (_NUMBER, "events in the files before"),
-    "after": ("a digest", "the digest of the last line before"),
-    "epoch": (_NUMBER, "the weight epoch behind the commit that ended the file before"),
-    "again": (_NUMBER, "how often the worker had begun again, in place or from a checkpoint"),
+    "part": (
+        _NUMBER,
+        "the number of the file; the first file of a log has number 0 and no field `continues`",
+    ),
+    "events": (_NUMBER, "number of events in the earlier files"),
+    "after": ("a digest", "the digest of the last line of the previous file"),
+    "epoch": (_NUMBER, "the weight epoch after the commit that ended the previous file"),
+    "again": (_NUMBER, "how often the worker had restarted, in place or from a checkpoint"),
     "launches": ("true or false", "whether the committed step was one launch"),
     "wrote": ("an epoch, or -1", "the epoch of the rank's newest part of a checkpoint"),
 }
@@ -120,8 +132,11 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     "post_receive": (_POSTED, "the rank posted a receive"),
     "sent": (_ENDED, "a send ended"),
     "received": (_ENDED, "a receive ended"),
-    "behind_send": (_ENDED, "what the rank queues from here on runs behind a send"),
-    "behind_receive": (_ENDED, "what the rank queues from here on runs behind a receive"),
+    "behind_send": (_ENDED, "device work that the rank queues from here on runs after a send"),
+    "behind_receive": (
+        _ENDED,
+        "device work that the rank queues from here on runs after a receive",
+    ),
     "finish": (_EPOCH, "the gradients are final and the contract allows the commit"),
     "consent": (_EPOCH, "the rank consents to the commit"),
     "commit": (_EPOCH, "the rank updated its weights, or launched its update, and committed"),
@@ -132,23 +147,26 @@ RANK_EVENTS: Final[Mapping[str, tuple[_Fields, str]]] = {
     "votes": (
         {
             **_EPOCH,
-            "votes": "0 (yes), 1 (no), 2 (other gradients) or more (two runs differ), by rank",
+            "votes": _VOTES,
         },
         "the host read the devices' votes of an earlier launch",
     ),
     "leave": (_EPOCH, "the last launch ended; guarded steps or a checkpoint may follow"),
-    "resume": (_EPOCH, "launches begin again"),
+    "resume": (_EPOCH, "launches continue"),
     "report": (_EPOCH, "after a stop: the epoch of the device's weights"),
     "load": (_EPOCH, "the rank loaded a checkpoint of the epoch"),
     "write_shard": (_EPOCH, "the rank writes its part of a checkpoint"),
     "publish": (_EPOCH, "rank 0 gave the whole checkpoint its name"),
     "stop": (
         {"kind": _NAME, "peer": "a rank, or -1", "in_row": "true or false"},
-        "the rank stops: why, because of which rank, and whether inside its row",
+        "the rank stops: why, because of which rank, and whether inside its row of the schedule",
     ),
     "say": ({}, "the rank published its cause"),
     "close": ({}, "the rank closed its connections"),
-    "end": ({"cause": _NUMBER, "kind": _NAME}, "the rank read the one cause: whose, and which"),
-    "rebuilt": (_EPOCH, "the rank began again in place"),
+    "end": (
+        {"cause": _NUMBER, "kind": _NAME},
+        "the rank read the attempt's cause: which rank caused the stop, and how",
+    ),
+    "rebuilt": (_EPOCH, "the rank restarted in place"),
     "closed": ({}, "the worker ended its work; the log is whole"),
 }

@@ -40,15 +40,21 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "base": (("one",), "the epoch that the newest attempt began from"),
     "again": (("one",), "1 if the newest attempt began in place, not from a checkpoint"),
     "saved": (("one",), "the epoch that the newest whole checkpoint is named after"),
-    "saved_life": (("one",), "the attempt that wrote that checkpoint; 0 before the first"),
+    "saved_life": (
+        ("one",),
+        "the attempt that wrote the newest whole checkpoint; 0 before the first",
+    ),
     "lead": (("one",), "configured: the rank that draws an attempt's name"),
-    "offered": (("one",), "the name that the launcher's store offers, of whichever attempt"),
+    "offered": (
+        ("one",),
+        "the name that the launcher's store offers now, possibly of an earlier attempt",
+    ),
     "drawn_in": (("name",), "the attempt in which the name was drawn"),
     "seat": (("name", "rank"), "the attempt in which the rank took its seat under the name"),
     "confirmed": (("name",), "1 once every seat under the name was taken"),
     "life": (("rank",), "the attempt in which the rank last started"),
     "drew": (("rank",), "the name that the rank drew in its attempt"),
-    "name": (("rank",), "the name under which the rank's connections are"),
+    "name": (("rank",), "the name under which the rank connected"),
     "up": (("rank",), "1 while the rank's process runs"),
     "open": (("rank",), "1 while the rank's connections are open"),
     "phase": (
@@ -57,56 +63,79 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "step": (("rank",), "steps that the rank has begun in its attempt"),
     "epoch": (("rank",), "the weight epoch of the rank's contract"),
-    "live": (("rank",), "work of the rank's contract that is live or in flight"),
+    "live": (("rank",), "how many tapes and actions of the rank's contract are live or in flight"),
     "spoiled": (("rank",), "1 when a failure touched the rank's epoch"),
     "whole": (("rank",), "1 when all gradients of the rank's epoch are final and reduced"),
     "yes": (("rank",), "the epoch that the rank has consented to move to"),
     "refused": (("rank",), "the epoch whose commit the rank's contract refused"),
-    "leaving": (("rank",), "1 once the rank cannot go on"),
+    "leaving": (("rank",), "1 once the rank cannot continue"),
     "lost": (("rank",), "1 if the rank leaves because a connection closed"),
     "said": (("rank",), "1 once the rank has published its reason"),
     "ended": (("rank",), "1 if the rank stopped by itself in its attempt"),
     "told": (("rank",), "the rank that the stopping rank named as the cause"),
     "reasoned": (("attempt",), "1 when a rank of the attempt published a reason of its own"),
-    "reason": (("attempt",), "the first such rank"),
+    "reason": (("attempt",), "the first rank of the attempt that published a reason of its own"),
     "halted": (("attempt",), "1 when the attempt has a cause to end"),
-    "cause": (("attempt",), "the rank that is the cause"),
-    "cause_lost": (("attempt",), "1 if that rank only lost a connection"),
+    "cause": (("attempt",), "the rank that the attempt's cause names"),
+    "cause_lost": (("attempt",), "1 if the rank that the cause names only lost a connection"),
     "gone": (
         ("attempt",),
         "1 if a rank crashed in the attempt, ran into a deadline, or was ended by the launcher",
     ),
     "shard": (("rank",), "the epoch of the weights in the rank's newest part of a checkpoint"),
-    "shard_life": (("rank",), "the attempt in which that newest part was written"),
+    "shard_life": (
+        ("rank",),
+        "the attempt in which the rank's newest part of a checkpoint was written",
+    ),
     "kept": (("rank",), "the epoch of the weights in the rank's part of the whole checkpoint"),
-    "kept_life": (("rank",), "the attempt in which that part was written; 0 before the first"),
-    "generation": (("rank", "slot"), "releases of a slot"),
+    "kept_life": (
+        ("rank",),
+        "the attempt in which the rank's part of the whole checkpoint was "
+        "written; 0 before the first",
+    ),
+    "generation": (("rank", "slot"), "releases of the rank's slot"),
     "sent": (("rank", "rank"), "sends that the first rank posted to the second"),
-    "sent_before": (("rank", "rank"), "sends posted before the first rank's current step"),
-    "sent_done": (("rank", "rank"), "sends that the second rank has received"),
-    "out": (("rank", "rank", "place"), "the slot that a send leaves from"),
+    "sent_before": (
+        ("rank", "rank"),
+        "sends that the first rank posted to the second before the first rank's current step",
+    ),
+    "sent_done": (("rank", "rank"), "sends of the first rank that the second has received"),
+    "out": (
+        ("rank", "rank", "place"),
+        "the slot that the first rank's send to the second leaves from; place is the send's number",
+    ),
     "out_generation": (
         ("rank", "rank", "place"),
-        "that slot's generation when the send was posted",
+        "the generation of the send's slot when the send was posted",
     ),
     "out_message": (
         ("rank", "rank", "place"),
         "the message that was sent: its stage, microbatch and direction as one number",
     ),
     "taken": (("rank", "rank"), "receives that the first rank posted from the second"),
-    "taken_before": (("rank", "rank"), "receives posted before the first rank's current step"),
-    "taken_done": (("rank", "rank"), "receives that have ended"),
+    "taken_before": (
+        ("rank", "rank"),
+        "receives that the first rank posted from the second before the first rank's current step",
+    ),
+    "taken_done": (("rank", "rank"), "receives of the first rank from the second that have ended"),
     "into": (
         ("rank", "rank", "place"),
-        "the slot that the first rank's receive from the second fills; place is its number",
+        "the slot that the first rank's receive from the second fills; place is the receive's "
+        "number",
     ),
     "into_generation": (
         ("rank", "rank", "place"),
-        "that slot's generation when the receive was posted",
+        "the generation of the receive's slot when the receive was posted",
     ),
-    "into_message": (("rank", "rank", "place"), "the message that is to be received"),
+    "into_message": (
+        ("rank", "rank", "place"),
+        "the message that the receive expects: its stage, microbatch and direction as one number",
+    ),
     "messages": (("rank", "rank"), "configured: messages per step from the first to the second"),
-    "total": (("rank", "rank", "place"), "configured: messages in that many steps"),
+    "total": (
+        ("rank", "rank", "place"),
+        "configured: messages from the first to the second in that many steps",
+    ),
 }
 
 #: Promises that hold in every state that the protocol reaches.
@@ -147,7 +176,7 @@ def one_attempt(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.name-of-one-attempt", r="rank", q="rank")
 def name_of_one_attempt(st: Any, r: Any, q: Any) -> Any:
-    """Two ranks whose connections are under one name started in the same attempt."""
+    """Two ranks that connected under the same name started in the same attempt."""
     return implies((st.name[r] == st.name[q]) & (st.name[r] != NOBODY), st.life[r] == st.life[q])
 
 
@@ -177,7 +206,7 @@ def refusal_holds_all(st: Any, r: Any, q: Any) -> Any:
 
 @RANK_PROMISES("ranks.all-consented", r="rank", q="rank")
 def all_consented(st: Any, r: Any, q: Any) -> Any:
-    """A rank that moved its weights in an attempt had the consent of every rank."""
+    """A rank that updated its weights in an attempt had the consent of every rank."""
     moved = (st.life[r] == st.attempt[0]) & (st.epoch[r] != st.base[0])
     return implies(moved, (st.life[q] == st.attempt[0]) & (st.epoch[r] <= st.yes[q]))
 
@@ -210,8 +239,8 @@ def message_meets_its_own(st: Any, r: Any, q: Any) -> Any:
 @RANK_PROMISES("ranks.messages-in-place", r="rank", q="rank", p="rank", k="place")
 def messages_in_place(st: Any, r: Any, q: Any, p: Any, k: Any) -> Any:
     """
-    Up to the last step whose update a rank took, every receive of the attempt met the send of the
-    same stage, microbatch and direction.
+    Up to the last step in which a rank updated its weights, every receive of the attempt met the
+    send of the same stage, microbatch and direction.
     """
     taken = st.total[q, p, st.epoch[r] - st.base[0]]
     return implies(
@@ -238,7 +267,7 @@ def receiver_keeps_buffer(st: Any, r: Any, q: Any, k: Any) -> Any:
 
 @RANK_PROMISES("ranks.one-writer", r="rank", q="rank", p="rank", k="place", j="place")
 def one_writer(st: Any, r: Any, q: Any, p: Any, k: Any, j: Any) -> Any:
-    """Two receives that are under way never fill one slot."""
+    """Two receives that are under way never fill the same slot."""
     both = receiving(st, r, q, k) & receiving(st, r, p, j)
     return implies(both & (st.into[r, q, k] == st.into[r, p, j]), (q == p) & (k == j))
 

@@ -1,9 +1,9 @@
 """
 The promises of a step in one call (chapter *A step in one call*), and what shows each.
 
-They are about the calls `check_step` and `commit_step`, which are not transitions. So none of
-them is a predicate over a transition. One is proved over all transitions; the others are shown by
-tests, each of which fails without the comparison that it is about.
+They are about the calls `check_step` and `commit_step`, which are not transitions. So none of them
+is a predicate over a transition. One is proved over all transitions; tests show the others, and
+each test fails if the comparison that it covers is removed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class StepPromise:
     A promise of a step in one call.
 
     Args:
-        name: Its name.
-        text: What it says.
+        name: Name of the promise.
+        text: The promise in a sentence.
         proof: The file of its proof, whose obligations have the promise's name; empty if tests
             alone show it.
         tests: Tests that show it, or that it fails without a comparison, as ``file: test``.
@@ -42,8 +42,8 @@ _LOGS: Final = "tests/eventlog/test_steps.py"
 STEP_PROMISES: Final = (
     StepPromise(
         "steps.moved-alike",
-        "If all numbers of one family advance by one amount, a transition takes the same path and "
-        "leaves the same state, moved by that amount.",
+        "If all numbers of one family advance by the same amount, a transition takes the same path "
+        "and leaves the same state, moved by that amount.",
         "verification/proofs/recurring.py",
         (
             f"{_PROOFS}: test_no_column_may_stand_still_while_its_family_moves",
@@ -52,8 +52,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.same-end",
-        "A step that is committed in one call leaves what its transitions leave one by one: every "
-        "column, the free slots in their order, the reservations and the counts.",
+        "A step that is committed in one call leaves the same state as its transitions called one "
+        "by one: every column, the free slots in their order, the reservations and the counts.",
         tests=(
             f"{_RANKS}: test_the_whole_state_is_that_of_action_by_action",
             f"{_KERNEL}: test_a_step_as_one_leaves_what_its_actions_leave",
@@ -61,8 +61,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.same-start",
-        "No state is taken for the recorded one from which a transition of the step would be "
-        "refused, or would leave something else.",
+        "A state counts as equal to the recorded one only if every transition of the step would be "
+        "accepted from it, and would leave what was recorded.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_each_compared_column_is_needed",
@@ -72,8 +72,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.one-incarnation",
-        "A step is checked and committed only in the incarnation that recorded it. This alone "
-        "refuses steps whose transitions would be accepted.",
+        "A step is checked and committed only in the incarnation that recorded it. This is the "
+        "only comparison that refuses steps whose transitions would be accepted.",
         tests=(
             f"{_KERNEL}: test_a_step_is_of_one_contract_and_incarnation",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
@@ -81,8 +81,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.first-refusal",
-        "The clause that a difference names is the one by which the first refused transition of "
-        "the step is refused; without a clause none is refused.",
+        "If the state differs, the reported clause is the one that refuses the step's first "
+        "refused transition. If no clause is reported, no transition of the step is refused.",
         tests=(
             f"{_RANKS}: test_no_other_state_is_taken_for_the_recorded_one",
             f"{_RANKS}: test_histories_that_are_not_taken_as_one_are_refused_by_their_actions",
@@ -90,7 +90,7 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.check-is-commit",
-        "`check_step` asks what `commit_step` asks, the counts of the last commit among it.",
+        "`check_step` runs every check of `commit_step`, including the counts of the last commit.",
         tests=(f"{_KERNEL}: test_counts_of_the_last_commit_are_asked_for_at_the_check",),
     ),
     StepPromise(
@@ -100,8 +100,8 @@ STEP_PROMISES: Final = (
     ),
     StepPromise(
         "steps.replayed",
-        "An event log has a step in one call as one line, and its replayer refuses every line "
-        "whose transitions would be refused.",
+        "An event log records a step in one call as one line, and the replayer refuses every such "
+        "line whose transitions would be refused.",
         tests=(
             f"{_LOGS}: test_each_step_as_one_is_one_line_and_the_log_is_accepted",
             f"{_LOGS}: test_a_forged_step_is_refused",

@@ -35,18 +35,23 @@ def _transition(signature: str, when: str, relation: str = "") -> Transition:
 
 #: Every transition, in the order of an optimizer step.
 TRANSITIONS: tuple[Transition, ...] = (
-    _transition("reserve(key, slot, link)", "Before a receive: claims a slot for a key's F."),
+    _transition(
+        "reserve(key, slot, link)",
+        "Before an input is received or copied: claims a slot for a key's F.",
+    ),
     _transition(
         "skip(key)",
         "Before the first F of a walk: leaves the key's F, dI and dW out of the walk, which takes "
         "fewer microbatches than configured.",
     ),
-    _transition("bind(key, destination)", "Before dI: binds the destination of its gradients."),
+    _transition(
+        "bind(key, destination)", "Before dI: binds the key to the destination of its gradients."
+    ),
     _transition("check_refresh(stage, link)", "Before a refresh: reserves the domain.", "version"),
     _transition(
         "commit_refresh(stage, ticket, filled, fill_epoch)",
-        "After a refresh: the cache is current. `filled` names the caches that were filled, and "
-        "`fill_epoch` the weights they were filled from.",
+        "After a refresh: the cache is current. `filled` names the matrices whose caches were "
+        "filled, and `fill_epoch` the epoch of the weights that they were filled from.",
         "version",
     ),
     _transition(
@@ -68,12 +73,13 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "check_evaluation(stage, link, cached)",
         "Before a forward that trains nothing: reserves the stage and its domain. `cached` says "
-        "whether it reads the weight cache.",
+        "whether the evaluation reads the weight cache.",
     ),
     _transition(
         "commit_evaluation(stage, ticket, fill_epoch, updates)",
-        "After an evaluation: nothing of the epoch has changed. `fill_epoch` names the weights "
-        "that it filled the cache from, and `updates` counts how often it updated the scales.",
+        "After an evaluation: leaves the epoch unchanged. `fill_epoch` names the epoch of the "
+        "weights if the evaluation filled the cache, and `updates` counts how often it updated "
+        "the scales.",
     ),
     _transition(
         "abort_evaluation(stage, ticket)",
@@ -83,9 +89,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition(
         "commit_dgrad(slot, ticket, queued, updates, scales, draws, weight, parts)",
         "After dI: the token advances, and the tape waits for dW. `queued` is the deferred work, "
-        "`scales` the token of the F whose scales dI used, and `draws` says where dI began to draw "
-        "when it recomputed F. `weight` of `parts` is the share that the microbatch's gradient has "
-        "in the epoch's.",
+        "`scales` the token of the F whose scales dI used, and `draws` says where dI began to "
+        "draw when it recomputed F. `weight` of `parts` is the microbatch's share of the epoch's "
+        "gradient.",
     ),
     _transition(
         "abort_dgrad(slot, ticket)",
@@ -134,10 +140,12 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition("wait(link)", "The caller waits for all replays of the graph stream."),
     _transition(
         "drain(domain)",
-        "The host has seen the domain's device work finish. Each transfer still ends by its own "
-        "call, and each stream still waits by its own.",
+        "The host has seen the domain's device work finish. Ends no transfer and makes no stream "
+        "wait.",
     ),
-    _transition("finalize(stage, link)", "After a stage's last dW: declares its gradients whole."),
+    _transition(
+        "finalize(stage, link)", "After a stage's last dW: declares the stage's gradients complete."
+    ),
     _transition(
         "start_reduction(bucket, link)",
         "After the last dW of the bucket's stages, when a caller's stream enqueues the reduction.",
@@ -146,11 +154,14 @@ TRANSITIONS: tuple[Transition, ...] = (
         "finish_reduction(bucket, link)",
         "When the caller's stream, which will read the gradients, waits for the reduction.",
     ),
-    _transition("fail_reduction(bucket)", "After a reduction failed: spoils its stages' epoch."),
+    _transition(
+        "fail_reduction(bucket)",
+        "After a reduction failed: spoils the epoch of the bucket's stages.",
+    ),
     _transition(
         "start_weights_read(stage, link)",
-        "Before a stream of its own reads the stage's weights, as a save or a broadcast does: the "
-        "stream starts behind the link's caller.",
+        "Before a separate stream reads the stage's weights, for example for a save or a "
+        "broadcast: that stream first waits for the link's caller.",
     ),
     _transition(
         "finish_weights_read(stage, link)",
@@ -158,8 +169,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "start_gradients_read(stage, link)",
-        "Before a stream of its own reads the stage's final and reduced gradients, as a norm or a "
-        "save does: the stream starts behind the link's caller.",
+        "Before a separate stream reads the stage's final and reduced gradients, for example for a "
+        "norm or a save: that stream first waits for the link's caller.",
     ),
     _transition(
         "finish_gradients_read(stage, link)",
@@ -178,12 +189,12 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "move_scales(stage, updates)",
-        "In an update, after the scales of the stage's domain moved: only where scales move once "
-        "an epoch. `updates` counts how often they moved.",
+        "In an update, after the scales of the stage's domain moved; only if they move once an "
+        "epoch. `updates` counts how often they moved.",
     ),
     _transition(
         "commit_update(epoch, ticket)",
-        "After the update was enqueued whole: starts every stage's next epoch.",
+        "After the whole update was enqueued: starts every stage's next epoch.",
     ),
     _transition(
         "abort_update(epoch, ticket)",
@@ -191,9 +202,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition(
         "fail(stage, epoch)",
-        "When a fault of an earlier action is seen late. A fault of the current epoch spoils it; "
-        "after a fault of an epoch that was committed, or whose update is in flight, the weights "
-        "are half updated until a restore.",
+        "When a fault of an earlier action is seen late. A fault of the current epoch spoils that "
+        "epoch; after a fault of an epoch that was committed, or whose update is in flight, the "
+        "weights are half updated until a restore.",
     ),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(

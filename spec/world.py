@@ -7,7 +7,7 @@ contract's own state or a guard, so a promise does not merely repeat a guard.
 ``qeffect.verification.induction.history`` defines how an accepted transition changes the world.
 
 Some words describe one arbitrary, fixed reference, ticket, slot, link or stage. A proof about an
-arbitrary one holds for all.
+arbitrary reference holds for all references.
 """
 
 from __future__ import annotations
@@ -69,20 +69,21 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "slot",
         tenant="the cell of the key whose work was last put into the slot",
-        tenant_epoch="the epoch of that key",
-        owing="the consumers that have yet to visit that work, as a mask",
+        tenant_epoch="the epoch of the key whose work was last put into the slot",
+        owing="the consumers that have yet to visit the slot's latest work, as a mask",
         acting="how many actions are in flight on the slot",
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
         scaled_by="the domain's `updates` just before the scales of the tenant's F were rolled: "
-        "just before that F; or, if they move once an epoch, at their last movement (0 for none)",
+        "just before that F or, if scales move once an epoch, at their last movement (0 for none)",
         rolls_seen="the domain's `rolls` just after the tenant's F",
         drew_at="where the tenant's F began to draw random numbers, if it reported that",
         last_rank="the capture rank of the slot's graph that was replayed last",
         in_pool="1 while the slot keeps memory in its capture pool",
         moving="the transfers under way through the slot, as a mask",
-        last_end_on="the link on which the slot's latest transfer ended, or its copy was enqueued,",
-        last_end="and the number of that end among those reported on it; 0 for none",
+        last_end_on="the link on which the slot's latest transfer ended, or its copy was enqueued",
+        last_end="the number of that end or copy among those reported on the link `last_end_on`; 0 "
+        "for none",
         arrived="the messages and the copy that the slot's work has received, as a mask",
     ),
     **_words(
@@ -91,24 +92,25 @@ WORDS: Final[Mapping[str, Word]] = {
         ran_dgrad="how often the cell's dI succeeded in this walk",
         ran_wgrad="how often the cell's dW succeeded in this walk",
         covered="the matrices that the cell's latest dW wrote",
-        skipped="how often the walk under way left the cell out",
+        skipped="how often the current walk left the cell out",
         binds="how often the cell's destination was bound in this walk",
         bound_to="the destination that was bound last",
         output_read="1 once a read of the cell's output began in this walk",
-        gradient_read="the same of its input gradient",
+        gradient_read="1 once a read of the cell's input gradient began in this walk",
     ),
     **_words(
         "stage",
         num_forwards="how many F of the stage succeeded in this walk",
         num_dgrads="how many dI of the stage succeeded in this walk",
         num_wgrads="how many dW of the stage succeeded in this walk",
-        num_skipped="how many cells of the stage the walk under way leaves out",
+        num_skipped="how many cells of the stage the current walk leaves out",
         forwards_of_epoch="how many F of the stage succeeded since the weights last changed",
         weighed="the sum of the weights of the stage's dI since the weights last changed, in parts",
-        counted_in="the parts in which the latest of these counted its weight; 0 before the first",
+        counted_in="the number of parts that the stage's latest dI reported with its weight since "
+        "the weights last changed; 0 for none",
         cached="the version of the weights in the stage's quantized cache; -1 for none",
-        fills="how often that cache was filled",
-        fill_of_epoch="the fill that the epoch's first F read; -1 before it",
+        fills="how often the stage's quantized cache was filled",
+        fill_of_epoch="the fill of the cache that the epoch's first F read; -1 before that F",
         lost="1 when the cache was lost since its latest fill began",
         lost_in_use="the last epoch whose cache was lost between first F and last dI; -1 for none",
         filled_after="the domain's `updates` just before the latest refresh",
@@ -116,36 +118,36 @@ WORDS: Final[Mapping[str, Word]] = {
         half_written="the last epoch that a failed dW left half written; -1 for none",
         evaluating="how many evaluations of the stage are in flight",
         finals="how often the stage was finalized in this walk",
-        weights_reader="the read of the stage's weights on a stream of its own since the weights "
+        weights_reader="the read of the stage's weights on a separate stream since the weights "
         "last changed: 0 none, 1 running, 2 done",
-        reader_awaited_by="the link of the stream that waited for the latest such read",
-        gradients_reader="the read of the stage's gradients on a stream of its own since the "
-        "weights last changed: 0 none, 1 running, 2 done",
-        gradients_awaited_by="the link of the stream that waited for the latest such read",
+        reader_awaited_by="the link of the stream that waited for that read of weights to end",
+        gradients_reader="the read of the stage's gradients on a separate stream since the weights "
+        "last changed: 0 none, 1 running, 2 done",
+        gradients_awaited_by="the link of the stream that waited for that read of gradients to end",
         finalized_by="the link of the stream that finalized the stage last",
     ),
     **_words(
         "domain",
-        updates="scaling updates since the last restore: F and dI that succeeded, each as often "
-        "as it updated scales; or, if they move once an epoch, once",
+        updates="F and dI of the domain that succeeded since the last restore: each counts as "
+        "often as it updated scales or, if scales move once an epoch, once",
         updates_of_walk="scaling updates in this walk",
-        rolls="how often the domain's scales were rolled, ever: by each F; or, if they move once "
+        rolls="how often the domain's scales were rolled, ever: by each F or, if scales move once "
         "an epoch, by each movement",
-        gathers="if the domain's scales move once an epoch: the F and dI that gathered since they "
-        "moved",
+        gathers="if the domain's scales move once an epoch: the F and dI that gathered since the "
+        "scales moved",
         moves="how often the domain's scales moved since the last restore",
         drew_last="where the latest reporting F began to draw since the last restore; -1 for none",
-        repeats="how many of those F began to draw at an arbitrary position",
-        running="F, dI, refreshes and evaluations in flight",
+        repeats="how many F since the last restore began to draw at one arbitrary position",
+        running="how many F, dI, refreshes and evaluations are in flight",
         broken="1 when an F, dI, refresh or evaluation raised since the last restore",
-        touched="1 when scaling state was touched since the weights last changed",
+        touched="1 when scaling state was changed since the weights last changed",
         device="1 while device work may be unfinished",
         updating="1 while the optimizer's update may overlap new work of the graph stream",
     ),
     **_words(
         "buffer",
         content="the epoch whose gradients the buffer holds; -1 for none",
-        writers="how many dW are writing it",
+        writers="how many dW are writing the buffer",
     ),
     **_words(
         "bucket",
@@ -161,37 +163,39 @@ WORDS: Final[Mapping[str, Word]] = {
         "link",
         behind="1 while the graph stream has yet to wait for work of the caller",
         behind_update="1 while the caller's stream may run beside the optimizer's latest update",
-        heard="how many of the transfers and copies reported there the graph stream has waited for",
+        heard="how many of the transfers and copies reported on the link the graph stream has "
+        "waited for",
     ),
     **_words(
         "one",
         weights="the number of optimizer updates of the weights",
-        updated_on="the calling stream that the latest optimizer update runs on",
-        commits="the optimizer updates that ended whole since the last restore",
-        walks="the walks over all microbatches that are over since the weights last changed",
+        updated_on="the caller's stream that the latest optimizer update runs on",
+        commits="the optimizer updates that were committed since the last restore",
+        walks="the finished walks (passes over the microbatches) since the weights last changed",
         optimizing="how many optimizer updates are in flight",
-        left_out="how many cells the walk under way leaves out",
+        left_out="how many cells the current walk leaves out",
         half_updated="1 when an update failed half way since the last restore",
         begun="how many reductions were started since the weights last changed",
-        ref_slot="an arbitrary reference: its slot,",
-        ref_generation="its generation,",
-        ref_incarnation="and its incarnation",
-        issued="1 when that reference was issued",
-        ref_cell="the cell of the key that it was issued for,",
-        ref_epoch="and that key's epoch",
-        dead="1 when the work that it named is gone",
+        ref_slot="the slot of an arbitrary reference",
+        ref_generation="the generation of the arbitrary reference",
+        ref_incarnation="the incarnation of the arbitrary reference",
+        issued="1 when the arbitrary reference was issued",
+        ref_cell="the cell of the key that the reference was issued for",
+        ref_epoch="the epoch of the key that the reference was issued for",
+        dead="1 when the work that the reference named is gone",
         ticket="an arbitrary ticket",
         outstanding="the action that the ticket reserves: 0 none, 1 F, 2 dI, 3 dW, 4 refresh, "
         "5 update, 6 evaluation",
-        ticket_slot="the slot that the ticket reserves,",
-        ticket_stage="or the stage",
+        ticket_slot="the slot that the ticket reserves",
+        ticket_stage="the stage that the ticket reserves",
         slot="an arbitrary slot",
         link="an arbitrary link",
         stage="an arbitrary stage",
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
-        clear="1 when the arbitrary link waited for every replay of that slot's former work",
-        trailing="1 when the graph stream has yet to wait for that slot's transfer or copy there",
+        clear="1 when the arbitrary link waited for every replay of that slot's previous tenant",
+        trailing="1 while the graph stream has yet to wait for that slot's transfer or copy on "
+        "that link",
         seen_gradients="1 when that link waited for the replay of the arbitrary stage's latest dW",
         seen_evaluation="1 when that link's caller waited for that stage's latest evaluation",
     ),

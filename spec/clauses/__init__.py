@@ -1,5 +1,5 @@
 """
-The contract's clauses: every promise, by its stable id, with its cause and remedy when broken.
+The contract's clauses, by stable id, each with the likely cause and the remedy of a refusal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 #: The parts in the normative order: guards of a transition run in this order, so that a refusal
-#: has one name. The last is of event logs.
+#: has one name. The last part is about event logs.
 PARTS: Final[tuple[Part, ...]] = (
     ownership.PART,
     version.PART,
@@ -49,7 +49,7 @@ PARTS: Final[tuple[Part, ...]] = (
     log.PART,
 )
 
-#: Every clause that a call or an event log is refused by, by its id, in the normative order.
+#: Every clause that can refuse a call or an event log, by its id, in the normative order.
 CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for part in PARTS for clause in part.clauses}
 )
@@ -57,13 +57,13 @@ CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
 #: The part about schedules: its clauses are found in a table before anything is called.
 SCHEDULE: Final[Part] = schedule.PART
 
-#: Every clause that a schedule is refused by, by its id.
+#: Every clause that can refuse a schedule, by its id.
 SCHEDULE_CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for clause in SCHEDULE.clauses}
 )
 
-#: Clauses that the programming interface or the composition raises before a guard runs: what they
-#: are about is not in the state that guards read.
+#: Clauses that the programming interface or the composition raises before a guard runs, because the
+#: state that guards read does not contain what these clauses check.
 INTERFACE: Final = frozenset(
     {
         "ownership.unknown-key",
@@ -76,6 +76,6 @@ INTERFACE: Final = frozenset(
     }
 )
 
-#: Those of them that compare what a device counted, for contracts that are made to: a ledger beside
-#: the transitions raises them, and no event log has what they compare.
+#: The interface clauses that compare a device's counts, for contracts made with ``counted=True``. A
+#: ledger beside the transitions raises them, and no event log contains the counts.
 DEVICE: Final = frozenset({"epoch.uncounted", "epoch.device-count", "epoch.device-order"})

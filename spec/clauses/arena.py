@@ -16,36 +16,36 @@ PART = Part(
     without="a gradient is lost, added twice, or written over another one",
     holder="a ledger of destinations: bound before dI, written once by dW, whole at finalize",
     intro="""\
-Direct placement lets dW accumulate into preallocated buffers, Transformer Engine's `main_grad`,
+With direct placement, dW accumulates into preallocated buffers (Transformer Engine's `main_grad`),
 whose addresses a captured graph has fixed. A stage is configured with one destination per matrix
 and microbatch, or with one accumulating destination per matrix. The kernel compares descriptors
 (matrix, microbatch, shape, dtype, device, address, length) for equality and byte ranges for
 overlap; it never touches memory.
 
-Tied weights, an embedding and the head that reads it, have one gradient. Two matrices, in one stage
-or in two, may share a destination if both are declared tied. Undeclared sharing is refused, whether
-two matrices name one buffer or two buffers overlap in memory. Every dW of both stages then writes
-the shared destination as well as its own stage's. The epoch's first dW of either stage overwrites
-the shared destination; all others add to it, one at a time. So a dW states for both destinations
-whether it overwrites, and a stage is final only when the sharing stage's dW have run too. If
-gradients are reduced, the shared gradient leaves in one bucket, after the last dW of both stages. A
-weight that is tied across ranks has a copy on each rank, and every copy leaves in a bucket of the
-same name; a contract sees its own process only, so the configurations of all ranks are compared
-before the first step (`qeffect.sharing`).
+Tied weights, such as an embedding and the output head that reads it, have one gradient. Two
+matrices, in one stage or in two, may share a destination if both are declared tied. Every dW of
+both stages then writes the shared destination as well as its own stage's destination. Undeclared
+sharing is refused, whether two matrices name one buffer or two buffers overlap in memory. The
+epoch's first dW of either stage overwrites the shared destination; all others add to it, one at a
+time. So a dW states for both destinations whether it overwrites, and a stage is final only when the
+sharing stage's dW have run too. If gradients are reduced, the shared gradient is reduced in one
+bucket, after the last dW of both stages. A weight that is tied across ranks has a copy on each
+rank, and every copy's gradient is reduced in a bucket of the same name. A contract sees its own
+process only, so `qeffect.sharing` compares the configurations of all ranks before the first step.
 
-Destinations are bound before dI, because that is where `main_grad` is read. The first dW that
-writes a buffer in an epoch overwrites it, later dW accumulate. A dW that fails may have written
-half a gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize requires every
-configured microbatch exactly once. The *copied* path has no arena: it leaves this part out and
-keeps all others.""",
+Destinations are bound before dI, because dI reads `main_grad`. The first dW that writes a buffer in
+an epoch overwrites the buffer; later dW accumulate. A dW that fails may have written half a
+gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize requires the dW of every
+configured microbatch exactly once. On the *copied* path gradients are copied, without an arena:
+that path leaves this part out and keeps all others.""",
     clauses=(
         Clause(
             id="arena.spoiled",
             number="4.1",
             title="A half-written arena is not used",
-            invariant="In an epoch in which an action of the stage failed or was aborted, nothing "
-            "is bound, written or finalized, and no stage that shares a destination with it is "
-            "finalized.",
+            invariant="In an epoch in which an action of a stage failed or was aborted, no "
+            "destination of that stage is bound or written, and neither that stage nor a stage "
+            "that shares a destination with it is finalized.",
             transitions=("bind", "check_wgrad", "finalize"),
             argument="key.stage",
             unchanged="The destinations, and the mark that the epoch is spoiled.",
@@ -58,7 +58,8 @@ keeps all others.""",
             id="arena.duplicate-bind",
             number="4.2",
             title="A key's destinations are bound once",
-            invariant="Destinations of a cell are bound once in an epoch.",
+            invariant="The destinations of a cell (a key without its epoch) are bound once per "
+            "walk over the microbatches.",
             transitions=("bind",),
             argument="key",
             unchanged="The existing binding.",
@@ -84,7 +85,8 @@ keeps all others.""",
             id="arena.unbound",
             number="4.4",
             title="Destinations are bound before dI",
-            invariant="dI runs after the destinations of its cell were bound in this epoch.",
+            invariant="dI runs after the destinations of its cell (its key without the epoch) were "
+            "bound in this walk.",
             transitions=("check_dgrad",),
             argument="key",
             unchanged="The tape and the effect token.",
@@ -97,7 +99,8 @@ keeps all others.""",
             id="arena.in-flight",
             number="4.5",
             title="One writer at a time",
-            invariant="A buffer, of one stage or shared by two, has at most one dW in flight.",
+            invariant="Each buffer, whether one stage's own or shared by two, has at most one dW "
+            "in flight.",
             transitions=("check_wgrad",),
             argument="destination",
             unchanged=_BUFFER,
@@ -138,9 +141,9 @@ keeps all others.""",
         Clause(
             id="arena.incomplete",
             number="4.8",
-            title="A final arena is whole",
-            invariant="Finalize requires one committed dW for every cell of the stage, and of the "
-            "stage that shares a destination with it.",
+            title="An arena is finalized when it is complete",
+            invariant="Finalize requires one committed dW for every cell that the walk does not "
+            "leave out, of the stage and of the stage that shares a destination with it.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",
@@ -152,7 +155,8 @@ keeps all others.""",
             id="arena.unknown-matrix",
             number="4.9",
             title="Destinations name the stage's matrices",
-            invariant="Every configured destination receives a matrix of its stage.",
+            invariant="Every configured destination receives the gradient of a matrix of its "
+            "stage.",
             transitions=("configure",),
             argument="destination.matrix",
             unchanged=_NOTHING,
@@ -165,7 +169,7 @@ keeps all others.""",
             id="arena.duplicate-destination",
             number="4.10",
             title="A gradient has one destination",
-            invariant="No matrix of a microbatch is configured with two destinations.",
+            invariant="For each microbatch, no matrix is configured with two destinations.",
             transitions=("configure",),
             argument="destination",
             unchanged=_NOTHING,
@@ -178,7 +182,7 @@ keeps all others.""",
             id="arena.missing-destination",
             number="4.11",
             title="Every gradient has a destination",
-            invariant="Every matrix of every microbatch is configured with a destination.",
+            invariant="For each microbatch, every matrix is configured with a destination.",
             transitions=("configure",),
             argument="destination",
             unchanged=_NOTHING,
@@ -190,7 +194,7 @@ keeps all others.""",
         Clause(
             id="arena.overlapping-destinations",
             number="4.12",
-            title="Destinations do not overlap undeclared",
+            title="Only declared tied destinations overlap",
             invariant="Two destinations have different names and do not overlap in memory, "
             "unless both matrices are declared tied and name one destination.",
             transitions=("configure",),

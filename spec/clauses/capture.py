@@ -9,14 +9,15 @@ from .model import Clause, Part
 PART = Part(
     name="capture",
     title="Capture memory",
-    hidden="scratch memory of a captured graph's pool",
+    hidden="scratch memory in the pool of captured graphs",
     without="a later graph's scratch overwrites what an earlier graph still needs",
-    holder="each graph's place in the order of capture, and each pool's place replayed last; one "
-    "pool per slot needs no more",
+    holder="each graph's rank in the order of capture, and the rank that each pool replayed last; "
+    "with one pool per slot, ownership alone suffices",
     intro="""\
-While graphs are captured into one memory pool, a later graph uses the memory that an earlier graph
-freed as scratch. Such graphs compute right values only if they are replayed in the order of their
-capture. Holding references to the tensors does not help. The paper does not name this relation.
+While graphs are captured into one memory pool, a later graph takes memory that an earlier graph
+freed, and uses that memory as scratch. Such graphs compute right values only if they are replayed
+in the order of their capture. Holding references to the tensors does not help. The paper does not
+name this relation.
 
 With one pool per slot, F, dI and dW of one tape are the only graphs in a pool, and ownership
 already forces their order: this part then refuses nothing that ownership accepts. If several slots
@@ -32,7 +33,8 @@ not.""",
             "before it.",
             transitions=("check_forward", "check_dgrad", "check_wgrad"),
             argument="key",
-            unchanged="The pool's cursor, and the tapes whose memory it holds.",
+            unchanged="The pool's record of its latest replay, and the tapes that keep memory in "
+            "the pool.",
             section="design",
             cause="Slots share a capture pool (one `graph_pool_handle` for all), and the schedule "
             "replays their graphs in another order than the order of capture.",

@@ -12,19 +12,19 @@ PART = Part(
     name="completion",
     title="Completion",
     hidden="caller and graph streams",
-    without="a replay reads inputs that are not there yet, or a consumer half-updated state",
+    without="a replay reads inputs that are not there yet, or a consumer reads half-updated state",
     holder="a caller-to-graph wait before each replay, a graph-to-caller event before consumption",
     intro="""\
-A replay returns to the host at once, and its output tensors always exist. Two device-level edges
-make them right: the graph stream waits for the caller's work before the replay, and the caller
-waits for the graph's tail before it consumes. A *link* joins one caller stream and one domain's
-graph stream. Per link, the contract counts the work that the caller submitted, and how much of it
-the graph stream has waited for. It also counts each graph stream's replays and, per link, how many
-of them the caller has waited for. Each missing edge has its own clause. A stream that fills a slot
-must have waited for the previous tenant's replays. The end of a transfer counts as work of the
-caller whose link it names. So a replay neither reads a message before it has arrived, nor
-overwrites a buffer that is still read. The copy of an input counts in the same way, at the
-reservation of its slot.
+A replay returns to the host at once, before its output tensors are computed. Two waits on the
+device make the outputs right: the graph stream waits for the caller's work before the replay, and
+the caller waits for the graph's end before it uses an output. A *link* joins one caller stream and
+one domain's graph stream. Per link, the contract counts the work that the caller submitted, and how
+much of it the graph stream has waited for. It also counts each graph stream's replays and, per
+link, how many of them the caller has waited for. Each missing wait has its own clause. A stream
+that fills a slot must have waited for the previous tenant's replays. The end of a transfer counts
+as work of the caller whose link it names. So a replay neither reads a message before it has
+arrived, nor overwrites a buffer that is still being read. The copy of an input counts in the same
+way when its slot is reserved.
 
 The optimizer's update is device work too. It runs on the stream of the caller that its check
 names, and that stream must have waited for every gradient. No graph stream reads the new weights
@@ -32,13 +32,13 @@ before it has waited for that stream, and no checkpoint is taken before the host
 finish.
 
 An asynchronous save or a broadcast of parameters reads weights on a stream of its own. The read
-starts after the latest update, and the stream of the next update waits for its end. An evaluation
-reads weights on the graph stream; the stream of the next update waits for it too.
+starts after the latest update, and the stream of the next update waits for the read's end. An
+evaluation reads weights on the graph stream; the stream of the next update waits for it too.
 
-A norm or a save may read gradients on a stream of its own. The read starts once the gradients are
-final and every bucket is reduced, behind the stream that waited for them. That stream and the graph
-stream wait for its end before the next update or walk, so that no update, no dW and no reduction
-writes gradients that are being read.
+The computation of a gradient norm, or a save, may read gradients on a stream of its own. The read
+starts once the gradients are final and every bucket is reduced, after the work of the stream that
+waited for them. That stream and the graph stream wait for the read's end before the next update or
+walk, so that no update, no dW and no reduction writes gradients that are being read.
 
 The contract assumes that the host's order of calls is the order of enqueueing. The runtime must
 really put the waits on the streams.""",
@@ -132,21 +132,21 @@ really put the waits on the streams.""",
             number="6.5",
             title="A replay waits for the slot's transfers",
             invariant="Before F the graph stream has waited for the end of the slot's latest "
-            "transfer, or for the copy of its input, on whichever link. The same holds "
-            "before dI of a stage that receives its output's gradient.",
+            "transfer, or for the copy of its input, on whichever link that was reported. The "
+            "same holds before dI of a stage that receives its output's gradient.",
             transitions=("check_forward", "check_dgrad"),
             argument="link",
             unchanged=_STREAMS,
             section="design",
             cause="A transfer of the slot ended on another caller's stream, or a loader's "
             "stream copied the input, but only this caller's stream was joined.",
-            remedy="Join the link that the end or the reservation named, or end the transfer on "
-            "the link that calls F.",
+            remedy="Call `join` on the link that the transfer's end or the reservation named, or "
+            "report the transfer's end on the link of F.",
         ),
         Clause(
             id="completion.two-ends",
             number="6.6",
-            title="Ends of transfers are joined, or name one stream",
+            title="Ends of transfers are joined, or name the same stream",
             invariant="The end of a slot's transfer, or the copy of an input into the slot, "
             "names the link of the slot's previous end or copy. A different link is accepted "
             "only after the graph stream has waited for that previous end or copy.",
@@ -163,9 +163,9 @@ really put the waits on the streams.""",
             number="6.7",
             title="One stream reads the gradients",
             invariant="In an epoch one stream, the optimizer's, waits for the last dW of every "
-            "stage, for each reduction and for each read of weights or gradients elsewhere: "
-            "`finalize` and the calls that finish a reduction or a read name that stream. A read "
-            "of gradients starts behind it.",
+            "stage, for each reduction, and for each read of weights or gradients on another "
+            "stream. `finalize` and the calls that finish a reduction or a read name that stream, "
+            "and a read of gradients starts after its work.",
             transitions=(
                 "finalize",
                 "finish_reduction",
@@ -184,9 +184,9 @@ really put the waits on the streams.""",
         Clause(
             id="completion.update-stream",
             number="6.8",
-            title="The optimizer's update runs where the gradients were awaited",
-            invariant="The stream of the update, named at its check, is the stream that waited "
-            "for every gradient, named at finalize.",
+            title="The update runs on the stream that waited for the gradients",
+            invariant="The update runs on the stream that waited for every gradient: its check "
+            "names the same caller as `finalize`.",
             transitions=("check_update",),
             argument="caller",
             unchanged="The weight epoch.",
@@ -217,7 +217,7 @@ really put the waits on the streams.""",
             id="completion.weights-in-use",
             number="6.10",
             title="Weights are not updated while they are read",
-            invariant="No update begins while a stream of its own reads a stage's weights.",
+            invariant="No update begins while a separate stream reads a stage's weights.",
             transitions=("check_update",),
             argument="",
             unchanged="The weights, and the reads under way.",
@@ -230,8 +230,8 @@ really put the waits on the streams.""",
             id="completion.second-reader",
             number="6.11",
             title="A stage's weights have one reader at a time, and so do its gradients",
-            invariant="A read of a stage's weights starts after the former read of them ended. The "
-            "same holds for its gradients.",
+            invariant="A read of a stage's weights starts after the previous read of these weights "
+            "ended. The same holds for the stage's gradients.",
             transitions=("start_weights_read", "start_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,
@@ -244,8 +244,8 @@ really put the waits on the streams.""",
             id="completion.not-reading",
             number="6.12",
             title="Only a read that was started ends",
-            invariant="The end of a read of a stage's weights, or gradients, follows its start, "
-            "once.",
+            invariant="The end of a read of a stage's weights or gradients is accepted once, after "
+            "the read was started.",
             transitions=("finish_weights_read", "finish_gradients_read"),
             argument="stage",
             unchanged=_STREAMS,
@@ -258,25 +258,25 @@ really put the waits on the streams.""",
             id="completion.update-to-reader",
             number="6.13",
             title="Weights are read on other streams after the update",
-            invariant="The caller behind which a reader starts ran the optimizer's latest update, "
-            "or has waited for the graph stream since the graph stream waited for the update or "
-            "the host saw the update finish.",
+            invariant="A read of weights starts after the work of a caller's stream. That stream "
+            "ran the optimizer's latest update, or has waited for the graph stream since the "
+            "graph stream waited for the update or the host saw the update finish.",
             transitions=("start_weights_read",),
             argument="link",
             unchanged=_STREAMS,
             section="design",
             cause="The reader's stream was not made to wait for the optimizer's stream: the copy "
             "holds weights of two epochs.",
-            remedy="Start the reader behind the optimizer's stream, or call `join` on the "
-            "optimizer's link and then `wait` on the reader's.",
+            remedy="Make the reader's stream wait for the optimizer's stream, or call `join` on "
+            "the optimizer's link and then `wait` on the reader's link.",
         ),
         Clause(
             id="completion.evaluation-not-awaited",
             number="6.14",
             title="Weights are not updated while an evaluation reads them",
-            invariant="Before the update its stream has waited for every evaluation's replay, in "
-            "every state domain. The commit of an evaluation says that its work was enqueued, not "
-            "that it is done.",
+            invariant="Before the update, the update's stream has waited for every evaluation's "
+            "replay, in every state domain. The commit of an evaluation says that its work was "
+            "enqueued, not that it is done.",
             transitions=("check_update",),
             argument="",
             unchanged="The weights, which the evaluation may still read.",
@@ -291,9 +291,9 @@ really put the waits on the streams.""",
             id="completion.gradients-in-use",
             number="6.15",
             title="Gradients are not overwritten while they are read",
-            invariant="No update and no further walk begins while a stream of its own reads a "
-            "stage's gradients. An update may scale gradients in place, and each dW of the next "
-            "walk or epoch writes them.",
+            invariant="No update and no further walk (pass over the microbatches) begins while a "
+            "separate stream reads a stage's gradients. An update may scale gradients in place, "
+            "and each dW of the next walk or epoch writes them.",
             transitions=("next_walk", "check_update"),
             argument="",
             unchanged="The gradients, and the reads under way.",

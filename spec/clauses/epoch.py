@@ -13,71 +13,73 @@ _UNCOUNTED = "The weights and the weight epoch; the update can be checked again 
 PART = Part(
     name="epoch",
     title="Epoch",
-    hidden="whether an optimizer step is whole",
+    hidden="whether an optimizer step is complete",
     without="the optimizer consumes a step that lacks a microbatch, or one that failed in part",
     holder="a count of dW, a mark of failure and a mark of finality per stage; an update that is "
     "checked, then committed for all stages or aborted",
     intro="""\
 An epoch is one optimizer step. A stage is finalized when all its work is done. The optimizer's
-update ends the epoch. It is an action like F: `check_update` reserves the weights of every stage,
-`commit_update` advances every weight epoch or none, and `abort_update` says that the update failed.
-`commit_epoch` is the check and the commit in one call, for an update that was enqueued whole.
-Across processes the caller makes the update a barrier.
+update ends the epoch. The update is an action like F: `check_update` reserves the weights of every
+stage, `commit_update` advances every weight epoch or none, and `abort_update` says that the update
+failed. `commit_epoch` is the check and the commit in one call, for an update that was enqueued
+whole. Across processes, the caller must surround the update with a barrier.
 
 An epoch has one *walk* over all microbatches, or several: gradients then accumulate over the walks.
 When every stage is final and no reduction has started, `next_walk` begins the next walk in the same
-epoch. The same keys run again, and each is bound again; every dW adds to the gradients of the
-walks before. Each walk is finalized, in its declared order if there is one. A reference of an
-earlier walk stays refused, because its tape was released. The caller says which walk is the last:
-it commits the update.
+epoch. The same keys run again, and each is bound again; every dW adds to the gradients of the walks
+before. Each walk ends with finalize and follows the declared order, if any. A reference of an
+earlier walk stays refused, because its tape was released. The last walk is the one after which the
+caller commits the update.
 
-A walk may take fewer microbatches than configured, as the last batch of a data set does. Before the
-walk's first F the caller leaves each other key out (`skip`; `shorten_walk` does so for all stages).
-A key that is left out has no F, dI and dW in that walk. The counts that finalize and reductions
-compare include it, so that a stage is final after the dW of all other keys. The next walk takes
-every microbatch again.
+A walk may take fewer microbatches than configured, for example on the last batch of a data set.
+Before the walk's first F, the caller leaves out each key that will not run (`skip`; `shorten_walk`
+does so for all stages). A key that is left out has no F, dI or dW in that walk. Finalize and
+reductions count such a key as done, so a stage is final after the dW of all other keys. The next
+walk takes every microbatch again.
 
-From its check to its commit the update may write any weight. Every action of the epoch has run
-then, so each F, dI and dW is refused. A bind, a refresh, a second update, a restore and a
-checkpoint have clauses of their own. An update that fails half way leaves some weights updated
-and others not, and nothing can tell which: the weights are *half updated*. After that, only a
-restore of the whole process is accepted.
+Between its check and its commit, the update may write any weight. All actions of the epoch have run
+by then, so any further F, dI or dW is refused. Clauses of their own refuse a bind, a refresh, a
+second update, a restore and a checkpoint. An update that fails half way leaves some weights updated
+and others not, and nothing can tell which: the weights are *half updated*. After that, no action is
+accepted before a restore of the whole process.
 
-Some faults are seen late: an asynchronous device error, a digest that is compared after the tape is
-gone. `fail` names the stage and the epoch of the fault. A fault of the current epoch spoils it. If
-the epoch's update is in flight, or was committed, the weights were made with wrong gradients, and
-count as half updated.
+Some faults are seen late, for example an asynchronous device error, or a wrong digest that is
+compared after the tape is gone. `fail` names the stage and the epoch of the fault. A fault of the
+current epoch spoils that epoch. If the epoch's update is in flight, or was committed, the weights
+come from wrong gradients, and count as half updated.
 
-An evaluation is a forward that trains nothing: it owes no dI and no dW, and has no key, no slot
-and no effect token. It runs in memory of its own, not in a slot whose graph updates scales.
+An evaluation is a forward without training: no dI and no dW follows, and it has no key, no slot and
+no effect token. It runs in memory of its own, not in a slot whose graph updates scales.
 `check_evaluation` reserves the stage and its domain; `commit_evaluation` leaves the epoch as it
 was. An evaluation is accepted between any two actions of an epoch, also between the last dW and the
 update, but not between a refresh and the stage's first F. With `cached` it reads the quantized
 weight cache, which must be current; otherwise it quantizes the weights itself and leaves the cache
-alone. Its backend reports that it updated no scales and filled no cache; if it did, or if it
-failed, the epoch is spoiled and the domain poisoned.
+alone. The backend must report that the evaluation updated no scales and filled no cache. If it did
+either, or failed, the epoch is spoiled and the domain poisoned.
 
 A failed or aborted F, dI or dW spoils the stage's epoch: the stage can no longer be finalized, and
 only a restore begins the epoch again. A dropped tape, a failed reduction, and `invalidate` while
 the stage's cache is in use also spoil it. A failed refresh poisons its domain (`order.poisoned`).
 
-`invalidate` states a fact, so it is accepted: if it were refused, the contract would
-treat a lost cache as fresh, and the next dI would read it. Afterwards every F and dI of the stage
-is refused as stale; aborts, drops, drain and restore remain possible.
+`invalidate` reports the loss of a cache. It is accepted even while a dI still needs the cache: if
+it were refused, the contract would treat the lost cache as fresh, and the next dI would read it.
+Afterwards every F and dI of the stage is refused as stale; aborts, drops, drain and restore remain
+possible.
 
 Each microbatch's gradient is weighted, for example by 1/M, so that the weights of one epoch add up
 to one. A stage with `StageConfig(weights_sum=(1, 1))` declares this sum, and dI reports the weight
-of its microbatch as a fraction. The contract counts all weights of an epoch in the same number of
-parts, and subtracts each weight from what is left. All arithmetic is that of integers. An update is
-refused if parts are left, or if there were too many. The weights are added over all walks of the
-epoch, so a walk that divides by its own microbatches alone is refused, and so is a shortened walk
-that divides by the configured number.
+of its microbatch as a fraction. All fractions of an epoch have one denominator. The contract counts
+the declared sum in *parts* of that size, subtracts each reported weight, and refuses the update
+unless exactly zero parts are left. All arithmetic is in integers. The weights are added over all
+walks of the epoch. So the update is refused if each of several walks divides by its own
+microbatches alone, or if a shortened walk divides by the configured number.
 
 A contract made with `counted=True` also compares what the device ran. With every action the device
 itself raises a count for the action's stage and kind, and folds the action into a digest that
-depends on the order. A check of the update presents the counts, and is refused if they differ from
-those of the committed actions. A ledger beside the transitions checks `epoch.uncounted`,
-`epoch.device-count` and `epoch.device-order`: these clauses are tested, not proved.""",
+depends on the order. The check of the update presents these device counts, and is refused if they
+differ from the counts of the committed actions. A ledger beside the transitions checks
+`epoch.uncounted`, `epoch.device-count` and `epoch.device-order`: these clauses are tested, not
+proved.""",
     clauses=(
         Clause(
             id="epoch.spoiled",
@@ -98,9 +100,9 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
         Clause(
             id="epoch.incomplete",
             number="8.2",
-            title="A final stage has run every dW",
-            invariant="Finalize requires one committed dW for every cell of the stage, with or "
-            "without an arena.",
+            title="A stage is finalized after all its dW",
+            invariant="Finalize requires one committed dW for every cell of the stage that the "
+            "walk (pass over the microbatches) does not leave out, with or without an arena.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",
@@ -111,22 +113,24 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
         Clause(
             id="epoch.already-final",
             number="8.3",
-            title="A stage is finalized once in an epoch",
-            invariant="A stage that is final in this epoch is not finalized again.",
+            title="A stage is finalized once per walk",
+            invariant="A stage that is final in the current walk (pass over the microbatches) is "
+            "not finalized again.",
             transitions=("finalize",),
             argument="stage",
             unchanged=_STAGE,
             section="IV-E",
-            cause="Finalize is called in two places, or the commit between two steps is missing.",
+            cause="Finalize is called in two places, or a commit or `next_walk` is missing in "
+            "between.",
             remedy="Finalize once, after the last dW of the stage.",
         ),
         Clause(
             id="epoch.not-final",
             number="8.4",
-            title="An update finds every stage final",
-            invariant="The update begins when every stage of the process is final in the epoch "
-            "that the update ends. So does the epoch's next walk. A read of gradients on another "
-            "stream begins when its stage is final.",
+            title="Every stage is final when an update begins",
+            invariant="The update, or the epoch's next walk (pass over the microbatches), begins "
+            "only when every stage of the process is final in that epoch. A read of gradients on "
+            "another stream begins only when its stage is final.",
             transitions=("start_gradients_read", "next_walk", "check_update"),
             argument="",
             unchanged=_STAGE,
@@ -138,8 +142,8 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             id="epoch.wrong-epoch",
             number="8.5",
             title="An update names the epoch that it ends",
-            invariant="The epoch that an update or the next walk of an epoch names equals the "
-            "weight epoch of every stage, even of stages that leave relations out.",
+            invariant="An update, or the next walk of an epoch, names the weight epoch of every "
+            "stage, even of stages that leave parts of the contract out.",
             transitions=("next_walk", "check_update"),
             argument="epoch",
             unchanged="The weight epoch of every stage.",
@@ -151,7 +155,7 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
         Clause(
             id="epoch.uncounted",
             number="8.6",
-            title="An update brings what the device counted",
+            title="An update presents the device's counts",
             invariant="If the device counts its replays, the check of an update presents the "
             "counts of every state domain. With `late=True` the counts may come later, but "
             "before the next update and before a checkpoint.",
@@ -188,10 +192,10 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             argument="",
             unchanged=_COUNTED,
             section="design",
-            cause="The graph of another slot or another stage was replayed, or a dW that adds in "
-            "place of one that overwrites, or the order of commits differs from the order of "
-            "launches.",
-            remedy="Launch the graph of the slot that the ticket names, and of the way to write "
+            cause="The graph of another slot or another stage was replayed, or the graph of a dW "
+            "that adds instead of one that overwrites, or the order of commits differs from the "
+            "order of launches.",
+            remedy="Launch the graph that belongs to the ticket's slot and, for dW, to the `first` "
             "that the check was given; commit in launch order.",
         ),
         Clause(
@@ -216,8 +220,8 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             unchanged="The update or the evaluation in flight, and the weights.",
             section="design",
             cause="An update or an evaluation was checked and neither committed nor aborted.",
-            remedy="Commit it after it was enqueued, abort it if it failed, or use "
-            "`with contract.update():` and `with contract.evaluation(stage):`.",
+            remedy="Commit the update or evaluation after it was enqueued, abort it if it failed, "
+            "or use `with contract.update():` and `with contract.evaluation(stage):`.",
         ),
         Clause(
             id="epoch.half-updated",
@@ -243,7 +247,7 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             unchanged="The weights, some of which are updated and others not, and the tapes.",
             section="design",
             cause="`optimizer.step` raised, for example out of memory, and the loop went on; or "
-            "`fail` named an epoch that the weights were already updated with.",
+            "`fail` named an epoch whose update had already begun.",
             remedy="Load the last checkpoint, or start the run again from it, then `restore` the "
             "contract.",
         ),
@@ -251,9 +255,8 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             id="epoch.unknown-ticket",
             number="8.11",
             title="The ticket of an update or an evaluation is redeemed once",
-            invariant="Commit and abort of an update are accepted only with the ticket in flight "
-            "and the epoch of its check, those of an evaluation only with the ticket in flight of "
-            "its stage.",
+            invariant="An update is committed or aborted only with its outstanding ticket and the "
+            "epoch of its check, an evaluation only with the outstanding ticket of its stage.",
             transitions=(
                 "commit_evaluation",
                 "abort_evaluation",
@@ -290,15 +293,16 @@ those of the committed actions. A ledger beside the transitions checks `epoch.un
             argument="key",
             unchanged="The destinations, and every stage's ledger.",
             section="design",
-            cause="Each microbatch has a destination of its own, which would keep the gradients of "
-            "an earlier epoch; or the first microbatch was left out.",
+            cause="Each microbatch has a destination of its own, and the destination of a "
+            "microbatch that is left out would keep an earlier epoch's gradient; or the first "
+            "microbatch was left out.",
             remedy="Let all microbatches accumulate into one destination for each matrix, and "
             "leave out the last microbatches.",
         ),
         Clause(
             id="epoch.other-parts",
             number="8.14",
-            title="The weights of an epoch are fractions over one number",
+            title="The gradient weights of an epoch have one denominator",
             invariant="If the backend reports the weight of each microbatch's gradient "
             "(`StageConfig.weights_sum`), a dI commits only with a weight, and every weight of the "
             "stage's epoch has the same denominator.",

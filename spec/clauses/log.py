@@ -12,7 +12,7 @@ PART = Part(
     name="log",
     title="Event logs",
     hidden="what a runtime did without asking",
-    without="a run is believed because nobody can look at it again",
+    without="nobody can check afterwards what a run did",
     holder="a JSON Lines log of every accepted transition, replayed through the same functions",
     intro="""\
 No guard sees an action that was never checked. A runtime therefore writes a log: a header with its
@@ -22,17 +22,18 @@ describes the format and marks fields as `x-semantic`: a changed semantic field 
 claims. Every line ends in a digest of all bytes of the log before it. The digest finds damage, not
 forgery: a forger can compute the digests anew, but the clauses of parts 1 to 9 still apply.
 
-A contract that commits a whole recorded step in one call writes one line, which names the step. The
-lines of the recorded step stand between `begin_step` and `keep_step` (or `drop_step`). For
-`repeat_step` the replayer runs each transition of the kept step again, with all guards; epochs,
-tokens and other counters in the arguments advance with the step.
+A contract that commits a whole recorded step in one call writes one line, `repeat_step`, which
+names the step. The lines of the recorded step stand between `begin_step` and `keep_step` (or
+`drop_step`). For `repeat_step` the replayer runs each transition of the kept step again, with all
+guards; epochs, tokens and other counters in the arguments advance with the step.
 
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
 log is accepted if every event is accepted with the recorded result, and the final state is the
 recorded state. Input that is not a log (binary, empty, malformed) is unusable; that is an error,
-not a refusal. A line has one spelling: no spaces, the schema's order of fields, printable names,
-the configuration as a recorder describes it. Any other spelling is rejected as malformed, and so is
-a header with more stages, slots, cells, links or destinations than a log may configure.
+not a refusal. Each line can be written in one way only: no spaces, the schema's order of fields,
+printable names, the configuration as a recorder describes it. Any other line is rejected as
+malformed, and so is a header with more stages, slots, cells, links or destinations than a log may
+configure.
 
 Some changes to a log give a history that also keeps the contract, and only the digests reveal them.
 Examples are another name for a caller, domain or pool, an argument of a part that is left out, a

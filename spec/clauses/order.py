@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_TOKEN = "The effect token, and with it the scaling state's position."
+_TOKEN = "The effect token, which counts the scaling updates."
 
 PART = Part(
     name="order",
@@ -15,42 +15,43 @@ PART = Part(
     without="a scale update is skipped, doubled or reordered, while the loss stays finite",
     holder="one effect token per state domain; F and dI advance it, dW cannot",
     intro="""\
-With delayed scaling F and dI update amax histories and scales; dW consumes what dI retained and
-must not update them again. A *state domain* is everything that one update may roll. Transformer
-Engine's update goes over every module of the process and rolls each history that has a new entry;
-before its pull request 825 it rolled every history. So all chunks of a rank share one domain. A
-domain has an effect token, a count of the F and dI committed in it. A caller threads the token: it
-presents the value that it saw, and an F or dI is accepted only if that value is current. dW neither
-takes nor advances a token.
+With delayed scaling, F and dI update amax histories and scales; dW consumes what dI retained and
+must not update scales again. A *state domain* is the set of stages whose amax histories one update
+may roll (shift by one entry). Transformer Engine's update goes over every module of the process and
+rolls each history that has a new entry; before its pull request 825 it rolled every history. So all
+chunks of a rank share one domain. A domain has an effect token, a count of the F and dI committed
+in it. A caller presents the token that it saw, and an F or dI is accepted only if that token is
+current. dW neither takes nor advances a token.
 
 A token proves that each update happened once, and that updates happened one after another. The
 order of microbatches is checked only if the caller declares a sequence. An F, dI, refresh or
 evaluation that fails on the device leaves scales half updated: its domain is *poisoned* until the
 numerical state of the last commit is restored. Abort never rewinds the token.
 
-A domain may have *scales of an epoch* instead (`StageConfig(scales="epoch")` on all its stages).
-F and dI then only gather maxima into the amax histories, which is order-independent, and the
-optimizer's update moves the scales once: `move_scales`, between its check and its commit, also in
-an update that leaves the weights as they are. All F and dI of an epoch then use the same scales,
-and the scales no longer depend on the order of microbatches. The token counts F and dI as before.
-The update commits only after every such domain has moved. A failed update, and a fault of an epoch
-whose update began, leave scales and weights half updated together.""",
+A domain may have *scales of an epoch* instead (`StageConfig(scales="epoch")` on all its stages). F
+and dI then only gather maxima into the amax histories, in any order. The optimizer's update moves
+the scales once, by `move_scales` between its check and its commit, even if it leaves the weights
+unchanged. All F and dI of an epoch then use the same scales, and the scales no longer depend on the
+order of microbatches. The token counts F and dI as before. The update commits only after the scales
+of every such domain have moved. After a failed update, or a fault of an epoch whose update began,
+scales and weights both count as half updated.""",
     clauses=(
         Clause(
             id="order.in-flight",
             number="3.1",
-            title="One update at a time",
-            invariant="At most one F, dI, refresh or evaluation of a state domain is in flight. At "
-            "a commit or a restore none is in flight, because both require that no tape is live, "
-            "and no refresh and no evaluation in flight.",
+            title="One scaling update at a time",
+            invariant="At most one F, dI, refresh or evaluation of a state domain is in flight. "
+            "None is in flight at a commit or a restore: a commit requires that no tape is live, "
+            "a restore that no slot has an action in flight, and both that no refresh and no "
+            "evaluation is in flight.",
             transitions=("check_refresh", "check_forward", "check_evaluation", "check_dgrad"),
             argument="",
             unchanged=_TOKEN,
             section="III-B",
             cause="An action of the domain was checked and neither committed nor "
             "aborted, or two host threads drive chunks that share scaling state.",
-            remedy="Commit or abort it first; give chunks separate domains only if nothing rolls "
-            "their scales together.",
+            remedy="Commit or abort that action first; give chunks separate domains only if no "
+            "update rolls the scales of both.",
         ),
         Clause(
             id="order.poisoned",
@@ -77,7 +78,7 @@ whose update began, leave scales and weights half updated together.""",
         Clause(
             id="order.token",
             number="3.3",
-            title="Updates are threaded",
+            title="F and dI present the current token",
             invariant="F and dI present the current effect token of their domain.",
             transitions=("check_forward", "check_dgrad"),
             argument="token",
@@ -93,7 +94,7 @@ whose update began, leave scales and weights half updated together.""",
             id="order.reordered",
             number="3.4",
             title="A declared order is kept",
-            invariant="If a domain declares the order of its F and dI, each comes at its declared "
+            invariant="If a domain declares the order of its F and dI, each runs at its declared "
             "position.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
@@ -106,9 +107,9 @@ whose update began, leave scales and weights half updated together.""",
         Clause(
             id="order.incomplete",
             number="3.5",
-            title="A final stage has run every F and dI",
+            title="A stage is finalized after all its F and dI",
             invariant="Finalize requires one committed F and one committed dI for every cell of "
-            "the stage.",
+            "the stage that the walk (pass over the microbatches) does not leave out.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing actions may still run.",
@@ -120,20 +121,20 @@ whose update began, leave scales and weights half updated together.""",
         Clause(
             id="order.scaling-updates",
             number="3.6",
-            title="F and dI update scales once, or the update does, and an evaluation never",
+            title="F and dI update scales once, or the optimizer's update does; evaluations never",
             invariant="If the backend reports scaling updates (`StageConfig.reports_updates`; "
             "Transformer Engine's stages do not), an F or dI commits only if it updated its "
             "domain's scaling state exactly once, and an evaluation only if it did not update it. "
             "If scales move once an epoch, an F or dI commits only if it did not update them, and "
-            "the update moves them only if it updated them exactly once.",
+            "`move_scales` is accepted only if the update moved them exactly once.",
             transitions=("commit_forward", "commit_evaluation", "commit_dgrad", "move_scales"),
             argument="updates",
-            unchanged="The token; the action has failed and is aborted, which poisons the domain. "
-            "The update stays in flight, and must be aborted.",
+            unchanged="The token. A refused F, dI or evaluation has failed and is aborted, which "
+            "poisons the domain; a refused update stays in flight, and must be aborted.",
             section="III-B",
             cause="An autocast region was entered twice for one F, the update was skipped because "
-            "no module was registered, a captured graph lacks it, or an evaluation replayed a "
-            "graph of F.",
+            "no module was registered, a captured graph lacks the update, or an evaluation "
+            "replayed a graph of F.",
             remedy="Update scales once, at the end of the outermost region of F and of dI; or, "
             'with `scales="epoch"`, once in the update and nowhere else. Then restore the '
             "numerical state of the last commit, `restore` the contract, and run the epoch again.",
@@ -141,16 +142,16 @@ whose update began, leave scales and weights half updated together.""",
         Clause(
             id="order.scales-moved",
             number="3.7",
-            title="Live scales are those of the tape's forward",
-            invariant="If dI reads live scales, no other F of its domain runs between the F and "
-            "the dI of one tape. If scales move once an epoch, they do not move in between, and "
-            "this clause refuses nothing.",
+            title="dI finds the live scales of its own forward",
+            invariant="If dI reads live scales (the domain's current scales, not a copy on the "
+            "tape), no other F of its domain runs between the F and the dI of one tape. If scales "
+            "move once an epoch, they do not move in between, and this clause refuses nothing.",
             transitions=("check_dgrad",),
             argument="ref",
             unchanged=_TOKEN,
             section="III-B",
-            cause="The tape kept quantized data without the factor that turns it back into values, "
-            "and another microbatch's F has changed that factor since.",
+            cause="The tape kept quantized data without its dequantization factor, and another "
+            "microbatch's F has changed that factor since.",
             remedy="Let tapes carry the scales of their forward, give interleaved stages "
             "separate domains, or let scales move once an epoch.",
         ),
@@ -158,9 +159,9 @@ whose update began, leave scales and weights half updated together.""",
             id="order.wrong-scales",
             number="3.8",
             title="dI uses the scales of its own forward",
-            invariant="If tapes carry scales, dI commits only if it used the scales of its own "
-            "F. The token at which that F ran names these scales; if scales move once an epoch, "
-            "the token at which they moved last since a restore (0 for none).",
+            invariant="If tapes carry scales, dI commits only if it used the scales of its own F. "
+            "dI reports scales by a token: the token at which their F ran or, if scales move once "
+            "an epoch, the token at their last movement since a restore (0 for none).",
             transitions=("commit_dgrad",),
             argument="scales",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
@@ -174,9 +175,9 @@ whose update began, leave scales and weights half updated together.""",
             number="3.9",
             title="No F draws the random numbers of an earlier F",
             invariant="If the backend reports where F begins to draw random numbers "
-            "(`StageConfig.reports_draws`), an F commits only if it began after the position at "
-            "which the domain's latest F began. A restore forgets that position, since a repeated "
-            "epoch draws the same numbers again.",
+            "(`StageConfig.reports_draws`), an F commits only if it began to draw at a later "
+            "position than the domain's previous F. A restore forgets that position, since a "
+            "repeated epoch draws the same numbers again.",
             transitions=("commit_forward",),
             argument="draws",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
@@ -191,20 +192,21 @@ whose update began, leave scales and weights half updated together.""",
             number="3.10",
             title="Recomputation draws the numbers of its own F",
             invariant="If dI recomputes F and reports where the recomputation began to draw "
-            "(`StageConfig.recomputes_draws`), dI commits only if it began where its own F began.",
+            "(`StageConfig.recomputes_draws`), dI commits only if the recomputation began to draw "
+            "where its own F began.",
             transitions=("commit_dgrad",),
             argument="draws",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
             section="III-B",
-            cause="The recomputation ran with the generator as dI found it, or with the state that "
-            "another microbatch's F had kept.",
+            cause="The recomputation ran with the generator's current state, or with the state "
+            "that another microbatch's F had saved.",
             remedy="Keep the generator's state with the tape in F, and set it for the "
             "recomputation; then restore the last commit.",
         ),
         Clause(
             id="order.declared",
             number="3.11",
-            title="A declared order runs whole",
+            title="A declared order leaves no key out",
             invariant="No key is left out of a walk in a domain that declares the order of its F "
             "and dI.",
             transitions=("skip",),
@@ -223,10 +225,10 @@ whose update began, leave scales and weights half updated together.""",
             "its commit.",
             transitions=("move_scales",),
             argument="stage",
-            unchanged="The contract's account of the scales; the movement itself has happened.",
+            unchanged="The contract's record of the scales; the scales themselves have moved.",
             section="design",
             cause="The backend's update of scales ran in the middle of an epoch, for example at "
-            "the end of an autocast region, or the update was committed or aborted before.",
+            "the end of an autocast region, or the update had already been committed or aborted.",
             remedy="Move the scales inside `with contract.update() as update:`. If they moved "
             "elsewhere, restore the numerical state of the last commit, and `restore` the "
             "contract.",
@@ -235,11 +237,12 @@ whose update began, leave scales and weights half updated together.""",
             id="order.nothing-gathered",
             number="3.13",
             title="Scales of an epoch move once",
-            invariant="In an update the scales of a domain move at most once, after an F or dI of "
-            "the epoch gathered, and only if they move once an epoch.",
+            invariant="In an update the scales of a domain move at most once, only after an F or "
+            "dI of the epoch gathered maxima, and only if the domain's scales move once an epoch.",
             transitions=("move_scales",),
             argument="stage",
-            unchanged="The update, which is in flight; after a second movement, abort it.",
+            unchanged="The update, which stays in flight. Abort it if the scales moved a second "
+            "time.",
             section="design",
             cause="Each stage of the domain moved the scales that all of them share, or the "
             "stages were configured with scales that move with F and dI.",
@@ -250,15 +253,16 @@ whose update began, leave scales and weights half updated together.""",
             id="order.scales-not-moved",
             number="3.14",
             title="No update commits before scales of an epoch moved",
-            invariant="An update commits only after the scales of every domain moved that "
-            "gathered in the epoch and moves once an epoch.",
+            invariant="If scales move once an epoch, an update commits only after they moved in "
+            "every domain in which an F or dI of the epoch gathered maxima.",
             transitions=("commit_update",),
             argument="",
             unchanged="The weight epoch; the update has failed and is aborted, since the weights "
             "are updated and the scales are not.",
             section="design",
-            cause="The movement was left out, as for an update that a norm skips, or only some "
-            "domains moved; or `commit_epoch` was called, which leaves no place for it.",
+            cause="`move_scales` was left out, for example in an update that is skipped because of "
+            "the gradient norm, or only some domains moved; or `commit_epoch` was called, which "
+            "leaves no place for `move_scales`.",
             remedy="In the update, move the scales of every domain and call `move_scales` for "
             "each. After this refusal, restore the numerical state of the last commit.",
         ),

@@ -6,50 +6,52 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_TENANT = "The slot's tenant, its generation and the consumers that it still waits for."
-_POOL = "The pool: no slot is claimed, and every live tape stays where it is."
+_TENANT = "The tape in the slot, the slot's generation and the consumers still to come."
+_POOL = "The slot pool: no slot is claimed, and every live tape stays where it is."
 _FLIGHT = "The action in flight, its reservation and its tape."
 
 PART = Part(
     name="ownership",
     title="Ownership",
-    hidden="retained dW work",
+    hidden="work that a dI leaves for its dW",
     without="a dW consumes another microbatch's work, or a slot that was reused",
-    holder="`TapeKey` -> `TapeRef`, a consumer mask, a generation that rises at every release",
+    holder="a map from `TapeKey` to `TapeRef`, a consumer mask, a generation that rises at every "
+    "release",
     intro="""\
 A forward leaves a *tape*: saved activations, and after dI the deferred weight-gradient work. Its
 logical name is the key `TapeKey(epoch, stage, microbatch, block, invocation)`; the key without its
 epoch is a *cell*. Its physical place is the reference `TapeRef(slot, generation, incarnation)`: a
-slot of a bounded pool, the generation which that slot had when the tape was bound, and the random
-number of the memory that issued the reference. Captured graphs replay over fixed addresses, so the
-same slot serves many keys, and an address does not tell whose work it holds.
+slot of a bounded pool, the slot's generation when the tape was bound, and a random number that the
+contract draws when it is built and at every restore. Captured graphs replay over fixed addresses,
+so the same slot serves many keys, and an address does not tell whose work it holds.
 
 A slot carries a mask of the consumers that have yet to visit it: dI, dW, and the configured readers
-of the output and of the input gradient. It is free when the mask is empty; the last consumer's
-commit releases it, and abort or purge release it early. A generation rises once, at that release,
-never at allocation. An occupied slot is never preempted. Every consumer presents the key *and* the
-reference, and both must name the same live tape.
+of the output and of the input gradient. The slot is free when the mask is empty. The last
+consumer's commit releases the slot; an abort or a purge releases it early. A slot's generation
+rises by one at each release, never at allocation. An occupied slot is never preempted. Every
+consumer presents the key *and* the reference, and both must name the same live tape.
 
-A *transfer* moves through a slot from `post_receive` to `finish_receive`, or from `read` to
-`finish_read`. F and dI of a stage that receives run on messages that arrived for their key. When a
-tape is aborted its transfers continue, and the slot takes no tenant until they have ended; each
-ends with the key and the reference that it began with. `finish_receive` on a live tape states that
-the message has arrived whole. If a message can no longer arrive, the tape is dropped first, so that
-nothing runs on it; `finish_receive` then frees the slot. At most one read of an output, and one of
-an input gradient, is under way at a time.
+A *transfer* is a receive into a slot (from `post_receive` to `finish_receive`) or a read from a
+slot (from `read` to `finish_read`). In a stage that receives messages, F and dI run only on
+messages that arrived for their own key. When a tape is aborted, its transfers continue, and the
+slot takes no tenant until they have ended. The call that ends a transfer presents the same key and
+reference as the call that began it. `finish_receive` on a live tape states that the message has
+arrived whole. If a message can no longer arrive, the tape is dropped first, so that nothing runs on
+it; `finish_receive` then frees the slot. A tape has at most one read of its output, and at most one
+read of its input gradient, under way at a time.
 
 A stage may declare that a caller's stream copies its input into the slot (`copies_input`). The
 caller then enqueues the copy when it reserves the slot, on the stream of the link that the
 reservation names. F runs only in a slot that its key has reserved.
 
 A stage may declare that it feeds another stage of its process (`feeds`). For each microbatch, F of
-the target then runs only while the tape of the source's F is live, and dI of the source runs after
-dI of the target. If the two stages exchange messages, a message arrives only after the read of its
-buffer began.
+the fed stage (the target) then runs only while the tape of the feeding stage (the source) is live,
+and dI of the source runs after dI of the target. If the two stages exchange messages, a receive
+ends only after the sending stage's read began.
 
-A check reserves the slot under a *ticket*, the next of a series of serial numbers. While a slot has
-an outstanding ticket, every other action on the slot is refused. A commit or an abort redeems the
-ticket, once.""",
+A check reserves the slot under a *ticket*, the next serial number. While a slot has an outstanding
+ticket, every other action on the slot is refused. A commit or an abort redeems the ticket,
+once.""",
     clauses=(
         Clause(
             id="ownership.pool-exhausted",
@@ -64,7 +66,7 @@ ticket, once.""",
             cause="The schedule keeps more tapes live than the stage has slots: forwards run ahead "
             "of their dI and dW, or an earlier tape was never consumed.",
             remedy="Give the stage as many slots as its schedule's peak of live tapes (`qeffect "
-            "plan` prints it), or look for a dW or a reader that was never committed.",
+            "plan` prints the peak), or look for a dW or a reader that was never committed.",
         ),
         Clause(
             id="ownership.foreign-slot",
@@ -77,7 +79,7 @@ ticket, once.""",
             section="III-A",
             cause="The slot index counts from the first slot of its stage, or was computed for "
             "another chunk of this rank. Slots are numbered over all stages of the process.",
-            remedy="Let the contract choose the slot, or add the stage's first slot to the index.",
+            remedy="Let the contract choose the slot, or add the index of the stage's first slot.",
         ),
         Clause(
             id="ownership.slot-busy",
@@ -92,29 +94,30 @@ ticket, once.""",
             cause="The runtime picks slots itself, by microbatch modulo the pool's size, and a "
             "delayed dW still needs this slot.",
             remedy="Let the contract choose a free slot. If slots are fixed, provide one slot for "
-            "every tape that the schedule keeps live.",
+            "every tape that the schedule keeps live at once.",
         ),
         Clause(
             id="ownership.key-live",
             number="1.4",
             title="A key has at most one tape",
-            invariant="The live mapping is injective: a cell with a live tape gets no second tape, "
-            "and no walk leaves it out.",
+            invariant="A cell (a key without its epoch) has at most one live tape. While that tape "
+            "is live, the cell gets no second tape, and no walk over the microbatches leaves the "
+            "cell out.",
             transitions=("reserve", "skip", "check_forward"),
             argument="key",
             unchanged=_TENANT,
             section="III-A",
-            cause="The same microbatch, block and invocation is forwarded or reserved again while "
-            "its tape is live; often two calls share one invocation counter.",
-            remedy="Count invocations of a block within a microbatch, or consume or abort the "
-            "first tape before the second forward.",
+            cause="F or a reservation comes again for the same microbatch, block and invocation "
+            "while its tape is live; often two calls share one invocation number.",
+            remedy="Give each invocation of a block within a microbatch its own number, or consume "
+            "or abort the first tape before the second forward.",
         ),
         Clause(
             id="ownership.repeated-forward",
             number="1.5",
-            title="A key is forwarded once in an epoch",
-            invariant="A key's forward is accepted once. It is not accepted again after the "
-            "tape's release or abort.",
+            title="A key's forward runs once per walk",
+            invariant="A key's forward is accepted once per walk (a pass over the microbatches of "
+            "an epoch). It is not accepted again after the tape's release or abort.",
             transitions=("reserve", "check_forward"),
             argument="key",
             unchanged=_POOL,
@@ -122,9 +125,9 @@ ticket, once.""",
             cause="A microbatch was run again after it had finished or failed, or activation "
             "recomputation re-runs F under the same key and would roll the amax history twice.",
             remedy="Recompute activations inside the key's dI, between its check and its commit, "
-            "with the scales of its F, and record no amax. dI's reports then show one scaling "
-            "update and its own F's scales. Evaluate with `check_evaluation`. To repeat a failed "
-            "microbatch, restore, then run the whole epoch again.",
+            "with the scales of its F, and record no amax. dI then reports one scaling update and "
+            "the scales of its own F. For an evaluation, call `check_evaluation`. To repeat a "
+            "failed microbatch, restore, then run the whole epoch again.",
         ),
         Clause(
             id="ownership.generation-exhausted",
@@ -136,8 +139,8 @@ ticket, once.""",
             argument="slot",
             unchanged=_POOL,
             section="design",
-            cause="The counter was configured narrower than the number of tapes this process "
-            "serves; 64 bits suffice for any run.",
+            cause="The generation counter was configured too narrow for the number of tapes that a "
+            "slot serves; 64 bits suffice for any run.",
             remedy="Restore from a checkpoint, which begins a new incarnation at generation zero, "
             "or configure a wider counter.",
         ),
@@ -170,7 +173,8 @@ ticket, once.""",
             id="ownership.foreign-incarnation",
             number="1.8",
             title="References do not outlive their process",
-            invariant="A reference is accepted only by the incarnation that issued it.",
+            invariant="A reference is accepted only in the incarnation that issued it: in the same "
+            "process, until the next restore.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -184,8 +188,8 @@ ticket, once.""",
             unchanged=_TENANT,
             section="design",
             cause="The reference was issued before a restore, or by another process, and was kept "
-            "in saved values, a queue or a pickle. Rebuilt generations start again at zero, so "
-            "slot and generation alone would have matched.",
+            "in saved values, a queue or a pickle. After a restore, generations start again at "
+            "zero, so slot and generation alone would match.",
             remedy="Drop every reference at a restore and run the forwards of the epoch again.",
         ),
         Clause(
@@ -193,8 +197,8 @@ ticket, once.""",
             number="1.9",
             title="A reference is valid as long as its tape",
             invariant="The slot named by a reference is occupied and has the reference's "
-            "generation. One other call is accepted: it ends a transfer that is still under "
-            "way after its tape was aborted.",
+            "generation. There is one exception: a call that ends a transfer is also accepted "
+            "after the transfer's tape was aborted.",
             transitions=(
                 "check_dgrad",
                 "check_wgrad",
@@ -209,8 +213,8 @@ ticket, once.""",
             section="III-A",
             cause="The tape was released, aborted or purged, and its slot may have been given to "
             "another microbatch. The caller kept the old reference, or consumed the tape twice.",
-            remedy="Carry the reference that this forward's commit returned next to the key, and "
-            "drop it after the last consumer.",
+            remedy="Keep the key together with the reference that the forward's commit returned, "
+            "and drop the reference after the last consumer.",
         ),
         Clause(
             id="ownership.wrong-key",
@@ -229,18 +233,18 @@ ticket, once.""",
             argument="key",
             unchanged=_TENANT,
             section="IV-B",
-            cause="dW was paired with another microbatch's work: the runtime took the oldest "
-            "entry of a queue, or the work of the chunk's most recent dI, instead of the "
-            "key's own. ZB-V reorders dW against dI.",
-            remedy="Look retained work up by key; `qeffect check --pairing` shows which discipline "
-            "mispairs which schedule.",
+            cause="dW was paired with another microbatch's work: the runtime took the oldest entry "
+            "of a queue, or the work of the chunk's most recent dI, instead of the key's own "
+            "work. ZB-V runs dW in another order than dI.",
+            remedy="Look deferred work up by key; `qeffect check --pairing` shows which pairing "
+            "rule gives a dW of your schedule the wrong work.",
         ),
         Clause(
             id="ownership.not-forwarded",
             number="1.11",
             title="Backward follows the forward's commit",
-            invariant="dI and dW consume a tape whose forward has been committed; a gradient is "
-            "received for such a tape only.",
+            invariant="dI, dW and the receive of a gradient need a tape whose forward has been "
+            "committed.",
             transitions=("check_dgrad", "check_wgrad", "post_receive"),
             argument="key",
             unchanged="The reservation and the slot it holds.",
@@ -284,7 +288,7 @@ ticket, once.""",
             unchanged="The tape, which its reader still holds, and the gradient already written.",
             section="III-A",
             cause="dW has already run; the tape is live only because a reader has not finished.",
-            remedy="Remove the repeated dW, which would add the gradient again.",
+            remedy="Remove the repeated dW: it would add the gradient a second time.",
         ),
         Clause(
             id="ownership.work-not-queued",
@@ -297,7 +301,8 @@ ticket, once.""",
             unchanged="The whole state; the public API then aborts the tape, since its dI has run.",
             section="IV-A",
             cause="A module's deferred weight gradient is disabled, or another slot's "
-            "WeightGradStore was installed at the forward, so that its entries went elsewhere.",
+            "WeightGradStore was installed when the forward ran, so that the entries went to that "
+            "store.",
             remedy="Install the slot's own stores before F, and report each matrix whose entry the "
             "store holds after dI.",
         ),
@@ -305,8 +310,8 @@ ticket, once.""",
             id="ownership.matrix-coverage",
             number="1.16",
             title="dW covers every matrix once",
-            invariant="dW commits only if the gradient of every matrix of its stage was "
-            "produced exactly once. This holds for copied gradients too.",
+            invariant="dW commits only if the gradient of every matrix of its stage was produced "
+            "exactly once. This also holds if gradients are copied, without an arena.",
             transitions=("commit_wgrad",),
             argument="covered",
             unchanged="The whole state; the public API then aborts the tape, since its dW has run.",
@@ -348,9 +353,9 @@ ticket, once.""",
             id="ownership.read-duplicate",
             number="1.19",
             title="A reader reads once at a time",
-            invariant="A read of a tape's output, or of its input gradient, begins only if no "
-            "read of the same buffer is under way. The slot waits for the end of one read "
-            "only: the first end would free the slot while a second reader still reads it.",
+            invariant="A read of a tape's output, or of its input gradient, begins only if no read "
+            "of the same buffer is under way. The slot counts one read only: with two reads, the "
+            "end of the first would free the slot during the second.",
             transitions=("read",),
             argument="bit",
             unchanged=_TENANT + " The read under way.",
@@ -365,8 +370,9 @@ ticket, once.""",
             id="ownership.transfer-in-flight",
             number="1.20",
             title="A transfer keeps its slot",
-            invariant="A slot is claimed only if no transfer moves through it, and F and dI run "
-            "only if their message has arrived whole. A transfer outlives an aborted tape.",
+            invariant="A slot is claimed only if no transfer into or out of it is under way, and F "
+            "and dI run only if their message has arrived whole. A transfer continues after its "
+            "tape was aborted.",
             transitions=("reserve", "check_forward", "check_dgrad"),
             argument="slot",
             unchanged="The transfer under way, and the slot that it keeps.",
@@ -380,8 +386,8 @@ ticket, once.""",
             number="1.21",
             title="F and dI use a message that was received",
             invariant="F of a stage that receives its input runs only after the receive of this "
-            "key's input was posted and has ended. The same holds for dI and the output's "
-            "gradient. F of a stage whose input is copied runs in the slot that its key "
+            "key's input was posted and has ended. The same holds for dI and the receive of the "
+            "output's gradient. F of a stage whose input is copied runs in the slot that its key "
             "reserved.",
             transitions=("check_forward", "check_dgrad"),
             argument="key",
@@ -410,7 +416,8 @@ ticket, once.""",
             id="ownership.receive-duplicate",
             number="1.23",
             title="A message is received once",
-            invariant="A tape's input, and its output's gradient, is received once.",
+            invariant="A tape receives its input at most once, and its output's gradient at most "
+            "once.",
             transitions=("post_receive",),
             argument="message",
             unchanged=_TENANT,
@@ -448,7 +455,7 @@ ticket, once.""",
         Clause(
             id="ownership.unknown-ticket",
             number="1.26",
-            title="A ticket is redeemed once, by its own kind",
+            title="A ticket is redeemed once, by the action it was issued for",
             invariant="Commit and abort are accepted only with the slot's outstanding ticket, for "
             "the action that the ticket was issued for.",
             transitions=(
@@ -469,9 +476,9 @@ ticket, once.""",
         Clause(
             id="ownership.live-tape",
             number="1.27",
-            title="An update and a next walk find no live tape",
-            invariant="The optimizer's update, or the next walk of an epoch, begins only if every "
-            "slot of every stage of the process is free.",
+            title="No tape is live when an update or the next walk begins",
+            invariant="The optimizer's update, or the next walk (pass over the microbatches) of an "
+            "epoch, begins only if every slot of every stage of the process is free.",
             transitions=("next_walk", "check_update"),
             argument="",
             unchanged="Every live tape, and the weight epoch.",
@@ -483,7 +490,8 @@ ticket, once.""",
             id="ownership.unknown-key",
             number="1.28",
             title="Keys are configured",
-            invariant="A key names a stage, microbatch, block and invocation of this process.",
+            invariant="A key names a stage, microbatch, block and invocation that this process is "
+            "configured with.",
             transitions=("reserve", "skip", "bind", "check_forward", "check_wgrad"),
             argument="key",
             unchanged="Everything.",
@@ -520,13 +528,13 @@ ticket, once.""",
             number="1.30",
             title="F runs after the F of the stage that feeds it",
             invariant="If another stage of the process feeds the stage, F runs only while the "
-            "tape of that stage's F for the same microbatch is live.",
+            "feeding stage's tape of the same microbatch is live.",
             transitions=("check_forward",),
             argument="key",
             unchanged=_TENANT,
             section="design",
-            cause="Chunks of one rank run in the wrong order, so the chunk's input still "
-            "belongs to another microbatch. Or the source's tape was lost.",
+            cause="Chunks of one rank run in the wrong order, so the chunk's input still belongs "
+            "to another microbatch. Or the feeding stage's tape was lost.",
             remedy="Run F of the stage that feeds this one first; a declared order must place it "
             "first.",
         ),
@@ -534,9 +542,9 @@ ticket, once.""",
             id="ownership.gradient-not-made",
             number="1.31",
             title="dI runs after the dI of the stage that it feeds",
-            invariant="If the stage feeds another stage of the process, dI runs only after that "
-            "target's dI of the same microbatch succeeded, and only if no failure has "
-            "spoiled the target's epoch.",
+            invariant="If the stage feeds another stage of the process, dI runs only after the fed "
+            "stage's dI of the same microbatch succeeded, and only if no failure has spoiled the "
+            "fed stage's epoch.",
             transitions=("check_dgrad",),
             argument="key",
             unchanged=_TENANT,
@@ -549,10 +557,9 @@ ticket, once.""",
         Clause(
             id="ownership.receive-before-read",
             number="1.32",
-            title="A message within the process arrives after its read began",
-            invariant="If two stages of the process that feed each other exchange messages, a "
-            "receive of a live tape ends only after the other stage's read of the same microbatch "
-            "began.",
+            title="A message within the process arrives after the sender's read began",
+            invariant="If one stage of the process feeds another by messages, a receive into a "
+            "live tape ends only after the sending stage's read of the same microbatch began.",
             transitions=("finish_receive",),
             argument="key",
             unchanged="The transfer under way, and the slot that it keeps.",
@@ -565,16 +572,17 @@ ticket, once.""",
         Clause(
             id="ownership.skipped",
             number="1.33",
-            title="What a walk leaves out does not run",
-            invariant="A key that the walk leaves out gets no slot and no F, and is left out once.",
+            title="A key that a walk leaves out does not run",
+            invariant="A key that the current walk (pass over the microbatches) leaves out gets no "
+            "slot and no F, and is not left out a second time.",
             transitions=("reserve", "skip", "check_forward"),
             argument="key",
             unchanged=_TENANT,
             section="design",
             cause="The step was declared with fewer microbatches than its loop runs, or was "
             "declared twice.",
-            remedy="Run only the microbatches that `shorten_walk` named. Call it once in a walk, "
-            "with the number of microbatches that the step has.",
+            remedy="Run only the microbatches that `shorten_walk` named. Call `shorten_walk` once "
+            "per walk, with the number of microbatches that the step has.",
         ),
         Clause(
             id="ownership.walk-begun",
@@ -587,9 +595,10 @@ ticket, once.""",
             unchanged=_TENANT,
             section="design",
             cause="A loop noticed in mid-walk that its batch is short, or called `shorten_walk` "
-            "before `next_walk` or before the commit, for the walk to come.",
+            "too early for the next walk: before `next_walk` or before the commit.",
             remedy="Read the batch's size first, then call `shorten_walk`, then run the first F. "
-            "In mid-walk, run all microbatches, or purge the epoch and rebuild it.",
+            "If the walk has already begun, run all microbatches, or purge the epoch and rebuild "
+            "it.",
         ),
     ),
 )

@@ -1,25 +1,27 @@
 """
-Persistence: a checkpoint is taken only when nothing is live, a restore begins a new incarnation.
+Persistence: a checkpoint is taken only when nothing is live, and a restore begins a new
+incarnation.
 """
 
 from __future__ import annotations
 
 from .model import Clause, Part
 
-_WITHHELD = "Everything; the checkpoint is withheld."
-_RUNNING = "Everything; the running incarnation goes on."
+_WITHHELD = "Everything; no checkpoint is taken."
+_RUNNING = "Everything; the running incarnation continues."
 
 PART = Part(
     name="persistence",
     title="Persistence",
-    hidden="process-local handles among what is saved",
+    hidden="process-local handles in the saved state",
     without="a resumed run trusts addresses, tokens or caches of a process that is gone",
-    holder="a checkpoint only when quiescent; a fresh incarnation and stale caches at a restore",
+    holder="checkpoints only when nothing is live; a new incarnation and stale caches after a "
+    "restore",
     intro="""\
 A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
 no reduction, no half-updated weights, no device work that the host has not seen finish. A restore
 loads the numerical state first, then begins a new *incarnation*: every slot is free, every
-generation zero, every reference issued before is refused, every weight cache is stale. This holds
+generation is zero, every earlier reference is refused, and every weight cache is stale. This holds
 even if one checkpoint is restored twice, because the incarnation is a new random number that is
 never saved.""",
     clauses=(
@@ -55,7 +57,7 @@ never saved.""",
             number="9.3",
             title="No checkpoint with an action in flight",
             invariant="A checkpoint is taken when no F, dI, refresh, evaluation or update is in "
-            "flight, and no step that was checked as a whole (`check_step`) may be under way.",
+            "flight, and no step that was checked as a whole (`check_step`) is still open.",
             transitions=("checkpoint",),
             argument="",
             unchanged=_WITHHELD,
@@ -68,12 +70,12 @@ never saved.""",
         Clause(
             id="persistence.device-work",
             number="9.4",
-            title="Device work counts as live until it is seen to finish",
+            title="Device work is live until the host has seen it finish",
             invariant="A checkpoint or a restore happens when the host has seen every replay "
             "finish.",
             transitions=("checkpoint", "restore"),
             argument="",
-            unchanged="Everything; the checkpoint or restore is withheld.",
+            unchanged="Everything; the checkpoint or restore does not happen.",
             section="III-E",
             cause="Replays were enqueued after the last device synchronisation, so the numerical "
             "state could still change while it is saved or loaded.",

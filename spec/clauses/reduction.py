@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .model import Clause, Part
 
-_REDUCTIONS = "The reductions in flight, and what is already reduced."
+_REDUCTIONS = "The reductions in flight, and the buckets that are already reduced."
 
 PART = Part(
     name="reduction",
@@ -21,22 +21,22 @@ dW of the epoch. That may be long before finalize and before other stages' bucke
 stages of one domain that name the same bucket share it: a destination that both write is reduced
 once, after the last dW of both.
 
-The runtime reports three facts of a reduction: that it was enqueued, and on which stream; that the
-stream which will read the gradients waits for it; or that it failed. If an order of all buckets is
-declared, every replica starts the reductions in that order, as collectives of one group require.
+The runtime reports three facts about a reduction: that it was enqueued, and on which stream; that
+the stream which will read the gradients waits for it; or that it failed. If an order of all buckets
+is declared, every replica starts the reductions in that order, as collectives of one group require.
 After a failed reduction the content of the gradients is unknown: the epoch cannot commit until it
 is rebuilt.
 
-No guard checks whether a dW writes a bucket that is being reduced, or whether a bucket still holds
-the placeholders of an epoch without a dW: no dW follows the stage's last dW, no reduction starts
-before that dW, and no walk follows a reduction. These facts are promised and proved. A tape that is
-dropped during a reduction has already run its dW and waits only for readers: dropping it leaves the
-buffers unchanged, and spoils the epoch.""",
+No guard checks whether a dW writes a bucket during its reduction, or whether a bucket still holds
+an earlier epoch's gradients. Neither can happen: no dW follows the stage's last dW, no reduction
+starts before that dW, and no walk follows a reduction. Both facts are promised and proved. A tape
+that is dropped during a reduction has already run its dW and waits only for readers: dropping the
+tape leaves the buffers unchanged, but spoils the epoch.""",
     clauses=(
         Clause(
             id="reduction.incomplete",
             number="7.1",
-            title="Whole gradients are reduced",
+            title="Only whole gradients are reduced",
             invariant="A reduction starts only after the last dW of every stage that writes the "
             "bucket, in this epoch.",
             transitions=("start_reduction",),
@@ -121,11 +121,11 @@ buffers unchanged, and spoils the epoch.""",
             id="reduction.missing",
             number="7.7",
             title="An update finds every reduction done",
-            invariant="The update begins only if the reduction of every bucket finished in this "
-            "epoch. So does a read of gradients on another stream.",
+            invariant="The update, or a read of gradients on another stream, begins only if the "
+            "reduction of every bucket finished in this epoch.",
             transitions=("start_gradients_read", "check_update"),
             argument="",
-            unchanged="The weight epoch, and the reductions still owed.",
+            unchanged="The weight epoch, and the reductions that are still missing.",
             section="IV-E",
             cause="The optimizer stepped on local gradients: a bucket's hook was never fired.",
             remedy="Reduce every bucket before the commit.",
@@ -134,8 +134,8 @@ buffers unchanged, and spoils the epoch.""",
             id="reduction.begun",
             number="7.8",
             title="No walk follows a reduction",
-            invariant="Another walk of the epoch begins only if no reduction of the epoch has "
-            "started.",
+            invariant="Another walk (pass over the microbatches) of the epoch begins only if no "
+            "reduction of the epoch has started.",
             transitions=("next_walk",),
             argument="",
             unchanged=_REDUCTIONS,

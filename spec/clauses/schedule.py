@@ -1,8 +1,8 @@
 """
 Schedules: what must hold of a table of actions before any of them runs.
 
-An entry of ``_CLAUSES`` is all that a new clause needs: it then has a number, stands in the
-contract, and can be named by a finding.
+To add a clause, add an entry to ``_CLAUSES``. The clause then has a number, stands in the contract,
+and can be named by a finding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .model import Clause, Part
 
 __all__ = ["PART"]
 
-#: Number of the part: it comes after those whose clauses a call or a log is refused by.
+#: Number of the part: it comes after the parts whose clauses refuse a call or a log.
 _NUMBER: Final = 11
 
 #: Name, title, invariant, likely cause, remedy.
@@ -67,22 +67,23 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Input gradients follow their forwards",
         "The input gradient of a stage and microbatch follows its forward.",
         "Two entries of a row were exchanged.",
-        "Move the forward before it.",
+        "Move the forward before the input gradient.",
     ),
     (
         "wgrad-before-dgrad",
         "Weight gradients follow their own input gradients",
         "The weight gradient of a stage and microbatch follows its own input gradient.",
         "A dW was moved into an idle gap (bubble) before its dI.",
-        "Move the input gradient before it; the input gradient of another microbatch does not "
-        "count.",
+        "Move the microbatch's own input gradient before the weight gradient; the input gradient "
+        "of another microbatch does not count.",
     ),
     (
         "use-before-receive",
         "Inputs arrive before they are used",
         "A computation follows the arrival of its input on its rank.",
         "A receive stands too late in the row, or was left out.",
-        "Move the receive, or the neighbour stage's computation on this rank, before it.",
+        "Move the receive, or the neighbour stage's computation on this rank, before the "
+        "computation that uses the input.",
     ),
     (
         "send-before-compute",
@@ -110,7 +111,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Messages go between neighbours",
         "Messages go between neighbour stages on different ranks.",
         "A message was placed at the pipeline's end, or between two chunks of one rank.",
-        "Remove it: stages at the pipeline's ends, or on one rank, exchange nothing there.",
+        "Remove the message: stages at the pipeline's ends, or on one rank, exchange nothing "
+        "there.",
     ),
     (
         "message-order",
@@ -155,12 +157,12 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "At any time, a rank has at most `max_outstanding_sends` sends that are posted and not "
         "yet awaited.",
         "The table was made for a higher limit.",
-        "Move a wait before the send, or allow more.",
+        "Move a wait before the send, or raise the limit.",
     ),
     (
         "sharding-order",
         "Unshard and reshard alternate",
-        "A stage is unsharded before it is resharded, and neither twice in a row.",
+        "A stage is unsharded before it is resharded, and neither happens twice in a row.",
         "An UNSHARD or RESHARD was repeated, or its counterpart was lost.",
         "Remove the second UNSHARD or RESHARD, or add the missing action in between.",
     ),
@@ -188,7 +190,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "reduction-missing",
         "All stages reduce, or none",
-        "If any stage's gradients are reduced by the table, every stage's are.",
+        "If the table reduces the gradients of one stage, it reduces those of every stage.",
         "One stage's REDUCE_GRAD was lost.",
         "Add REDUCE_GRAD for the stage.",
     ),
@@ -199,7 +201,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "is configured so), all reach the end.",
         "Ranks wait for one another in a circle: each rank receives before it sends what the next "
         "rank waits for.",
-        "Reorder one of the ranks so that the shown cycle is broken.",
+        "Reorder the row of one rank so that the shown cycle is broken.",
     ),
 )
 
@@ -219,7 +221,7 @@ Whether messages keep their order, and whether every rank reaches the end, depen
 share a queue and on when a send ends. The check states its assumptions: by default one queue per
 pair of ranks, and buffered sends. It also tries the alternatives. A queue may serve a pair of
 ranks, or one direction of the pair, for all messages or for one kind (activation or gradient).
-Under each choice the check also tries rendezvous semantics, where a send holds its queue, or its
+Under each choice the check also tries rendezvous semantics, where a send blocks its queue, or its
 rank, until its receive is posted. A table that hangs under an alternative *can* deadlock; whether
 it does depends on the runtime's buffers and on which messages it posts together.""",
     clauses=tuple(

@@ -13,32 +13,33 @@ PART = Part(
     title="Version",
     hidden="quantized weight cache",
     without="a fixed address holds the quantized weights of an earlier optimizer step",
-    holder="a weight epoch and a cache epoch per stage; the first F refreshes, later ones verify",
+    holder="a weight epoch and a cache epoch per stage; the first F refreshes, later F verify",
     intro="""\
 A captured forward reads quantized weights at a fixed address, and nothing at that address says
-which optimizer step they were quantized from. Each stage therefore has a weight epoch, which the
+after which optimizer step they were quantized. Each stage therefore has a weight epoch, which the
 commit advances, and a cache epoch, which a refresh sets to the weight epoch. The cache is stale
 after a commit, after a restart and after `invalidate`.
 
-A refresh is an action of its own or a flag of F. It belongs directly before its stage's first
-forward of the epoch, with no F, dI or other refresh of its state domain between: the weight's amax
-belongs to that forward's update interval, and every F and dI of a domain ends one, for all its
-modules. A forward that finds the cache stale and does not refresh it is refused.""",
+A refresh is an action of its own or a flag of F. It comes directly before its stage's first forward
+of the epoch, with no F, dI or other refresh of its state domain in between. The weight's amax must
+fall into the same update interval as that forward, and every F and dI of a domain ends an interval
+for all modules of the domain. A forward that finds the cache stale and does not refresh it is
+refused.""",
     clauses=(
         Clause(
             id="version.wrong-epoch",
             number="2.1",
             title="A key's epoch is the weight epoch",
-            invariant="F, dI, dW, a bind, a reservation and a skip carry a key of the stage's "
-            "weight epoch. For dI and dW `ownership.wrong-key` ensures this: their key belongs to "
-            "a live tape, and no tape outlives its epoch.",
+            invariant="The key of an F, dI, dW, bind, reservation or skip names the stage's weight "
+            "epoch. For dI and dW `ownership.wrong-key` ensures this: their key belongs to a live "
+            "tape, and no tape outlives its epoch.",
             transitions=("reserve", "skip", "bind", "check_forward"),
             argument="key.epoch",
             unchanged="The weight epochs, the slots and the bindings.",
             section="III-C",
             cause="The optimizer stepped without `commit_epoch`, a key was built from a step "
-            "counter that differs from the contract's epoch, or a backward ran after the step "
-            "that it belongs to.",
+            "counter that differs from the contract's epoch, or a backward ran after the update "
+            "of its own step.",
             remedy="Build keys from `contract.epoch`, and commit exactly where the optimizer "
             "updates the parameters.",
         ),
@@ -76,9 +77,9 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.late-refresh",
             number="2.4",
             title="A refresh precedes the stage's forwards",
-            invariant="A refresh happens before the stage's first committed forward of the "
-            "epoch. The order relation counts the forwards, so a stage without that relation "
-            "does not check this.",
+            invariant="A refresh happens before the stage's first committed forward of the epoch. "
+            "The order part counts the forwards, so a stage without that part does not check "
+            "this.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
             unchanged=_CACHE,
@@ -92,8 +93,8 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             id="version.refresh-interrupted",
             number="2.5",
             title="Nothing comes between a refresh and its forward",
-            invariant="After a refresh the next F, dI, refresh or evaluation of the state domain "
-            "is that stage's forward, or that stage's refresh again.",
+            invariant="After a stage's refresh, the next F, dI, refresh or evaluation of its state "
+            "domain is the F of that stage, or another refresh of that stage.",
             transitions=("check_refresh", "check_forward", "check_evaluation", "check_dgrad"),
             argument="key.stage",
             unchanged=_CACHE,
@@ -120,7 +121,7 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             unchanged="The refresh in flight, and the cache's epoch.",
             section="design",
             cause="A refresh was checked and neither committed nor aborted.",
-            remedy="Commit or abort it on every exit, or use the context manager.",
+            remedy="Commit or abort the refresh on every exit, or use the context manager.",
         ),
         Clause(
             id="version.unknown-ticket",
@@ -138,16 +139,16 @@ modules. A forward that finds the cache stale and does not refresh it is refused
         Clause(
             id="version.left-out",
             number="2.8",
-            title="A stage without this relation has no cache",
-            invariant="If a stage leaves version out, no cache is refreshed or invalidated, and "
-            "no ticket of a refresh is redeemed.",
+            title="A stage without the version part has no cache",
+            invariant="If a stage leaves the version part out, its cache is neither refreshed nor "
+            "invalidated, and no refresh ticket is redeemed.",
             transitions=("check_refresh", "commit_refresh", "abort_refresh", "invalidate"),
             argument="stage",
-            unchanged="Everything; a domain with an action in flight stays busy with it.",
+            unchanged="Everything, including an action in flight in the domain.",
             section="design",
-            cause="A backend that declared to quantize no weights refreshes them, or a ticket of a "
-            "refresh was forged.",
-            remedy="Keep the version relation if weights are quantized once in an epoch.",
+            cause="The stage was declared to quantize no weights, but its backend refreshes a "
+            "cache; or a refresh ticket was forged.",
+            remedy="Keep the version part if weights are quantized once in an epoch.",
         ),
         Clause(
             id="version.fill-missing",
@@ -194,8 +195,8 @@ modules. A forward that finds the cache stale and does not refresh it is refused
             cause="A later microbatch replayed a graph that was captured with "
             "is_first_microbatch=True, the flag that skips the cast was ignored, or an evaluation "
             "ran with is_first_microbatch=True.",
-            remedy="Check that F with `refresh=True`, or replay the graph that does not write the "
-            "cache. Evaluate with is_first_microbatch=False, or None.",
+            remedy="Call `check_forward` with `refresh=True` for that F, or replay the graph that "
+            "does not write the cache. Evaluate with is_first_microbatch=False or None.",
         ),
     ),
 )

@@ -39,7 +39,8 @@ STEPS = Register()
 
 @STEPS("ownership.right-reference", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
 def right_reference(st: State, h: History, a: Args) -> Truth:
-    """A reference is accepted only if it was issued for that key and its work still exists."""
+    """A reference is accepted only if it was issued for the key that comes with it, and its work
+    still exists."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -59,7 +60,8 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read")
 def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
-    """A transfer ends with a reference that was issued for that key; its work may be gone."""
+    """The call that ends a transfer presents a reference that was issued for its key, even if the
+    work is already gone."""
     mine = (
         (a.ref.slot == h.ref_slot[0])
         & (a.ref.generation == h.ref_generation[0])
@@ -71,7 +73,7 @@ def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.end-of-read", "finish_read")
 def end_of_read(st: State, h: History, a: Args) -> Truth:
-    """A read ends only if it is a read of that key's work, began, and has not ended."""
+    """A read ends only if it began on that key's work and has not ended yet."""
     s = a.ref.slot
     mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
     one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
@@ -89,7 +91,8 @@ def end_of_receive(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.receive-once", "post_receive")
 def receive_once(st: State, h: History, a: Args) -> Truth:
-    """A message is received only if the stage needs it, once, and before its F or dI uses it."""
+    """A message is received at most once, only if the stage needs it, and before the F or dI that
+    uses it."""
     s, c = a.ref.slot, a.key.cell
     new = ((h.moving[s] & a.message) == 0) & ((h.arrived[s] & a.message) == 0)
     early = implies(a.message == IN_BIT, h.ran_forward[c] == 0)
@@ -115,21 +118,24 @@ def gradient_arrived(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.input-made", "check_forward")
 def input_made(st: State, h: History, a: Args) -> Truth:
-    """If another stage of the process feeds the stage, its F of the same microbatch ran."""
+    """If another stage of the process feeds the stage, the feeding stage's F of the same microbatch
+    has run."""
     fed = (st.receives[a.key.stage] & SOURCE_BIT) != 0
     return implies(fed, h.ran_forward[st.input_of[a.key.cell]] == 1)
 
 
 @STEPS("ownership.gradient-made", "check_dgrad")
 def gradient_made(st: State, h: History, a: Args) -> Truth:
-    """If the stage feeds another stage of the process, its dI of the same microbatch ran."""
+    """If the stage feeds another stage of the process, the fed stage's dI of the same microbatch
+    has run."""
     feeds = (st.receives[a.key.stage] & TARGET_BIT) != 0
     return implies(feeds, h.ran_dgrad[st.gradient_of[a.key.cell]] == 1)
 
 
 @STEPS("ownership.read-before-arrival", "finish_receive")
 def read_before_arrival(st: State, h: History, a: Args) -> Truth:
-    """A message between two stages of the process arrives only after its read began."""
+    """A message between two stages of the process arrives only after the sending stage's read of it
+    began."""
     c, needs = a.key.cell, st.receives[a.key.stage]
     alive = h.owing[a.ref.slot] != 0
     forward = alive & (a.message == IN_BIT) & ((needs & SOURCE_BIT) != 0)
@@ -197,7 +203,8 @@ def forward_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.left-out-stays-out", "reserve", "skip", "check_forward")
 def left_out_stays_out(st: State, h: History, a: Args) -> Truth:
-    """A key that the walk leaves out has no slot and no forward, and is left out once."""
+    """A key that the walk leaves out gets no slot and no forward, and is not left out a second
+    time."""
     return h.skipped[a.key.cell] == 0
 
 
@@ -264,7 +271,7 @@ def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
 @STEPS("version.filled-just-before", "check_forward", needs="order")
 def first_after_fill(st: State, h: History, a: Args) -> Truth:
     """If a stage's first forward finds its cache filled, no other scaling update of the domain came
-    between."""
+    since the fill."""
     s = a.key.stage
     first = (a.refresh == 0) & (h.fill_of_epoch[s] == NEVER)
     return implies(first, h.filled_after[s] == h.updates[st.domain_of[s]])
@@ -279,21 +286,21 @@ def threaded(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.declared-forward", "check_forward")
 def declared_forward(st: State, h: History, a: Args) -> Truth:
-    """If an order is declared, F runs at its place."""
+    """If an order is declared, F runs at its declared place."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.declared-dgrad", "check_dgrad")
 def declared_dgrad(st: State, h: History, a: Args) -> Truth:
-    """If an order is declared, dI runs at its place."""
+    """If an order is declared, dI runs at its declared place."""
     d = st.domain_of[a.key.stage]
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_walk[d])
 
 
 @STEPS("order.live-scales", "check_dgrad")
 def live_scales(st: State, h: History, a: Args) -> Truth:
-    """If dI reads live scales, nothing has rolled them since the tape's own forward."""
+    """If dI reads live scales, nothing has changed them since the tape's own forward."""
     d = st.domain_of[a.key.stage]
     return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
 
@@ -308,7 +315,7 @@ def own_scales(st: State, h: History, a: Args) -> Truth:
 @STEPS("order.scales-of-the-epoch", "check_forward", "check_dgrad")
 def scales_of_the_epoch(st: State, h: History, a: Args) -> Truth:
     """If scales move once an epoch, every F and dI finds scales that moved exactly once for each
-    update since the last restore: the same for the whole epoch."""
+    update since the last restore, and so the same scales for the whole epoch."""
     d = st.domain_of[a.key.stage]
     return implies(st.epoch_scales[d] != 0, h.moves[d] == h.commits[0])
 
@@ -322,8 +329,8 @@ def scales_of_the_epoch_of_stage(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.moved-in-the-update", "move_scales")
 def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
-    """Scales move in an update only if they move once an epoch, something gathered, and they have
-    not moved in this update yet. No other action uses them then."""
+    """Scales move in an update only if they move once an epoch, an F or dI gathered maxima, and
+    they have not moved in this update yet. No other action uses the scales then."""
     d = st.domain_of[a.stage]
     due = (h.moves[d] == h.commits[0]) & (0 < h.gathers[d]) & (st.epoch_scales[d] != 0)
     return due & (h.optimizing[0] == 1) & (h.running[d] == 0)
@@ -331,8 +338,8 @@ def moved_in_the_update(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.moved-once", "commit_update", g="stage")
 def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
-    """An update ends only after the scales that move once an epoch moved exactly once more than
-    updates ended before, with all that F and dI gathered."""
+    """If scales move once an epoch, an update commits only after they moved exactly once in it,
+    with all maxima that F and dI gathered."""
     d = st.domain_of[g]
     moved = (h.moves[d] == h.commits[0] + 1) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, moved)
@@ -340,7 +347,8 @@ def moved_once(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("order.saved-scales", "checkpoint", g="stage")
 def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
-    """A checkpoint finds scales that moved once for each update, and nothing gathered since."""
+    """If scales move once an epoch, a checkpoint finds that they moved once for each update, and
+    that nothing was gathered since."""
     d = st.domain_of[g]
     saved = (h.moves[d] == h.commits[0]) & (h.gathers[d] == 0)
     return implies(st.epoch_scales[d] != 0, saved)
@@ -348,8 +356,8 @@ def saved_scales(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("order.new-draws", "commit_forward")
 def new_draws(st: State, h: History, a: Args) -> Truth:
-    """An F that reports where it drew drew from somewhere, after where the domain's latest such F
-    began."""
+    """If F must report where it began to draw random numbers, it reports a position, and that
+    position is later than the one of the domain's previous such F."""
     s = st.slot_stage[a.slot]
     after = (0 <= a.draws) & (h.drew_last[st.domain_of[s]] < a.draws)
     return implies(st.reports_draws[s] != 0, after)
@@ -357,15 +365,16 @@ def new_draws(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.own-draws", "commit_dgrad")
 def own_draws(st: State, h: History, a: Args) -> Truth:
-    """If dI recomputes its forward, it drew from where its own tape's forward began."""
+    """If dI recomputes its forward, it begins to draw random numbers where its own tape's forward
+    began."""
     recomputed = st.recomputes_draws[st.slot_stage[a.slot]] != 0
     return implies(recomputed, a.draws == h.drew_at[a.slot])
 
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """F and dI find scaling state that no failure left half updated, with no other update in
-    flight."""
+    """F and dI find scaling state that no failure left half updated, with no other scaling update
+    in flight."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -373,15 +382,15 @@ def sound_state(st: State, h: History, a: Args) -> Truth:
 @STEPS("order.sound-state-of-stage", "check_refresh", "check_evaluation")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
     """A refresh or an evaluation finds scaling state that no failure left half updated, and no
-    update in flight."""
+    scaling update in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-at-finalize", "finalize")
 def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
-    """A stage is finalized only after all its F and dI ran that the walk does not leave out, and if
-    no failure left scales half updated."""
+    """A stage is finalized only if every F and dI that the walk does not leave out has run, and no
+    failure left scales half updated."""
     n = st.cells[a.stage] - h.num_skipped[a.stage]
     ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
     return ran & (h.broken[st.domain_of[a.stage]] == 0)
@@ -428,7 +437,7 @@ def bound_or_written_unspoiled(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("arena.bound-once", "bind")
 def bind_once(st: State, h: History, a: Args) -> Truth:
-    """A destination is bound once, and is the configured one."""
+    """A cell is bound once, to its configured destination."""
     c = a.key.cell
     return (h.binds[c] == 0) & (a.destination == st.destination_of[c])
 
@@ -443,8 +452,8 @@ def _done(h: History, cell: Index) -> Truth:
 
 @STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
-    """When a stage is finalized, each of its cells' F, dI and dW ran once, over every matrix, or
-    the walk left the cell out and none ran."""
+    """When a stage is finalized, each of its cells ran F, dI and dW once, over every matrix; or the
+    walk left the cell out and it ran none of them."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     none = (h.ran_forward[c] == 0) & (h.ran_dgrad[c] == 0) & (h.ran_wgrad[c] == 0)
     ours = st.stage_of[c] == a.stage
@@ -462,7 +471,7 @@ def written(st: State, h: History, a: Args, c: Index) -> Truth:
 @STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
     """When a stage is finalized, every dW that writes its destinations ran once or was left out,
-    also the dW of a stage that shares them. No failed dW left a destination half written."""
+    including the dW of a stage that shares them. No failed dW left a destination half written."""
     onto = (st.stage_of[c] == a.stage) & (
         st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
     )
@@ -509,7 +518,7 @@ def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.filled-after-former-work", "reserve")
 def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """The stream that fills a slot waited for every replay of the work that held it before."""
+    """The stream that fills a slot waited for every replay of the slot's previous tenant."""
     mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -517,7 +526,7 @@ def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.received-after-former-work", "post_receive")
 def received_after_former_work(st: State, h: History, a: Args) -> Truth:
-    """The stream of a receive waited for every replay of the work that held its slot before."""
+    """The stream of a receive waited for every replay of the slot's previous tenant."""
     mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
     here = st.domain_at[a.link] == st.domain_of[a.key.stage]
     return here & implies(mine, h.clear[0] == 1)
@@ -576,15 +585,15 @@ def update_after_gradients(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.reader-after-update", "start_weights_read")
 def reader_after_update(st: State, h: History, a: Args) -> Truth:
-    """The stream behind which a reader of the weights starts ran the latest update, or waited for
-    it."""
+    """A reader of weights starts after the work of a stream that ran the latest update, or waited
+    for it."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & ((h.behind_update[a.link] == 0) | (st.caller_at[a.link] == h.updated_on[0]))
 
 
 @STEPS("completion.one-reader", "start_weights_read")
 def one_reader(st: State, h: History, a: Args) -> Truth:
-    """The former read of the stage's weights has ended."""
+    """When a read of a stage's weights starts, the previous one has ended."""
     return h.weights_reader[a.stage] != RUNNING
 
 
@@ -604,7 +613,7 @@ def update_after_readers(st: State, h: History, a: Args, g: Index) -> Truth:
 
 @STEPS("completion.one-gradients-reader", "start_gradients_read")
 def one_gradients_reader(st: State, h: History, a: Args) -> Truth:
-    """The former read of the stage's gradients has ended."""
+    """When a read of a stage's gradients starts, the previous one has ended."""
     return h.gradients_reader[a.stage] != RUNNING
 
 
@@ -625,7 +634,8 @@ def whole_gradients_read(st: State, h: History, a: Args, c: Index) -> Truth:
 
 @STEPS("completion.reader-after-gradients", "start_gradients_read")
 def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
-    """The stream behind which a reader of gradients starts has waited for the stage's latest dW."""
+    """A reader of gradients starts after the work of a stream that has waited for the stage's
+    latest dW."""
     finalizer = h.finalized_by[a.stage]
     mine = (finalizer == h.link[0]) & (a.stage == h.stage[0])
     here = st.domain_at[a.link] == st.domain_of[a.stage]
@@ -635,28 +645,28 @@ def reader_after_gradients(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.reduced-gradients-read", "start_gradients_read", needs="reduction", b="bucket")
 def reduced_gradients_read(st: State, h: History, a: Args, b: Index) -> Truth:
-    """A reader finds gradients whose reductions are done, and starts behind the stream that waited
-    for them."""
+    """A reader finds gradients whose reductions are done, and starts after the work of the stream
+    that waited for these reductions."""
     ours = st.caller_at[h.awaited_by[b]] == st.caller_at[a.link]
     return implies(_writes(st, b, a.stage), (h.reduction[b] == DONE) & ours)
 
 
 @STEPS("completion.gradients-not-rewritten", "check_wgrad")
 def gradients_not_rewritten(st: State, h: History, a: Args) -> Truth:
-    """No dW writes its stage's gradients while a stream of its own reads them."""
+    """No dW writes its stage's gradients while a separate stream reads them."""
     return h.gradients_reader[a.key.stage] != RUNNING
 
 
 @STEPS("completion.shared-gradients-not-rewritten", "check_wgrad", needs="arena", g="stage")
 def shared_gradients_not_rewritten(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No dW writes a shared destination while a stream of its own reads the other stage's
+    """No dW writes a shared destination while a separate stream reads the other stage's
     gradients."""
     return implies(st.sharer_of[g] == a.key.stage, h.gradients_reader[g] != RUNNING)
 
 
 @STEPS("completion.read-not-reduced", "start_reduction", needs="reduction", g="stage")
 def read_not_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No reduction writes gradients that a stream of its own reads."""
+    """No reduction writes gradients that a separate stream is reading."""
     return implies(_writes(st, a.bucket, g), h.gradients_reader[g] != RUNNING)
 
 
@@ -723,7 +733,8 @@ def alone(st: State, h: History, a: Args, s: Index) -> Truth:
 
 @STEPS("reduction.once", "start_reduction")
 def reduced_once(st: State, h: History, a: Args) -> Truth:
-    """A bucket's reduction starts once for the same weights, and only if no failure spoiled it."""
+    """A bucket's reduction starts once per epoch, and only if no failure spoiled the epoch of the
+    bucket's stages."""
     s, t = st.stage_at[a.bucket], st.tied_at[a.bucket]
     sound = (h.spoiled[s] != h.weights[0]) & (h.spoiled[t] != h.weights[0])
     return (h.reduction[a.bucket] == NONE) & sound
@@ -731,7 +742,7 @@ def reduced_once(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("reduction.declared-order", "start_reduction")
 def declared_order(st: State, h: History, a: Args) -> Truth:
-    """If an order of reductions is declared, each starts at its place."""
+    """If an order of reductions is declared, each starts at its declared place."""
     return implies(st.ordered[0] != 0, st.reduce_at[a.bucket] == h.begun[0])
 
 
@@ -766,8 +777,8 @@ def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("epoch.commit", "check_update", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """An update begins only when every dW ran that the walk does not leave out, no tape is live,
-    and nothing was spoiled."""
+    """An update begins only when every dW that the walk does not leave out has run, no tape is
+    live, and no failure spoiled the epoch."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -775,7 +786,7 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
 
 @STEPS("epoch.one-denominator", "commit_dgrad")
 def one_denominator(st: State, h: History, a: Args) -> Truth:
-    """If a stage reports weights, all its dI of an epoch count them in the same parts, at least
+    """If a stage reports weights, all its dI of an epoch report the same number of parts, at least
     one."""
     s = st.slot_stage[a.slot]
     first = (h.counted_in[s] == 0) & (0 < a.parts)
@@ -785,14 +796,14 @@ def one_denominator(st: State, h: History, a: Args) -> Truth:
 @STEPS("epoch.weights-add-up", "check_update", g="stage")
 def weights_add_up(st: State, h: History, a: Args, g: Index) -> Truth:
     """An update begins only if the weights of a stage's gradients, over all walks, add up to the
-    parts in which they were counted."""
+    number of parts that its dI reported."""
     return implies(st.reports_weights[g] != 0, h.weighed[g] == h.counted_in[g])
 
 
 @STEPS("epoch.walk-whole", "next_walk", c="cell", g="stage", s="slot")
 def walk_whole(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """A walk ends only when every dW ran that it does not leave out, no tape is live, and nothing
-    was spoiled."""
+    """A walk ends only when every dW that it does not leave out has run, no tape is live, and no
+    failure spoiled the epoch."""
     ran = _done(h, c)
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
     return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
@@ -861,7 +872,7 @@ def fault_of_an_epoch(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("epoch.restore-between-updates", "restore")
 def restore_between_weight_updates(st: State, h: History, a: Args) -> Truth:
-    """Weights are replaced only when no update is in flight."""
+    """A restore replaces weights only when no update is in flight."""
     return h.optimizing[0] == 0
 
 
@@ -905,8 +916,8 @@ def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
 
 @STEPS("completion.drained", "checkpoint", "restore", d="domain")
 def drained_device(st: State, h: History, a: Args, d: Index) -> Truth:
-    """The host has seen all device work finish when state is saved or replaced. A drain ends no
-    transfer and makes no stream wait."""
+    """The host has seen all device work finish when state is saved or replaced. The call `drain`
+    ends no transfer and makes no stream wait."""
     return h.device[d] == 0
 
 
@@ -918,13 +929,13 @@ def quiescent_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("persistence.restore-between-actions", "restore", s="slot")
 def restore_between_actions(st: State, h: History, a: Args, s: Index) -> Truth:
-    """State is replaced only when no action on a slot is in flight."""
+    """A restore replaces state only when no action on a slot is in flight."""
     return h.acting[s] == 0
 
 
 @STEPS("order.restore-between-actions", "restore", d="domain")
 def restore_between_updates(st: State, h: History, a: Args, d: Index) -> Truth:
-    """Scaling state is replaced only between scaling updates."""
+    """A restore replaces scaling state only between scaling updates."""
     return h.running[d] == 0
 
 

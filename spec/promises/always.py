@@ -27,7 +27,7 @@ def tenant(st: State, h: History, s: Index) -> Truth:
 
 @WORLD("ownership.owing", s="slot")
 def owing(st: State, h: History, s: Index) -> Truth:
-    """A slot waits for exactly the consumers that have yet to visit its work."""
+    """A slot waits for exactly the consumers that have yet to visit its tape."""
     return st.consumers[s] == h.owing[s]
 
 
@@ -39,14 +39,14 @@ def moving(st: State, h: History, s: Index) -> Truth:
 
 @WORLD("ownership.once", c="cell")
 def once(st: State, h: History, c: Index) -> Truth:
-    """Per epoch, a cell's F, dI and dW each run at most once, and in this order."""
+    """Per walk, a cell's F, dI and dW each run at most once, and in this order."""
     forwards, dgrads, wgrads = h.ran_forward[c], h.ran_dgrad[c], h.ran_wgrad[c]
     return (0 <= wgrads) & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards <= 1)
 
 
 @WORLD("ownership.left-out-never-runs", c="cell")
 def left_out_never_runs(st: State, h: History, c: Index) -> Truth:
-    """A cell that the walk leaves out runs nothing in it."""
+    """A cell that the walk leaves out runs no F in that walk."""
     return implies(h.skipped[c] != 0, h.ran_forward[c] == 0)
 
 
@@ -100,7 +100,7 @@ def moved_for_each_update(st: State, h: History, g: Index) -> Truth:
 
 @WORLD("order.drawn-once", d="domain")
 def drawn_once(st: State, h: History, d: Index) -> Truth:
-    """Between two restores, no two F of a domain that report where they draw begin at one
+    """Between two restores, no two F of a domain that report where they draw begin at the same
     position."""
     return h.repeats[d] <= 1
 

@@ -28,7 +28,7 @@ __all__ = ["ASSUMED", "CONFIGURATION"]
 
 #: Assumed of a configuration, which is checked when a contract is built from it.
 CONFIGURATION = Register()
-#: Assumed of the caller's arguments; some only if the relation that checks it is left out.
+#: Assumed of the caller's arguments; some only if the part that would check them is left out.
 ASSUMED = Register()
 
 
@@ -69,7 +69,7 @@ def cells_counted(st: State, g: Index) -> Truth:
 
 @CONFIGURATION("ownership.generations-counted")
 def generations_counted(st: State) -> Truth:
-    """The last generation is not below zero."""
+    """The last generation is at least zero."""
     return 0 <= st.generation_max[0]
 
 
@@ -139,7 +139,8 @@ def edges_join_cells(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("ownership.messages-have-readers", "finish_receive")
 def messages_have_readers(st: State, h: History, a: Args) -> Truth:
-    """A message of another stage of the process is read from that stage's tape."""
+    """If a stage receives a message from another stage of the process, the sending stage is
+    configured with the reader that sends it."""
     needs, source = st.receives[a.key.stage], st.stage_of[st.input_of[a.key.cell]]
     received = ((needs & SOURCE_BIT) != 0) & ((needs & IN_BIT) != 0)
     returned = ((needs & TARGET_BIT) != 0) & ((needs & BACK_BIT) != 0)
@@ -171,6 +172,7 @@ def checkpoints_from_zero(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("persistence.fresh-incarnation", "restore")
 def fresh_incarnation(st: State, h: History, a: Args) -> Truth:
-    """A restore draws an incarnation that no earlier memory had: a random number of 64 bits."""
+    """A restore draws a 64-bit random number as its incarnation, and no earlier incarnation had
+    that number."""
     earlier = (h.issued[0] == 1) & (h.ref_incarnation[0] != st.incarnation[0])
     return implies(earlier, a.incarnation != h.ref_incarnation[0])

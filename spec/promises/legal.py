@@ -1,10 +1,10 @@
 """
 When a check must be accepted: the converse of the promises, so that no guard is too strong.
 
-Each predicate states, for the world, the configuration and the arguments, when an action is legal.
-If all predicates of a transition hold, every guard accepts it. Legality is defined without the
-guards: by what ran, what buffers and caches hold, and which streams waited for which. So the proof
-finds a guard that is stronger than necessary, without relying on a test.
+Each predicate states one condition of a legal action, in terms of the world, the configuration and
+the arguments. If all predicates of a transition hold, every guard accepts it. Legality is defined
+without the guards: by what ran, what buffers and caches hold, and which streams waited for which.
+So the proof finds a guard that is stronger than necessary, without relying on a test.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
 
 @LEGAL("ownership.forward-next", "check_forward")
 def forward_next(st: State, h: History, a: Args) -> Truth:
-    """The key's F has not run in this walk, which does not leave the key out, and nothing spoiled
-    the stage's epoch."""
+    """This walk does not leave the key out and has not run the key's F, and nothing spoiled the
+    stage's epoch."""
     sound = (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
     return (h.ran_forward[a.key.cell] == 0) & (h.skipped[a.key.cell] == 0) & sound
 
@@ -89,8 +89,8 @@ def generation_left(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.input-there", "check_forward")
 def input_there(st: State, h: History, a: Args) -> Truth:
-    """No transfer is under way through the slot. If F needs an input, it has arrived, or its copy
-    was enqueued."""
+    """No transfer is under way through the slot. If F needs an input, the input has arrived, or its
+    copy was enqueued."""
     arrived = (h.arrived[a.slot] & INPUT_BITS) != 0
     wanted = (st.receives[a.key.stage] & INPUT_BITS) != 0
     return (h.moving[a.slot] == 0) & implies(wanted, arrived)
@@ -98,8 +98,8 @@ def input_there(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.input-in-source", "check_forward")
 def input_in_source(st: State, h: History, a: Args) -> Truth:
-    """If another stage of the process feeds the stage, its F of the same microbatch ran, its dI
-    did not, and nothing spoiled its epoch."""
+    """If another stage of the process feeds the stage, the feeding stage's F of the same microbatch
+    ran, its dI did not, and nothing spoiled its epoch."""
     c, fed = st.input_of[a.key.cell], (st.receives[a.key.stage] & SOURCE_BIT) != 0
     sound = h.spoiled[st.stage_of[c]] != a.key.epoch
     return implies(fed, (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 0) & sound)
@@ -107,8 +107,8 @@ def input_in_source(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("ownership.gradient-from-target", "check_dgrad")
 def gradient_from_target(st: State, h: History, a: Args) -> Truth:
-    """If the stage feeds another stage of the process, its dI of the same microbatch ran, and
-    nothing spoiled its epoch."""
+    """If the stage feeds another stage of the process, the fed stage's dI of the same microbatch
+    ran, and nothing spoiled its epoch."""
     c, feeds = st.gradient_of[a.key.cell], (st.receives[a.key.stage] & TARGET_BIT) != 0
     g = st.target_of[a.key.stage]
     sound = (h.spoiled[g] != a.key.epoch) & (h.lost_in_use[g] != a.key.epoch)
@@ -182,13 +182,13 @@ def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth
 
 @LEGAL("version.evaluation-finds-cache", "check_evaluation")
 def evaluation_finds_cache(st: State, h: History, a: Args) -> Truth:
-    """The cache holds the current weights, if the evaluation reads it."""
+    """If the evaluation reads the cache, the cache holds the current weights."""
     return implies(a.cached != 0, h.cached[a.stage] == h.weights[0])
 
 
 @LEGAL("version.no-fill-waits-for-evaluation", "check_evaluation", g="stage")
 def no_fill_waits_for_evaluation(st: State, h: History, a: Args, g: Index) -> Truth:
-    """No stage of the domain was filled, or lost its cache, and still awaits its first F."""
+    """No stage of the domain awaits its first F after its cache was filled or lost."""
     waits = (st.domain_of[g] == st.domain_of[a.stage]) & (h.fill_of_epoch[g] == NEVER)
     return implies(waits, (h.cached[g] != h.weights[0]) & (h.lost[g] == 0))
 
@@ -209,15 +209,15 @@ def nothing_updates(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("order.whole-and-idle", "check_forward", "check_dgrad")
 def whole_and_idle(st: State, h: History, a: Args) -> Truth:
-    """No failure left the domain's scales half updated, no update is in flight, and the token is
-    current."""
+    """No failure left the domain's scales half updated, no scaling update is in flight, and the
+    token is current."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0) & (a.token == h.updates[d])
 
 
 @LEGAL("order.whole-and-idle-for-refresh", "check_refresh", "check_evaluation")
 def whole_and_idle_for_refresh(st: State, h: History, a: Args) -> Truth:
-    """No failure left the domain's scales half updated, and no update is in flight."""
+    """No failure left the domain's scales half updated, and no scaling update is in flight."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -245,13 +245,13 @@ def scales_of_now(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("order.gathered-in-update", "move_scales")
 def gathered_in_update(st: State, h: History, a: Args) -> Truth:
-    """An update is in flight, and something gathered since the scales moved."""
+    """An update is in flight, and an F or dI gathered maxima since the scales last moved."""
     return (h.optimizing[0] == 1) & (h.gathers[st.domain_of[a.stage]] != 0)
 
 
 @LEGAL("order.one-movement", "move_scales")
 def one_movement(st: State, h: History, a: Args) -> Truth:
-    """The scales moved once, if the backend reports how often."""
+    """If the backend reports how often the scales moved, it reports exactly one movement."""
     return implies(st.reports_updates[a.stage] != 0, a.updates == 1)
 
 
@@ -260,7 +260,7 @@ def one_movement(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.bound", "check_dgrad")
 def bound(st: State, h: History, a: Args) -> Truth:
-    """The key was bound once."""
+    """The key's destination was bound once in this walk."""
     return h.binds[a.key.cell] == 1
 
 

@@ -135,8 +135,8 @@ _ALL = (
         place="III-D, finalization",
         title="Every configured microbatch writes exactly once",
         says="When a stage is finalized, and when the weights change, the F, dI and dW of every "
-        "configured cell have run exactly once. Each dW covered every matrix and was alone in "
-        "the destination that was bound for it.",
+        "configured cell that the walk does not leave out have run exactly once. Each dW covered "
+        "every matrix and was alone in the destination that was bound for it.",
         promises=(
             "epoch.whole",
             "epoch.not-spoiled",

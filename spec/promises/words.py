@@ -2,7 +2,7 @@
 Names that the promises share.
 
 ``st`` is the contract's memory, with the columns of ``qeffect.spec.columns``. ``h`` is the world,
-with the text of ``qeffect.spec.world``. ``a`` holds the arguments of a transition by name.
+with the words of ``qeffect.spec.world``. ``a`` holds the arguments of a transition by name.
 ``st.stage_of[cell]`` is the stage that a cell names. Each can be plain values or symbolic terms, so
 their type is ``Any``.
 """
@@ -30,12 +30,12 @@ Truth = Any
 
 
 def free(st: State, slot: Index) -> Truth:
-    """No consumer has yet to visit the slot."""
+    """The slot waits for no consumer."""
     return st.consumers[slot] == 0
 
 
 def live(st: State, slot: Index) -> Truth:
-    """A key has claimed the slot: its forward or a consumer is still to come."""
+    """A key has claimed the slot: the key's forward or a consumer is still to come."""
     return st.consumers[slot] != 0
 
 

@@ -525,7 +525,8 @@ class TestFields:
         "a name, or null": (None, 1),
         "true or false": (True, 1),
         "[sending stage, microbatch, whether it is a gradient]": ([0, 1, True], [0, 1]),
-        "0 (yes), 1 (no), 2 (other gradients) or more (two runs differ), by rank": (
+        "by rank: 0 (yes), 1 (no), 2 (gradients unlike the first replica's) or more (its two runs "
+        "differ)": (
             [0, 2, 17],
             [-1],
         ),
