@@ -45,6 +45,7 @@ def contract() -> str:
             _NOTICE,
             _text("opening"),
             _relations(parts),
+            _index(parts),
             *(_part(number, part, keeping) for number, part in enumerate(parts, 1)),
             _numbered(chapters, len(parts) + 1),
         ]
@@ -133,6 +134,16 @@ def _relations(parts: tuple[Part, ...]) -> str:
     return "\n".join(["**The parts.**", "", *_table(header, rows), ""])
 
 
+def _index(parts: tuple[Part, ...]) -> str:
+    """Where each clause stands, by its id."""
+    rows = []
+    for part in parts:
+        clauses = sorted(part.clauses, key=lambda clause: clause.id)
+        places = (f"`{c.id}` [{c.number}]({link(f'{c.number} {c.title}')})" for c in clauses)
+        rows.append((part.title, ", ".join(places)))
+    return "\n".join(["**The clauses by id.**", "", *_table(("part", "clauses"), rows), ""])
+
+
 def _part(number: int, part: Part, keeping: Mapping[str, Any]) -> str:
     clauses = (_clause(c, keeping) for c in part.clauses)
     return "\n".join([f"## {number}. {part.title}", "", part.intro, "", *clauses])
@@ -143,6 +154,9 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
     promise = _promise(clause.id)
     apart = f" This is the clause; [a promise]({promise}) has the same name." if promise else ""
     look = f"; the argument to inspect is `{clause.argument}`" if clause.argument else ""
+    own = [t for t in clause.transitions if clause.argument.partition(".")[0] in _arguments(t)]
+    if 0 < len(own) < len(clause.transitions):
+        look += f" (in {', '.join(f'`{t}`' for t in own)})"
     return "\n".join(
         [
             f"### {clause.number} {clause.title}",
@@ -160,6 +174,11 @@ def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _arguments(transition: str) -> Iterable[str]:
+    """The arguments of a transition; none of a call around the transitions."""
+    return next((t.arguments for t in TRANSITIONS if t.name == transition), ())
 
 
 def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:

@@ -269,7 +269,7 @@ def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
 
 
 @STEPS("version.filled-just-before", "check_forward", needs="order")
-def first_after_fill(st: State, h: History, a: Args) -> Truth:
+def filled_just_before(st: State, h: History, a: Args) -> Truth:
     """If a stage's first forward finds its cache filled, no other scaling update of the domain came
     since the fill."""
     s = a.key.stage

@@ -55,6 +55,21 @@ def test_check_fails_on_a_stale_document(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / name).exists()
 
 
+def test_every_clause_is_found_by_its_id() -> None:
+    """The index leads to each clause's section."""
+    text = contract()
+    for clause in (*CLAUSES.values(), *SCHEDULE_CLAUSES.values()):
+        heading = f"{clause.number} {clause.title}"
+        assert text.count(f"`{clause.id}` [{clause.number}]({link(heading)})") == 1
+        assert f"### {heading}\n" in text
+
+
+def test_only_calls_with_a_clauses_argument_are_named_for_it() -> None:
+    """An evaluation has no key, so `version.stale-cache` names the two calls that have one."""
+    expected = "the argument to inspect is `key.epoch` (in `check_forward`, `check_dgrad`)."
+    assert f"`check_forward`, `check_evaluation`, `check_dgrad`; {expected}" in contract()
+
+
 def test_a_promise_and_a_clause_of_one_name_are_linked() -> None:
     """Each says which of the two it is, and every link within the contract leads to a heading."""
     text = contract()
