@@ -36,7 +36,7 @@ MUTANTS = {"guard": 263, "operand": 251, "update": 289, "condition": 24}
 PARTS = 16
 #: In how many parts the sweep runs: each searches the same states, for the mutants of some
 #: transitions.
-SWEEPS = 16
+SWEEPS = 32
 #: A transition with a mutant of each class of kills.
 CLASSES = {
     "state": "commit_forward",
