@@ -14,9 +14,10 @@ A training step, from the command to the launch of a graph:
 6. `runtime/epoch.py` makes gradients final; all ranks consent (`ranks/consent.py`); then
    `runtime/epoch.py` updates the weights and commits the epoch.
 
-In mode ``one launch`` the first step runs so, the second is captured (`ranks/step_capture.py`), and
-from then on the device work of 3 to 6 is one launch of that graph (`ranks/one_launch.py`). The host
-asks the contract for the whole step before each launch (`ranks/rehearsal.py`).
+In mode ``one launch`` the first step runs in this way, the second is captured
+(`ranks/step_capture.py`), and from then on the device work of 3 to 6 is one launch of that graph
+(`ranks/one_launch.py`). The host asks the contract for the whole step before each launch
+(`ranks/rehearsal.py`).
 
 The rooms, each of which imports only those before it: `backends/` (layers), `report.py`, `step/`
 (one action, its memory, graphs and streams), `runtime/` (one process), `operators.py` (actions as

@@ -29,8 +29,8 @@ class RuntimeCommand:
         name: The word after ``qeffect runtime``.
         help: What it does, in a line.
         module: Holds ``add_NAME_arguments(parser)`` and ``run_NAME(args, progress)``.
-        comparison: A module of the laboratory that declares ``--compare`` and runs the command
-            when it is given; empty without one.
+        comparison: Module of `lab/` that declares ``--compare`` and runs the command if that option
+            is given; empty if the command has no such option.
         moved: The command's new name, if it was renamed. The old name works for one release, with a
             warning.
     """
@@ -46,7 +46,7 @@ class RuntimeCommand:
         Declare the command's options.
 
         Raises:
-            UnusableError: torch is missing; the message says which extra brings it.
+            UnusableError: torch is missing; the message says which extra to install.
         """
         for module in filter(None, (self.module, self.comparison)):
             self._part(module, "add", "_arguments")(parser)
@@ -81,26 +81,26 @@ def _torch_works() -> bool:
     return True
 
 
-#: What `qeffect runtime report` has, each in a module of its own in `lab/commands`.
+#: The parts of `qeffect runtime report`, each in its own module of `lab/commands`.
 PARTS = (
     ("bench", "measure step time, memory, set-up, copies and guards"),
     ("scale", "compare and time a pipeline over the ranks that torchrun started"),
-    ("tables", "measure the paper's complete-step tables over the ranks that torchrun started"),
+    ("tables", "measure the paper's tables of complete steps over the ranks that torchrun started"),
     ("models", "measure TFLOP/s of whole decoders over the ranks that torchrun started"),
-    ("peers", "measure torch's own pipeline and Megatron-core beside the guarded one"),
-    ("curves", "train guarded and native runs in turn, and report their loss curves"),
+    ("peers", "measure torch's own pipeline and Megatron-core beside the guarded pipeline"),
+    ("curves", "train guarded and native runs alternately, and report their loss curves"),
     ("restarts", "stop training, resume it from a checkpoint and compare every bit"),
     ("kills", "kill a training run again and again, resume it and compare every bit"),
-    ("modes", "run a framework's modes in pairs, and compare their bits and what a guard says"),
+    ("modes", "run a framework's modes in pairs, compare their bits, and list the guard's reports"),
     ("guards", "measure the host time of the guard of torch's pipeline"),
-    ("scales", "train with scales that move at every action and once a step, and compare losses"),
-    ("second_runs", "flip bits in steps that run twice, and time such steps"),
-    ("streams", "count stale reads of one-way and two-way handoffs"),
-    ("pools", "show what graphs that share one memory pool corrupt"),
-    ("probes", "check on this machine the documentation's statements about Transformer Engine"),
-    ("plots", "draw the reports"),
+    ("scales", "compare losses with FP8 scales updated at every action and once per step"),
+    ("second_runs", "flip bits to test steps that run twice, and time such steps"),
+    ("streams", "count stale reads with one-way and two-way waits between streams"),
+    ("pools", "show which data CUDA graphs corrupt if they share one memory pool"),
+    ("probes", "check the documentation's statements about Transformer Engine on this machine"),
+    ("plots", "draw the figures of the reports"),
 )
-#: Parts that were commands of their own: their old names work for a release.
+#: Parts that used to be separate commands: their old names work for one release.
 MOVED = ("curves", "bench", "scale", "tables", "streams", "pools", "probes", "plots")
 
 
@@ -123,7 +123,7 @@ class RuntimeCommands:
     help = "run, compare and measure the guarded training runtime"
 
     def commands(self) -> Iterator[RuntimeCommand | ReportCommands]:
-        """Yield them in the order in which a newcomer needs them."""
+        """Yield the commands in the order in which a newcomer needs them."""
         for name, text, module in (
             (
                 "doctor",
@@ -157,7 +157,7 @@ class RuntimeCommands:
             ),
             (
                 "export",
-                "write the weights of a checkpoint as one file of safetensors or torch",
+                "write the weights of a checkpoint to one safetensors or torch file",
                 "training.export_command",
             ),
             (

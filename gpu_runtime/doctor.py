@@ -25,10 +25,10 @@ class Diagnosis:
     One part of the machine that was examined.
 
     Args:
-        what: What it is.
-        found: What is here.
-        works: Whether it is enough.
-        remedy: What to do when it is not.
+        what: Name of the part.
+        found: What this machine has.
+        works: Whether that is enough.
+        remedy: What to do if it is not enough.
     """
 
     what: str
@@ -43,7 +43,8 @@ def examine(*, probe: bool = False) -> list[Diagnosis]:
 
     Args:
         probe: Also run one small layer of Transformer Engine on the device. This finds failures
-            that its names alone do not show; it makes a device context and resets FP8 state.
+            that a check of the library's names cannot find. It creates a CUDA context and resets
+            FP8 state.
     """
     findings = [Diagnosis("Python", platform.python_version(), True)]
     torch_finding, torch = _torch()
@@ -99,7 +100,7 @@ def _library(torch: Any, probe: bool) -> Diagnosis:
             what,
             "not installed",
             False,
-            "pip install 'qeffect[gpu]' on a CUDA host; the reference backend needs nothing",
+            "pip install 'qeffect[gpu]' on a CUDA host; the reference backend does not need it",
         )
     from .backends.te.domain import library, version_problem
 
@@ -138,7 +139,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace, progress: Progress) -> Outcome:
-    """Report what was found; unusable when not even the reference backend works."""
+    """Report what was found; exit code 2 if not even the reference backend works."""
     findings = examine(probe=True)
     by_name = {f.what: f for f in findings}
     reference = by_name["torch"].works

@@ -2,9 +2,10 @@
 The guarded actions as `torch.library` operators: explicit tensors, the effect token as state.
 
 A graph compiler sees four operators. Each mutates a token: two integers on the CPU that count the
-effects (F and dI) and all actions of the state domain in this epoch. The kernel is shown the first
-number, and so refuses an operator that runs twice, was dropped or was moved; the declared mutation
-keeps a compiler from doing that. Outputs are independent of the runtime's static buffers.
+effects (F and dI) and all actions of the state domain in this epoch. The kernel checks the first
+number, and therefore refuses an operator that runs twice, was dropped or was moved. The declared
+mutation keeps a compiler from repeating, dropping or moving it. Outputs are independent of the
+runtime's static buffers.
 
 Gradient memory is an argument too, and declared as mutated: dW writes its microbatch's destinations
 (`Session.destinations`), dI adds to the sums of the non-matrix gradients, and a refresh empties the
@@ -43,7 +44,7 @@ from .step.optimizer import Gradients, Optimizer
 NAMESPACE = "qeffect"
 
 MAX_RESULTS = 4
-"""Most outputs or differentiable inputs of a stage that the operators support."""
+"""Largest number of outputs, or of differentiable inputs, of a stage."""
 
 
 class Session:
@@ -71,9 +72,9 @@ class Session:
 
     def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
         """
-        The destinations of a microbatch's dW, in the order of the stage's units: `wgrad`'s arena.
+        The gradient destinations of a microbatch's dW, by unit of the stage: `wgrad`'s `arena`.
 
-        Empty under `copied`, because the library writes its own memory.
+        Empty with the rule ``copied``, under which the library writes its own memory.
         """
         memory = self.runtime.memories[stage]
         held = memory.arena.destinations(microbatch) or {}
@@ -127,7 +128,7 @@ class Session:
     def forward(
         self, token: Tensor, inputs: Sequence[Tensor], stage: int, microbatch: int
     ) -> list[Tensor]:
-        """F."""
+        """Run F of a stage on one microbatch; return its outputs."""
         effects = self._go_to(token)
         outputs = self._forward(inputs, stage, microbatch, effects)
         kept = [value.clone() for value in inputs] if self.rehearsal else []
@@ -155,7 +156,7 @@ class Session:
         stage: int,
         microbatch: int,
     ) -> list[Tensor]:
-        """Bind, then dI."""
+        """Bind the gradient destinations, then run dI; return the input gradients."""
         with _written(sums, self.sums(stage), f"sums({stage})"):
             effects = self._go_to(token)
             found = self._dgrad(output_gradients, stage, microbatch, effects)
@@ -179,7 +180,7 @@ class Session:
         return found
 
     def wgrad(self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int) -> None:
-        """dW; it does not change the state domain, so only the token's second number moves."""
+        """Run dW. It leaves the state domain alone, so only the token's second number rises."""
         own = self.destinations(stage, microbatch)
         with _written(arena, own, f"destinations({stage}, {microbatch})"):
             self._go_to(token)

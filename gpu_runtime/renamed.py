@@ -1,6 +1,6 @@
 """
 Import names of earlier releases: old name -> new name, both below `qeffect.gpu_runtime`; a new name
-that begins with `qeffect.` is whole.
+that begins with `qeffect.` is a full name.
 
 The old names keep working for one release, each with a `DeprecationWarning` that names the new
 place (`qeffect.renamed`).
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 __all__ = ["MODULES", "NAMES"]
 
-#: Modules; an empty new name stands for a folder that is gone.
+#: Modules; an empty new name means that the folder no longer exists.
 MODULES: Mapping[str, str] = {
     "backends.deterministic": "backends.determinism",
     "backends.dynamic": "backends.dynamic_head",
@@ -131,7 +131,7 @@ MODULES: Mapping[str, str] = {
     "training.restarts": "lab.commands.restarts",
 }
 
-#: What is not in the new module of its old module, or has another name there.
+#: Names that did not move along with their module, or were renamed.
 NAMES: Mapping[str, str] = {
     "bench.add_bench_arguments": "lab.commands.bench.add_bench_arguments",
     "bench.run_bench": "lab.commands.bench.run_bench",

@@ -1,8 +1,8 @@
 """
 Reports: raw measurements, the figures derived from them, and the machine that they were made on.
 
-A report is written again after every finished part, each time whole. A run that is killed therefore
-leaves a valid report of its finished parts; `complete` says whether the run reached its end.
+After every finished part the whole report is written again. A run that is killed therefore leaves a
+valid report of its finished parts; `complete` says whether the run reached its end.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Report:
 
 def environment(commit: str | None, out: Path | None = None) -> dict[str, Any]:
     """
-    Record the device beside the environment that every report of the project records.
+    Return the environment that every report of the project records, and the device.
 
     Args:
         commit: The commit of a tree outside git; None asks git.
@@ -86,7 +86,7 @@ def environment(commit: str | None, out: Path | None = None) -> dict[str, Any]:
 
     Raises:
         UnusableError: The given commit is malformed, or the commit is unknown and the file is in
-            one of the repository's folders of reports.
+            one of the repository's report folders.
     """
     identity = nvidia_smi.query(nvidia_smi.IDENTITY) or {}
     return report.environment(

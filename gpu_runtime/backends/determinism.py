@@ -1,5 +1,5 @@
 """
-What results depend on beside the numbers: the libraries' choice of kernels, and threads on a CPU.
+What results depend on besides their inputs: the choice of kernels, and threads on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DETERMINISTIC: Mapping[str, str] = {
 
 def require_deterministic(device: torch.device) -> None:
     """
-    Set this process up as epoch scales imply: deterministic kernels, and one thread on a CPU.
+    Set this process up as epoch scales require: deterministic kernels, and one thread on a CPU.
 
     On a GPU, call it before the libraries are imported: they read the variables once.
 
@@ -36,5 +36,5 @@ def require_deterministic(device: torch.device) -> None:
         if device.type == "cuda" and found != value:
             raise BackendError(
                 f"{name} is {found!r} in the environment, but scales that move once an epoch need "
-                f"{value!r}, without which a mapping may change bits; unset it"
+                f"{value!r}, or else bits may depend on the mapping onto ranks; unset it"
             )

@@ -36,7 +36,8 @@ def visible_id(index: int = 0, environ: Mapping[str, str] | None = None) -> str:
     """
     The name in nvidia-smi of the device that a CUDA process counts as `index`.
 
-    nvidia-smi ignores `CUDA_VISIBLE_DEVICES`; CUDA counts only the devices that it names.
+    nvidia-smi ignores `CUDA_VISIBLE_DEVICES`; CUDA counts only the devices that this variable
+    names.
 
     Args:
         index: The number of the device among the visible ones.

@@ -218,12 +218,12 @@ class _Rows(torch.autograd.Function):
 @attrs.frozen
 class LossShare:
     """
-    A microbatch's share of the loss of a step, which tells by how much it was divided.
+    A microbatch's share of a step's loss; it also tells by which number the mean is divided.
 
     Args:
         mean: Mean over one microbatch, of outputs and targets.
-        parts: What the mean is divided by: the microbatches over all walks and replicas, if the
-            shares add up to the mean over all.
+        parts: The divisor of the mean: the number of microbatches over all walks and replicas, if
+            the shares are to add up to the mean over all.
 
     >>> share = LossShare(lambda hidden, target: (hidden - target).mean(), 4)
     >>> float(share(torch.ones(2), torch.zeros(2))), share.weight
@@ -244,7 +244,7 @@ class LossShare:
 
 
 def weight_of(loss: object) -> tuple[int, int] | None:
-    """Return the factor by which a loss weights its microbatch; None if it is no `LossShare`."""
+    """Return the factor by which a loss weights its microbatch; None if not a `LossShare`."""
     return loss.weight if isinstance(loss, LossShare) else None
 
 

@@ -1,10 +1,11 @@
 """
-Scales that move once an epoch, and what a domain of such scales offers beside `StateDomain`.
+Scales that move once an epoch, and the methods that their domain has besides `StateDomain`'s.
 
 By default the library moves scales at the end of every F and dI, so the bits of a step depend on
-the order of its microbatches. In a domain of epoch scales, F and dI only gather: a cast takes the
-maximum of its tensor's amax into the open entry of the history. `move_scales` moves all scales of
-the domain once, as the end of F and of dI does by default. It is one effect of the update.
+the order of its microbatches. In a domain of epoch scales, F and dI only gather amaxes: the open
+entry of a history keeps the largest amax that a cast has seen. `move_scales` moves all scales of
+the domain once, as the ends of F and dI do by default. The contract counts this as one effect, of
+the update.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ SCALES: Final[tuple[Scales, ...]] = ("action", "epoch")
 
 
 class EpochScales(Protocol):
-    """What a domain whose `scales` are ``epoch`` offers; a domain without `scales` has none."""
+    """The interface of a domain whose `scales` are ``epoch``; other domains may lack it."""
 
     @property
     def scales(self) -> str:
         """When scales move: ``action`` or ``epoch``."""
 
     def move_scales(self) -> None:
-        """Close the open entry of every history of both directions, and move every scale, once."""
+        """Close the open entry of every history, in both directions, and move each scale once."""
 
     def begin_forward(self, epoch: int, microbatch: int) -> None:
         """Name the microbatch of the next F, from which dropout's numbers follow."""
@@ -73,7 +74,7 @@ def begin_forward(domain: StateDomain, epoch: int, microbatch: int) -> None:
 
 
 def unnamed() -> BackendError:
-    """The error of dropout whose F runs for no named microbatch."""
+    """The error of dropout in an F whose microbatch is unknown."""
     return BackendError(
         "dropout under scales='epoch' draws by layer, microbatch and epoch, but the microbatch of "
         "this F is unknown; call begin_forward(epoch, microbatch) of the domain first"

@@ -25,7 +25,7 @@ def split_head_of(
     ends: Ends | None, config: LayerConfig, device: torch.device, seed: int
 ) -> SplitHead | None:
     """
-    Return a stage's head without state; None if the stage has none, or one of its layers' library.
+    Return a stage's head without state; None if it has no head, or one of its layers' library.
 
     Args:
         ends: Which ends of a language model a stage has.

@@ -57,8 +57,8 @@ class LayerConfig:
         fused_qkv: One parameter for query, key and value (12 parameters, 4 of them matrices);
             otherwise three (16 parameters, 6 matrices).
         dtype: Type of parameters and activations.
-        kv_heads: Heads of keys and values, each of which several heads of queries share
-            (grouped-query attention); None for as many as there are of queries.
+        kv_heads: Number of heads of keys and values; several heads of queries share each of them
+            (grouped-query attention). None gives every head of queries its own.
         norm: One of `NORMS`.
         activation: One of `ACTIVATIONS`. With `swiglu`, fc1 computes twice the width of the MLP.
         positions: One of `POSITIONS`.

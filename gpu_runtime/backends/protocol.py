@@ -36,7 +36,7 @@ RELATIONS = (
 
 
 TAPE_SCALES = ("carried", "live")
-"""Which scales dI dequantizes its tape with; see `Reports.tape_scales`."""
+"""The scales with which dI dequantizes its tape; see `Reports.tape_scales`."""
 
 
 class BackendError(RuntimeError):
@@ -176,7 +176,7 @@ class Tape:
 @attrs.frozen(eq=False, kw_only=True)
 class Reports:
     """
-    What a stage's backend reports about its own effects, from the host alone: no device read.
+    What a stage's backend reports about its own effects. The host knows it without a device read.
 
     Effects that are not reported are taken on trust (`qeffect.StageConfig.on_trust`).
 
@@ -192,7 +192,7 @@ class Reports:
         draws: Whether F draws random numbers and leaves on its tape where (`Tape.drawn`). False if
             F draws none; None if F draws and does not report where.
         recomputes: Whether dI recomputes F and reports in `Dgrads.draws` where it drew; requires
-            `draws`. False if dI draws nothing again; None if dI does and does not report where.
+            `draws`. False if dI draws nothing again; None if dI draws and does not report where.
         weights: Whether dI reports in `Dgrads.weight` by which factor the microbatch's gradient is
             weighted. A captured graph has the factor of its capture.
 
@@ -212,7 +212,9 @@ class Reports:
 
     def __attrs_post_init__(self) -> None:
         if self.tape_scales == "carried" and self.updates is None:
-            raise ValueError("tape_scales='carried' needs updates: positions are counted in them")
+            raise ValueError(
+                "tape_scales='carried' needs updates=: dI names an F's scales by this number"
+            )
 
     def captured(self) -> Reports:
         """
@@ -230,17 +232,17 @@ class Reports:
         return attrs.evolve(self, updates=None, tape_scales=None, **self._unseen())
 
     def _unseen(self) -> dict[str, Any]:
-        """What is left of draws if nobody reports where they are."""
+        """The reports about random numbers that remain if their positions are not reported."""
         return {
             "draws": None if self.draws is not False else False,
             "recomputes": None if self.recomputes is not False else False,
         }
 
     def on_trust(self) -> tuple[str, ...]:
-        """Return what is taken on trust of random numbers."""
+        """Return what is taken on trust about random numbers."""
         claims = (
             (self.draws, "each F draws new random numbers"),
-            (self.recomputes, "a recomputation draws the random numbers of its F"),
+            (self.recomputes, "a recomputation draws the same random numbers as its F"),
         )
         return tuple(claim for reported, claim in claims if reported is None)
 
@@ -254,8 +256,8 @@ class Dgrads:
         inputs: One gradient per differentiable input, in order; empty on a first stage.
         non_matrix: One gradient per `non_matrix` parameter of the stage, in order.
         queued: The units whose work is now deferred.
-        scales: Value of `Reports.updates` when the F ran whose scales dI used; None if the backend
-            does not report it, or if dI used the scales of more than one F.
+        scales: Value of `Reports.updates` at the F whose scales dI used; None if the backend does
+            not report it, or if dI used the scales of more than one F.
         draws: Where the recomputation of F began to draw random numbers; None if not reported.
         weight: The factor by which the microbatch's gradient is weighted, as (numerator,
             denominator); None if not reported.
@@ -287,7 +289,7 @@ class Wgrads:
 
 class Accumulation:
     """
-    Whether each product of one dW adds to its destination; a second product into it always adds.
+    Whether each product of a dW adds to its destination; a second one into the same always adds.
 
     Args:
         accumulate: Whether the dW adds to its destinations.
@@ -310,7 +312,7 @@ class Accumulation:
 
 @runtime_checkable
 class StateDomain(Protocol):
-    """The numerical state that F and dI move, and every stage that shares it; it owns capture."""
+    """The numerical state that F and dI move, and every stage that shares it."""
 
     @property
     def name(self) -> str:
@@ -391,7 +393,7 @@ class StageBackend(Protocol):
 
     @property
     def reports(self) -> Reports:
-        """The stage's reports of its effects; `Reports()` reports nothing, all is then trusted."""
+        """The stage's reports of its effects; with `Reports()` all effects are taken on trust."""
 
     @property
     def survives_restart(self) -> frozenset[str]:
@@ -401,7 +403,7 @@ class StageBackend(Protocol):
         """An empty tape for one slot, with its own stores."""
 
     def warm(self) -> None:
-        """Create all that the library creates on first use. Moves numerical state: restore it."""
+        """Create what the library creates on first use. Moves numerical state: restore it."""
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """F: return the outputs; everything that dI needs stays on the tape."""

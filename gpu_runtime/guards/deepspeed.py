@@ -2,18 +2,18 @@
 A contract under DeepSpeed's pipeline engine, for a training script of your own.
 
 `guard(engine)` changes no result and no file: `train_batch` runs as before, and a contract checks
-each instruction before it runs and commits it afterwards. The guard names, by clause and on the
-rank where it happens, what DeepSpeed does not notice: a microbatch that is forwarded twice or left
-out, a backward over another microbatch's output, an update in mid-batch, a reduction that is left
-out. It reports by default; with ``manner="refuse"`` it raises.
+each instruction before it runs and commits it afterwards. The guard finds what DeepSpeed does not
+notice, and names the clause on the rank where it happens: a microbatch that is forwarded twice or
+left out, a backward over another microbatch's output, an update in mid-batch, a reduction that is
+left out. It reports by default; with ``manner="refuse"`` it raises.
 
 Where the guard checks: `PipelineEngine._exec_schedule` looks each instruction up in the engine's
-`_INSTRUCTION_MAP`. The guard gives the engine a map of its own, which runs the method that the
-engine's map has at that moment. The update, the reduction of gradients and a checkpoint are checked
-where the engine calls them, so that they are seen outside their instruction too.
+`_INSTRUCTION_MAP`. The guard replaces this map by its own, which runs the method that the engine's
+map has at that moment. The update, the reduction of gradients and a checkpoint are checked where
+the engine calls them, so that they are seen outside their instruction too.
 
-What the guard knows: which microbatch a buffer holds, by the instructions and by the tensors in it
-(ownership, with buffers as slots); the order of F and dI on the rank, which the engine's own
+What the guard knows: which microbatch a buffer holds, from the instructions and from the tensors in
+it (ownership, with buffers as slots); the order of F and dI on the rank, which the engine's own
 schedule declares; messages; reductions; the update; checkpoints; that each computation ran, and on
 which weights. Weight caches, gradient buffers, graphs and streams are left out.
 """
@@ -64,21 +64,21 @@ def guard(
     """
     Put a contract under a pipeline engine: each later `engine.train_batch(...)` is one epoch.
 
-    `engine.eval_batch(...)` runs forwards alone and is not guarded.
+    `engine.eval_batch(...)` runs only forwards and is not guarded.
 
     In manner ``report`` a step is never refused. The first violation of each clause is logged by
-    ``qeffect.guards`` and given to `on_violation`. The guard then judges nothing until the next
-    step, which has a fresh contract.
+    ``qeffect.guards`` and given to `on_violation`. After a violation the guard checks nothing until
+    the next step, which has a fresh contract.
 
     Args:
         engine: What `deepspeed.initialize` returned for a `PipelineModule`.
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` takes; with data parallelism a folder in it for each replica. A fresh contract
+            replay` takes; with data parallelism, each replica has a folder in it. A fresh contract
             has a file of its own: ``rank0.contract1.jsonl``.
-        untested: Guard an engine of a DeepSpeed release that the guard was not tested with, in
-            manner ``refuse``. Manner ``report`` warns of such a release.
+        untested: Whether manner ``refuse`` accepts a DeepSpeed release that the guard was not
+            tested with. Manner ``report`` only warns of such a release.
 
     Raises:
         UntestedReleaseError: The guard was not tested with the installed DeepSpeed, in manner
@@ -86,7 +86,7 @@ def guard(
         TypeError: Not a pipeline engine.
         ValueError: The engine is guarded already, it has no optimizer, or the manner is unknown.
         ScheduleError: The engine's schedule cannot be read, or, in manner ``refuse``, is wrong; the
-            message is that of `qeffect check`.
+            message is the one that `qeffect check` gives.
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
@@ -99,7 +99,9 @@ def guard(
     if hasattr(engine, _MARK):
         raise ValueError("this engine is guarded already; call remove() on its guard first")
     if getattr(engine, "optimizer", None) is None:
-        raise ValueError("this engine has no optimizer, so it does not train; give one to it")
+        raise ValueError(
+            "this engine has no optimizer, so it does not train; pass one to deepspeed.initialize"
+        )
     check_release("deepspeed", _release(engine), *TESTED, manner=manner, untested=untested)
     reports = Reports(on_violation) if manner == "report" else None
     return GuardedEngine(engine, reports, None if log is None else Path(log))
@@ -124,8 +126,8 @@ class GuardedEngine:
         log: As for `guard`.
 
     Attributes:
-        contract: The contract; a step after a violation, and one with another number of
-            microbatches, has a new one.
+        contract: The contract. It is replaced after a violation, and if the number of microbatches
+            changes.
     """
 
     def __init__(self, engine: Any, reports: Reports | None = None, log: Path | None = None):
@@ -179,9 +181,9 @@ class GuardedEngine:
 
     def remove(self) -> None:
         """
-        Remove the guard; the engine is as it was before it.
+        Remove the guard, and restore the engine.
 
-        A method that somebody has wrapped again since stays wrapped, and does nothing of the guard.
+        A method that other code has wrapped since then stays wrapped, but no longer guards.
         """
         self._off = True
         self._logs.close()
@@ -266,7 +268,7 @@ class GuardedEngine:
         """Drop the records of the last step, also of an unfinished one."""
         changed = self.engine.micro_batches != self._stream.microbatches
         if self._judge.reports is not None and (self._left or not self._judge.judges):
-            # A violation, or a step that failed. A table that is wrong stays unjudged.
+            # After a violation or a failed step. A wrong table is never judged.
             self._judge.judges = self._known or changed
             self._judge("the beginning of train_batch", self._restart)
         elif changed:
@@ -291,7 +293,7 @@ class GuardedEngine:
         self._judge.abort(self.contract)
 
     def _check_gradients(self) -> None:
-        """Check that the last step's gradients are gone, where the engine itself drops them."""
+        """Check that the last step's gradients are gone, if the engine is to drop them itself."""
         engine = self.engine
         kept = ("fp16_enabled", "bfloat16_enabled", "zero_optimization")
         if self._steps == 0 or any(getattr(engine, name, bool)() for name in kept):

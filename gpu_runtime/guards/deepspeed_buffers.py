@@ -1,4 +1,4 @@
-"""Which microbatch each buffer of DeepSpeed's engine holds: by its instructions, and in fact."""
+"""Which microbatch each buffer of DeepSpeed's engine should hold, and which it holds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WITH_GRAPH = frozenset({"used", "output"})
 
 def first_tensor(value: Any, *, with_graph: bool = False) -> Any:
     """
-    Return the first tensor of a nest of tuples, lists and mappings; None without one.
+    Return the first tensor in nested tuples, lists and mappings; None if there is no tensor.
 
     Args:
-        value: The nest.
-        with_graph: Whether only a tensor counts that has a graph.
+        value: The nested value.
+        with_graph: Whether to skip tensors without an autograd graph.
     """
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -37,10 +37,11 @@ class Buffers:
     """
     What the buffers of one rank hold in one step.
 
-    An instruction names a buffer, not a microbatch. By the instructions, the k-th load or receive
-    of a stage brings microbatch k, and a backward belongs to the forward that ran last in its
-    buffer. In fact, a buffer holds a tensor, and this class knows which microbatch a tensor was
-    made for. The tensors are held weakly, since the engine frees them.
+    An instruction names a buffer, not a microbatch. According to the instructions, the k-th load or
+    receive of a stage brings microbatch k, and a backward belongs to the forward that ran last in
+    its buffer. This class also records which microbatch each tensor was made for, so the tensor in
+    a buffer shows which microbatch is there. The tensors are held weakly, since the engine frees
+    them.
 
     Attributes:
         inputs: By buffer, the work whose input came last.
@@ -60,16 +61,17 @@ class Buffers:
         self._made: dict[tuple[str, int], tuple[Any, Work]] = {}
 
     def next(self, what: str, stage: int) -> Work:
-        """Return the next work of a stage of which nothing says which microbatch it is."""
+        """Return a stage's next work if nothing names its microbatch: they are counted from 0."""
         self._counts[what, stage] += 1
         return stage, self._counts[what, stage] - 1
 
     def made(self, what: str, work: Work, value: Any) -> None:
         """
-        Record whose a value is.
+        Record the work that a value was made for.
 
         Args:
-            what: ``input``, ``output``, ``gradient``, or ``used`` for what a backward starts from.
+            what: ``input``, ``output``, ``gradient``, or ``used`` for the tensor that a backward
+                starts from.
             work: The work.
             value: What a buffer holds.
         """

@@ -57,7 +57,7 @@ class EngineStep:
             given: Its arguments.
 
         Returns:
-            What commits the instruction once it has run.
+            A function that commits the instruction; call it once the instruction has run.
         """
         if name in _MESSAGES:
             return self._message(_MESSAGES[name], *self._place(given))
@@ -137,7 +137,8 @@ class EngineStep:
         return end
 
     def _arrival(self, name: str, work: Work, buffer: int) -> Callable[[], None]:
-        """Return what records an input, if the instruction has put one into its buffer."""
+        """Return a function that records the input which the instruction has put into its
+        buffer."""
         before = first_tensor(self._held("inputs", buffer))
 
         def arrived() -> None:
@@ -163,7 +164,7 @@ class EngineStep:
                 "ownership.receive-missing",
                 "check_forward",
                 f"buffer {buffer}, {work_name(work)}, without labels of its own",
-                "labels that LoadMicroBatch brought after the last forward of the buffer",
+                "labels that LoadMicroBatch loaded after the last forward of the buffer",
             )
         self._calls, self._outputs = 0, None
 
@@ -181,7 +182,7 @@ class EngineStep:
         return end
 
     def _takes_labels(self, stage: int) -> bool:
-        """Whether a stage computes the loss, of labels."""
+        """Whether a stage computes the loss from labels."""
         last = stage == self._stream.num_stages - 1
         return last and getattr(self._engine.module, "loss_fn", None) is not None
 
@@ -217,7 +218,7 @@ class EngineStep:
         return end
 
     def _gradient_of(self, stage: int, buffer: int) -> Work | None:
-        """Return whose gradient a backward uses, if the engine received one and it is known."""
+        """Return the work of the received gradient that a backward uses; None if it is unknown."""
         if stage == self._stream.num_stages - 1 or stage + 1 in self._stream.stages:
             return None
         kept = self._engine.pipe_buffers.get("grads")

@@ -65,7 +65,8 @@ def stream_of(engine: Any) -> Stream:
     names = frozenset(name_of(type(each)) for step in schedule.steps() for each in step)
     if "OptimizerStep" not in names:
         raise ScheduleError(
-            f"{table.source}: no OptimizerStep on rank {rank}; a guarded train_batch ends with one"
+            f"{table.source}: rank {rank} has no OptimizerStep; a guarded train_batch must "
+            "end with one"
         )
     folded = table.num_stages > ranks
     buffers = schedule.num_pipe_buffers()
@@ -102,11 +103,11 @@ class GuardedMap(Mapping[type, Callable[..., Any]]):
     The engine's map from instructions to methods, with a guard around each method.
 
     Methods are looked up in the engine's own map at each instruction, so that a method that is
-    exchanged later is guarded too.
+    replaced later is guarded too.
 
     Args:
         engine: The engine.
-        before: The map that the engine had of its own; None if it has that of its class.
+        before: The engine's own map before the guard; None if the engine used its class's map.
         run: Called with an instruction's name, its method, the engine and its arguments.
     """
 

@@ -1,9 +1,9 @@
 """
-What shows that a stage's computation ran, and on which weights.
+Evidence that a stage's computation ran, and on which weights.
 
-A stage's methods can be replaced, so none of them is a witness. These facts are autograd's and the
-tensors' own: a backward passes through the graph that its forward left, a module calls its hooks,
-and every write to a tensor raises the tensor's version counter.
+A stage's methods can be replaced, so a call of one proves nothing. The evidence comes from autograd
+and from tensors: a backward passes through the graph that its forward left, a module calls its
+hooks, and every write to a tensor raises the tensor's version counter.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def not_once(call: str, action: str, times: int) -> Refused:
 
 
 def work_name(work: Any) -> str:
-    """Return what messages call a work, a pair of stage and microbatch."""
+    """Return the name of a work (a stage and a microbatch) in messages."""
     stage, microbatch = work
     return f"stage {stage}, microbatch {microbatch}"
 
 
 def another_work(call: str, what: str, other: Any, work: Work) -> Refused:
     """
-    Return the refusal of an action that uses what belongs to another microbatch.
+    Return the refusal of an action that uses a value of another microbatch.
 
     Args:
         call: The call of the contract that refuses.
@@ -116,7 +116,7 @@ class BackwardPasses:
     Counts the backward passes through the outputs of each forward.
 
     Attributes:
-        total: The passes through outputs of all forwards.
+        total: Number of passes through the outputs of all forwards.
         last: Name of the forward whose output was passed last.
     """
 
@@ -132,7 +132,7 @@ class BackwardPasses:
 
         Args:
             work: Name of the forward.
-            outputs: What it returned: a tensor, or a nest of tuples, lists and mappings.
+            outputs: What it returned: a tensor, or nested tuples, lists and mappings.
         """
         nodes = list(_nodes(outputs))
         if not nodes:
@@ -165,13 +165,13 @@ class BackwardPasses:
 
 class ForwardCalls:
     """
-    Watches whether a module is called, while it is entered.
+    Watches whether a module is called, until `seen`.
 
     Args:
-        module: The module; None is never called.
+        module: The module; None counts as never called.
 
     Attributes:
-        output: What the last call returned; None before one.
+        output: What the last call returned; None before the first call.
     """
 
     def __init__(self, module: Any) -> None:
@@ -198,7 +198,7 @@ class GradientWrites:
     Watches whether a gradient of a module's parameters is written, in `.grad` or in `main_grad`.
 
     Args:
-        module: The module; None has no parameters.
+        module: The module; None counts as a module without parameters.
     """
 
     def __init__(self, module: Any) -> None:
@@ -211,7 +211,7 @@ class GradientWrites:
         return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
     def seen(self) -> bool:
-        """Whether a gradient was written since, or the module has no trainable parameter."""
+        """Whether a gradient was written since the start; True if no parameter is trained."""
         if not self._parameters:
             return True
         return any(
@@ -222,11 +222,11 @@ class GradientWrites:
 
 class ReplicaHooks:
     """
-    Watches where torch's DistributedDataParallel reduces gradients, and when it is armed to.
+    Watches when torch's DistributedDataParallel reduces gradients, and whether it is armed.
 
     It reduces them in the nodes that accumulate gradients, in the next backward after a forward
     outside of `no_sync`. `torch.autograd.grad` passes none of these nodes: gradients that a program
-    then writes by itself are reduced over no replicas.
+    then writes by itself are not reduced.
 
     Args:
         module: The DistributedDataParallel.
@@ -252,7 +252,7 @@ class ReplicaHooks:
         self._passed = True
 
     def passed(self) -> bool:
-        """Whether a backward has passed one of the nodes since this was asked last."""
+        """Whether a backward has passed one of the nodes since the last call."""
         found, self._passed = self._passed, False
         return found
 
@@ -282,9 +282,9 @@ class Weights:
     """
     The version counters of a module's weights.
 
-    Watched are the parameters that are trained. Left out are those that a module writes by itself
-    in its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of a module that is
-    sharded by FSDP, which puts gathered ones in their place.
+    The guard watches the trained parameters. It leaves out those that a module writes by itself in
+    its forward (`torch.nn.Embedding` with ``max_norm``), and all parameters of a module that FSDP
+    shards, because FSDP puts gathered parameters in their place.
 
     Args:
         module: The module; None has no weights.
@@ -315,14 +315,14 @@ class Weights:
         self._expected = self._versions()
 
     def renew(self) -> None:
-        """Take the weights as they are from now on."""
+        """Record the weights' current versions; later checks compare with these."""
         self._expected = self._versions()
 
     def _versions(self) -> list[int]:
         return [counter._version for counter in self._counters]
 
     def written(self) -> Written | None:
-        """Return the first weight that was written since; None without one."""
+        """Return the first weight that was written since the record; None if no weight was."""
         found = self._versions()
         if found == self._expected:
             return None
@@ -339,7 +339,7 @@ class Weights:
 
     def check(self, call: str, stage: int) -> None:
         """
-        Check that no weight was written since.
+        Check that no weight was written since the record.
 
         Args:
             call: The call of the contract that the check is made with.
@@ -365,7 +365,7 @@ def counters(parameter: Any) -> list[Any]:
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether FSDP shards a module or a part of it; so is what has no modules at all."""
+    """Whether FSDP shards a module or a part of it; True without a module."""
     if module is None:
         return True
     return any(map(_shards, set(map(type, module.modules()))))

@@ -1,4 +1,4 @@
-"""What every guard does with a contract: ask it in one of two manners, and log its events."""
+"""What every guard does with a contract: ask it, refuse or report violations, and log events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ContractLogs:
 
 class Judge:
     """
-    Asks the contract about actions, in one of two manners.
+    Asks the contract about actions, and refuses or reports a violation.
 
     A refusal is raised with rank and action in a note, or reported; then nothing is judged until
     the guard sets `judges` again.
@@ -77,7 +77,7 @@ class Judge:
         Ask the contract about an action, unless nothing is judged at present.
 
         Args:
-            action: The action, in the framework's notation; the one before if empty.
+            action: The action, in the framework's notation; if empty, the previous action.
             call: Asks the contract.
             step: Where the action is in the rank's row, from 0.
 
@@ -106,7 +106,7 @@ class Judge:
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """The first violation of each clause; none where violations are not reported."""
+        """The first violation of each clause; empty if violations are not reported."""
         return () if self.reports is None else tuple(self.reports.violations.values())
 
     def abort(self, contract: Contract) -> None:
@@ -114,7 +114,7 @@ class Judge:
         for ticket in contract.outstanding():
             try:
                 contract.abort(ticket)
-            except Exception as error:  # the log's: the abort has happened
+            except Exception as error:  # an error of the log: the abort has happened
                 if self.reports is None:
                     raise
                 self.reports.fail(error, self.at)

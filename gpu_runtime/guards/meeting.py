@@ -1,4 +1,4 @@
-"""A meeting of all ranks: all of them go on, or none does, within a limit."""
+"""A meeting of all ranks with a timeout: either all of them go on or none does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["MeetingError", "Store", "meet"]
 
 
 class MeetingError(RuntimeError):
-    """The ranks did not do together what all of them have to do."""
+    """The ranks did not all take part in a step that needs every rank."""
 
 
 class Store(Protocol):
-    """What a meeting needs of a store of `torch.distributed`."""
+    """The methods of a `torch.distributed` store that a meeting calls."""
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -31,7 +31,7 @@ class Store(Protocol):
         """Whether all keys are set."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> Any:
-        """Set a key that is not set yet, if `expected` is empty."""
+        """If `expected` is empty, set a key that has no value yet; return the key's value."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Wait for keys; raises at the timeout."""
@@ -44,18 +44,18 @@ def meet(
     store: Store, place: str, rank: int, ranks: Sequence[int], word: Any, *, timeout_s: float
 ) -> dict[int, Any]:
     """
-    Exchange a word with every rank; each rank calls this, within the limit.
+    Exchange one message with every rank; each rank calls this, within the timeout.
 
     Args:
         store: A store that all ranks share.
-        place: A name that the ranks use for this meeting alone.
+        place: A name that the ranks use for this meeting only.
         rank: This rank.
         ranks: All ranks.
-        word: What this rank says, as data of JSON.
+        word: This rank's message, as JSON data.
         timeout_s: How long to wait for the others, in seconds.
 
     Returns:
-        The words of all ranks.
+        The messages of all ranks.
 
     Raises:
         MeetingError: A rank did not come in time. Then no rank goes on: a rank that comes later

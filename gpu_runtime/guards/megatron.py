@@ -3,11 +3,11 @@ A contract under Megatron-core's forward-backward loops, for a training script o
 
 `guard()` changes no result, no file and no option: the loops run as before, and a contract checks
 each forward, backward, exchange, reduction, update and checkpoint before it runs and commits it
-afterwards. The guard names, by clause and on the rank where it happens, what Megatron-core does not
-notice: a microbatch that is forwarded twice or left out, a backward over another microbatch's
-output, quantized weights of an earlier step, exchanged messages, a bucket of gradients that is
-reduced early, twice or never, an update or a checkpoint in mid-step. It reports by default; with
-``manner="refuse"`` it raises.
+afterwards. The guard finds what Megatron-core does not notice, and names the clause on the rank
+where it happens: a microbatch that is forwarded twice or left out, a backward over another
+microbatch's output, quantized weights of an earlier step, swapped messages, a bucket of gradients
+that is reduced early, twice or never, an update or a checkpoint in mid-step. It reports by default;
+with ``manner="refuse"`` it raises.
 
 Where the guard checks: the three loops of `megatron.core.pipeline_parallel.schedules` look
 `forward_step` and `backward_step` up in their module, and `get_forward_backward_func` looks the
@@ -15,10 +15,10 @@ loops up there. The guard replaces these names, and methods of `P2PCommunicator`
 gradients, of the optimizers and of checkpoints, until `remove()`. Updates of torch's own optimizers
 are seen by torch's hooks.
 
-What the guard knows: the order of F and B, which Megatron-core's own algorithm declares; whose a
-tensor is, by the identity of what F returned and B was given; messages, by who made and who took
-the tensor; which F quantized the weights; reductions; the update; checkpoints. Gradient buffers,
-graphs and streams are left out of the contract.
+What the guard knows: the order of F and B, which Megatron-core's own algorithm declares; which
+microbatch a tensor belongs to, by the identity of the tensors that F returned and B was given;
+messages, by the stages that made and took the tensor; which F quantized the weights; reductions;
+the update; checkpoints. Gradient buffers, graphs and streams are left out of the contract.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ def guard(
     untested: bool = False,
 ) -> GuardedMegatron:
     """
-    Put a contract under Megatron-core's loops: a forward-backward loop and its update are an epoch.
+    Put a contract under Megatron-core's loops: one loop and its update are one epoch.
 
     Call `guard` before `get_forward_backward_func()`. Loops with ``forward_only=True`` are not
     guarded.
 
     In manner ``report`` a step is never refused. The first violation of each clause is logged by
-    ``qeffect.guards`` and given to `on_violation`. The guard then judges nothing until the next
-    step, which has a fresh contract.
+    ``qeffect.guards`` and given to `on_violation`. After a violation the guard checks nothing until
+    the next step, which has a fresh contract.
 
     Args:
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` takes; with data or tensor parallelism a folder in it for each pipeline. A fresh
-            contract has a file of its own: ``rank0.contract1.jsonl``.
-        untested: Guard a release of Megatron-core that the guard was not tested with, in manner
-            ``refuse``. Manner ``report`` warns of such a release.
+            replay` takes; with data or tensor parallelism, each pipeline has a folder in it. A
+            fresh contract has a file of its own: ``rank0.contract1.jsonl``.
+        untested: Whether manner ``refuse`` accepts a release of Megatron-core that the guard was
+            not tested with. Manner ``report`` only warns of such a release.
 
     Raises:
         ImportError: Megatron-core is not installed.
@@ -123,8 +123,8 @@ class GuardedMegatron:
         log: As for `guard`.
 
     Attributes:
-        contract: The contract; None before the first loop. A step after a violation, and one of
-            other sizes, has a new one.
+        contract: The contract; None before the first loop. It is replaced after a violation, and if
+            the step's sizes change.
         epochs: How many updates the guard has committed.
     """
 
@@ -149,7 +149,7 @@ class GuardedMegatron:
         self._updates = Updates(lib, self._patches, self._check_update, self._commit_update)
         self._saves = Saves(lib, self._patches, self._check_save)
 
-    # What a person asks
+    # What the user calls
 
     @property
     def at(self) -> str:
@@ -174,9 +174,9 @@ class GuardedMegatron:
 
     def remove(self) -> None:
         """
-        Remove the guard; every replaced name of Megatron-core is as it was before.
+        Remove the guard, and restore every replaced name of Megatron-core.
 
-        A name that somebody has replaced again since stays, and the guard does nothing in it.
+        A name that other code has replaced since then stays as it is, but no longer guards.
         """
         self._off = True
         if self._logs is not None:
@@ -268,7 +268,7 @@ class GuardedMegatron:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Judge nothing within a loop that does not train, or that the guard does not see."""
+        """Judge nothing within a loop that does not train, or that the guard cannot see."""
         self._evaluates = True
         try:
             yield
@@ -276,15 +276,15 @@ class GuardedMegatron:
             self._evaluates = False
 
     def _begins(self, name: str, given: dict[str, Any]) -> bool:
-        """Begin a step; return whether the guard sees its loop."""
+        """Begin a step; return whether the guard can judge its loop."""
         self._step, before = None, self._step
         try:
             chunks = chunks_of(given)
             config = self._lib.schedules.get_model_config(chunks[0])
             if (reason := unguarded(self._lib, given, config)) is not None:
                 raise UnguardedScheduleError(
-                    f"the guard of Megatron-core does not see {reason}; remove the guard, or use "
-                    "manner='report', which judges nothing then"
+                    f"the guard of Megatron-core cannot see {reason}; remove the guard, or use "
+                    "manner='report', which then does not judge this loop"
                 )
             plan = plan_of(self._lib, name, given, config)
             self._begin(plan, chunks, config, before)
@@ -523,7 +523,7 @@ class GuardedMegatron:
         if self._off or contract is None or step is None or (self._left and not self._running):
             return
         if not self._running and not step.updates and not self._updates.ever:
-            return  # no update was ever seen, so that its absence shows nothing
+            return  # no update was ever seen, so a missing one shows nothing
         self._judge("dist_checkpointing.save", contract.check_checkpoint)
 
 

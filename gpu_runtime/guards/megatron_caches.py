@@ -1,10 +1,10 @@
 """
 Which forwards of Megatron-core quantize the weights anew.
 
-Transformer Engine's modules keep quantized weights in a cache, and fill it anew where
+Transformer Engine's modules keep quantized weights in a cache, and fill it anew if
 `is_first_microbatch` is set. Eager modules read the attribute. The graphs of
 ``cuda_graph_impl="local"`` read a flag on the device, which `_set_skip_fp8_weight_update_tensor`
-writes; this module notes what was written last, and which graphs were replayed with it.
+writes; this module records the last value of the flag, and which graphs were replayed with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Caches:
     The caches of quantized weights of a rank's chunks.
 
     Attributes:
-        skips: What the flag of the graphs says: True skips; None if it was never written.
+        skips: The flag of the graphs: True skips quantization; None if it was never written.
     """
 
     def __init__(self) -> None:
@@ -69,16 +69,16 @@ class Caches:
 
     def mode(self, chunk: Any) -> tuple[int, int]:
         """
-        Return how the forward that has run was made of graphs.
+        Return which graphs the last forward used.
 
-        That is the number of local graphs that it replayed, and the number of layers that Megatron
-        has given graphs of Transformer Engine.
+        The result is the number of local graphs that it replayed, and the number of layers to which
+        Megatron has given graphs of Transformer Engine.
         """
         layers = sum(bool(vars(module).get("cuda_graphs")) for module in chunk.modules())
         return len(self._replayed), layers
 
     def stale(self) -> str | None:
-        """Return why the forward that has run used an old cache; None if it filled the cache."""
+        """Return why the last forward used an old cache; None if it filled the cache."""
         if any(skip is not None for skip in self._replayed):
             kept = sum(map(bool, self._replayed))
             if kept == 0:

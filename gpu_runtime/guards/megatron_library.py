@@ -43,7 +43,7 @@ class Library:
     iteration: Any = None
 
     def optimizers(self) -> Iterator[type]:
-        """Yield the classes of optimizers that define a step of their own."""
+        """Yield the optimizer classes that define their own `step`."""
         todo = [self.optimizer.MegatronOptimizer]
         while todo:
             cls = todo.pop()
@@ -101,7 +101,7 @@ class Patches:
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Put every attribute back; one that somebody has replaced again since stays."""
+        """Put every attribute back, except those that other code has replaced since then."""
         while self._put:
             owner, name, before, value = self._put.pop()
             if vars(owner).get(name) is not value:

@@ -33,7 +33,7 @@ _KINDS = {Kind.FORWARD: "F", Kind.BACKWARD: "dI"}
 
 
 class UnguardedScheduleError(RuntimeError):
-    """The guard does not see what this loop of Megatron-core would run."""
+    """The guard cannot see the actions of this loop of Megatron-core."""
 
 
 @attrs.frozen
@@ -47,8 +47,9 @@ class LoopPlan:
         ranks: Number of ranks of the pipeline.
         chunks: Number of virtual stages of a rank.
         microbatches: Number of microbatches.
-        row: The rank's actions in Megatron's own order; None if the order is too long to be made.
-        messages: Whether the messages of the row are those of the loop.
+        row: The rank's actions in Megatron's own order; None if the order is longer than the limit
+            of `qeffect check`.
+        messages: Whether the loop exchanges exactly the row's messages.
         wrong: What is wrong with the order of all ranks; None if it is right.
     """
 

@@ -24,7 +24,7 @@ _SENDS = {"SEND_F": ("tensor_send_next", "output"), "SEND_B": ("tensor_send_prev
 _RECEIVES = {"RECV_F": ("recv_prev", "input"), "RECV_B": ("recv_next", "arrived")}
 
 Norm = tuple[str, int, tuple[int, int]]
-"""Actions that update the scaling state as often: their kind, stage and mode of graphs."""
+"""Actions that update the scaling state equally often: their kind, stage and mode of graphs."""
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
@@ -62,8 +62,9 @@ class LoopStep:
         caches: The caches of quantized weights.
         weights: The weights of each chunk.
         quantizes: By stage, whether its weights are quantized once in a step.
-        scales: Whether each F, and each B, of a stage updates the scaling state as often.
-        norms: How often, in the steps before: by kind, stage and mode of graphs.
+        scales: Whether each F of a stage, and each B, has to update the scaling state equally
+            often.
+        norms: Number of these updates in earlier steps, by kind, stage and mode of graphs.
     """
 
     def __init__(
@@ -111,12 +112,12 @@ class LoopStep:
 
     def forward(self, stage: int, microbatch: int, given: Any) -> Callable[[Any, int], None]:
         """
-        Check a forward; return what commits it, with its output and its number of scaling updates.
+        Check a forward; return a function of its output and scaling updates that commits it.
 
         Args:
             stage: The stage.
             microbatch: The microbatch.
-            given: The input that was received for it; None without one.
+            given: The input that was received for it; None on the first stage.
         """
         work = (stage, microbatch)
         self._check_weights("check_forward", stage)
@@ -166,7 +167,7 @@ class LoopStep:
         Return which backward runs.
 
         That is the next backward of the declared order, unless input, output and gradient all
-        belong to another one.
+        belong to another backward.
 
         Args:
             given: The input of its forward.
@@ -188,7 +189,7 @@ class LoopStep:
         self, work: Work, given: Any, output: Any, gradient: Any
     ) -> Callable[[Any, int], None]:
         """
-        Check a backward; return what commits it, with the input's gradient and the updates.
+        Check a backward; return a function of the input's gradient and the updates that commits it.
 
         Args:
             work: The backward that runs.
@@ -234,10 +235,10 @@ class LoopStep:
 
     def _check_scaling(self, kind: str, work: Work, updates: int) -> None:
         """
-        Check that each F, and each B, of a stage updates the scaling state as often.
+        Check that each F of a stage, and each B, updates the scaling state equally often.
 
-        How often is what the steps before have shown. In a first step two of three F decide, so
-        that an F is named at the latest two F after it ran.
+        The expected number comes from the earlier steps. In a first step two of three F decide, so
+        an odd F is named at the latest two F after it ran.
         """
         if not self._scales:
             return
@@ -256,7 +257,7 @@ class LoopStep:
                 raise _scaling_refused(kind, (stage, other), found, f"{expected}, as {source}")
 
     def _check_few_scalings(self) -> None:
-        """Check the scaling updates of stages with two microbatches, of which none decides."""
+        """Check the scaling updates of stages with two microbatches, too few for a majority."""
         for (kind, stage, _), seen in self._scaling.items() if self._scales else ():
             (microbatch, found), (other, expected) = seen[-1], seen[0]
             if found != expected and len(seen) == 2:
@@ -264,7 +265,7 @@ class LoopStep:
                 raise _scaling_refused(kind, (stage, microbatch), found, said)
 
     def _keep_norms(self) -> None:
-        """Keep how often the scaling state was updated, for the steps after."""
+        """Keep how often the scaling state was updated, for later steps."""
         for norm, seen in self._scaling.items():
             self._norms.setdefault(norm, seen[0][1])
 
@@ -299,7 +300,7 @@ class LoopStep:
                 self._works.post_message(event)
 
     def posted(self, given: Mapping[str, Any], found: Any) -> None:
-        """Record whose the received tensors are: those of the messages that were posted."""
+        """Record which work each received tensor belongs to, by the posted messages."""
         if not self.plan.messages:
             return
         for tensor, (kind, (_, what)) in zip(found, _RECEIVES.items(), strict=False):
@@ -340,7 +341,7 @@ class LoopStep:
                     "reduction.incomplete",
                     "start_reduction",
                     f"the reduction of bucket {name} during the backward of microbatch "
-                    f"{self._inside[1]}, after {self._backwards[stage]} others{also}",
+                    f"{self._inside[1]}, after {self._backwards[stage]} other backwards{also}",
                     f"the gradients of all {self.plan.microbatches} backwards",
                 )
             if name in self._started:

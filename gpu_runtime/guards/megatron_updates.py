@@ -145,7 +145,7 @@ class Updates:
 
 
 class Gradients:
-    """Sees gradients of the last step that were not dropped, by their version counters."""
+    """Finds gradients of the last step that were not dropped, by their version counters."""
 
     def __init__(self) -> None:
         self._left: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -195,18 +195,18 @@ def _gradients(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 class Saves:
     """
-    Watches checkpoints, and asynchronous ones that have not copied the weights yet.
+    Watches checkpoints, and asynchronous saves that have not yet copied the weights.
 
     Args:
         lib: Megatron-core.
         patches: What is replaced.
         check: Called before a save.
 
-    A request is a tuple, which may be made anew on its way. It is known by its list of finalizing
-    functions, which every copy keeps.
+    The request for a save is a tuple, of which Megatron may make copies. The guard recognizes it by
+    its list of finalizing functions, which every copy keeps.
 
     Attributes:
-        open: The asynchronous saves that were asked for and not scheduled, by identity.
+        open: The asynchronous saves that were requested but not yet scheduled, by identity.
     """
 
     def __init__(self, lib: Library, patches: Patches, check: Callable[[], None]) -> None:

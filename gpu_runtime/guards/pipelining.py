@@ -3,9 +3,10 @@ A contract under a schedule of `torch.distributed.pipelining`, for your own trai
 
 `guard(schedule)` needs neither Transformer Engine nor graphs, and changes no result: the schedule
 runs as before, and a contract checks every action before it runs and commits it afterwards. The
-guard refuses, by clause and on the rank where it happens, what torch does not notice: a microbatch
-that is forwarded twice, a weight gradient or a message that is left out, actions in another order
-than the table's. A table that `qeffect check` refuses is refused before the first step.
+guard refuses what torch does not notice, and names the clause on the rank where it happens: a
+microbatch that is forwarded twice, a weight gradient or a message that is left out, actions in an
+order that differs from the table's. A table that `qeffect check` refuses is refused before the
+first step.
 
 This module puts the guard on and takes it off. `pipelining_walk` checks and commits the actions,
 `pipelining_boundary` begins and ends steps and updates, `pipelining_rebuild` lets the ranks restart
@@ -68,26 +69,26 @@ def guard(
     """
     Put a contract under a schedule: each later `schedule.step(...)` is one guarded epoch.
 
-    `schedule.eval(...)` runs forwards alone and is not guarded. Where gradients accumulate over
+    `schedule.eval(...)` runs only forwards and is not guarded. Where gradients accumulate over
     several steps, `GuardedSchedule.follow_optimizer` lets the optimizer's update end the epoch.
 
     In manner ``report`` a step is never refused. The first violation of each clause is logged by
-    ``qeffect.guards`` and given to `on_violation`. The guard then judges nothing until the next
-    step, which has a fresh contract. A table that is wrong is reported once, and its steps are not
-    judged.
+    ``qeffect.guards`` and given to `on_violation`. After a violation the guard checks nothing until
+    the next step, which has a fresh contract. A wrong table is reported once, and its steps are not
+    checked.
 
     Args:
         schedule: A schedule of `torch.distributed.pipelining`, with a loss function.
-        transport: How messages are carried, for the check of the table; by default as the stages
-            say (torch 2.14 and later), or torch's default transport.
+        transport: How messages are carried, which the check of the table needs. By default it is
+            what the stages say (torch 2.14 and later), or else torch's default transport.
         manner: ``refuse`` raises at a violation; ``report`` reports it, and the run goes on.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, ``rank0.jsonl`` and so on, which `qeffect
-            replay` takes; pipelines beside each other have a folder each, such as ``pipeline1``.
-            A fresh contract has a file of its own: ``rank0.contract1.jsonl``. The files are
-            complete after `GuardedSchedule.remove`, or at the end of the process.
-        untested: Guard the schedule of a torch release that the guard was not tested with. Manner
-            ``report`` warns of such a release in the log ``qeffect.guards``.
+            replay` takes; with several pipelines, each has its own folder in it, such as
+            ``pipeline1``. A fresh contract has a file of its own: ``rank0.contract1.jsonl``. The
+            files are complete after `GuardedSchedule.remove`, or at the end of the process.
+        untested: Whether manner ``refuse`` accepts a torch release that the guard was not tested
+            with. Manner ``report`` only warns of such a release in the log ``qeffect.guards``.
 
     Raises:
         UntestedReleaseError: The guard was not tested with the installed torch release, in manner
@@ -95,8 +96,8 @@ def guard(
         TypeError: Not a supported schedule, or an invalid transport.
         ValueError: The schedule or one of its stages is guarded already, it has no loss function
             and therefore no backward, or the manner is unknown.
-        ScheduleError: The table is wrong, in manner ``refuse``; the message is that of `qeffect
-            check`.
+        ScheduleError: The table is wrong, in manner ``refuse``; the message is the one that
+            `qeffect check` gives.
     """
     if manner not in ("refuse", "report"):
         raise ValueError(f"manner must be 'refuse' or 'report', got {shown(manner)}")
@@ -116,7 +117,7 @@ def guard(
     for stage in stages:
         if (other := getattr(stage, MARK, None)) is not None:
             raise ValueError(
-                f"stage {stage.stage_index} is guarded already, in a "
+                f"stage {stage.stage_index} is guarded already, as part of a "
                 f"{type(other.schedule).__name__}: the actions of either schedule would count in "
                 "both; call remove() on the other guard, or build separate stages"
             )
@@ -242,17 +243,19 @@ class GuardedSchedule:
         Let the optimizer's update end each epoch from now on, not the schedule's step.
 
         Each step is then a *walk* of the epoch, whose gradients accumulate. Call it on every rank
-        between two steps, with the optimizer of the rank's stages. The optimizer's hooks tell of
-        its updates; a replaced `step` that does not call torch's own is an update that did not run.
+        between two steps, with the optimizer of the rank's stages. The guard sees updates by the
+        optimizer's hooks; a replaced `step` that does not call torch's own counts as an update that
+        did not run.
 
         Args:
-            optimizer: A `torch.optim.Optimizer`, or a container of optimizers that is one.
-            walks: How many steps an update takes. Without it the guard sees an update that is left
-                out only by its gradients.
+            optimizer: A `torch.optim.Optimizer`, or a container of optimizers that is itself an
+                `Optimizer`.
+            walks: How many steps of the schedule one update takes. Without this number the guard
+                notices a missing update only by its gradients.
 
         Raises:
-            TypeError, ValueError: Not an optimizer, not a number of walks, or the guard follows an
-                optimizer already.
+            TypeError, ValueError: `optimizer` is not an optimizer, `walks` is not a number of
+                walks, or the guard follows an optimizer already.
         """
         if self._boundaries.updates is not None:
             raise ValueError(
@@ -262,7 +265,7 @@ class GuardedSchedule:
         self._boundaries.follow(Updates(optimizer, walks, self.stages))
 
     def remove(self) -> None:
-        """Remove the guard; the schedule and its stages are as they were before it."""
+        """Remove the guard, and restore the schedule and its stages."""
         self._logs.close()
         self._actions.evidence.remove()
         if self._boundaries.updates is not None:
@@ -283,15 +286,15 @@ class GuardedSchedule:
 
         Every rank of the pipeline calls this, once, outside its step. A rank that still waits for
         a message in `step` calls it after its process group's timeout has ended the step. All ranks
-        then restart the lowest epoch that one of them is in: no rank may have updated its weights
-        since. What the step left in the schedule and its stages is dropped: torch keeps the losses
-        of an unfinished step, and would take the next step's backwards from them. The caller drops
-        the gradients, with `zero_grad`.
+        then restart the lowest epoch that any of them is in: no rank may have updated its weights
+        since then. Leftovers of the step in the schedule and its stages are dropped: torch keeps
+        the losses of an unfinished step, and would start the next step's backwards from them. The
+        caller has to drop the gradients, with `zero_grad`.
 
         Args:
             timeout_s: How long to wait for the other ranks, in seconds.
-            alone: Restart this rank and ask nobody. The caller sees to it that the others do the
-                same, and that no message is under way.
+            alone: Restart this rank without asking the others. The caller makes sure that the
+                others do the same, and that no message is under way.
 
         Raises:
             MeetingError: On every rank: a rank did not come in time, or the step ended between

@@ -1,8 +1,8 @@
 """
 The boundaries of a guarded pipeline's epochs: where a step begins and ends, and the update.
 
-Without an optimizer to follow, each step is one epoch. With one, each step is a walk, and the
-optimizer's update ends the epoch.
+Without an optimizer to follow, each step is one epoch. With an optimizer, each step is a walk, and
+the optimizer's update ends the epoch.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class EpochBoundaries:
         }
 
     def _whole(self) -> bool:
-        """Whether no message of the latest step is missing, or none was begun."""
+        """Whether the latest step posted all of its messages, or none."""
         if self._looped or self._actions.messages == 0:
             return True
         # A class without a table may hold back a message that it has asked its stage for.
@@ -158,7 +158,7 @@ class EpochBoundaries:
                 self._finish()
             except BaseException:
                 self._actions.abort()
-                if self.updates is not None:  # the walks before are of no use without this one
+                if self.updates is not None:  # without this walk the earlier ones are useless
                     self.updates.forget()
                 raise
             finally:
@@ -181,7 +181,7 @@ class EpochBoundaries:
         begins_epoch = self.updates is None or self.updates.walked == 0
         if begins_epoch:
             if self._judge.reports is not None and self._left:  # a violation, or a failed step
-                self._epoch = self._steps  # that of the ranks that committed the last step
+                self._epoch = self._steps  # the epoch of the ranks that committed the last step
                 self._judge.judges = self._known
                 self._judge("the beginning of the step", self._restart)
             self._left = True

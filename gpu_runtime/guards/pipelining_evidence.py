@@ -1,4 +1,4 @@
-"""What shows that the actions of torch's stages ran, and on which weights."""
+"""Evidence that the actions of torch's stages ran, and on which weights."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class StageEvidence:
     Evidence of the actions of one rank's stages.
 
     An action ran if the stage's own method ran: the method that the stage had before the guard. If
-    another method or a registered function has taken its place, something else has to show that the
+    another method or a registered function has taken its place, other evidence has to show that the
     action ran: a call of the stage's module for F, a backward through the graph of its forward for
-    I and B, a written gradient for B, W and for the scaling of gradients. In either case a backward
-    that leaves the graph of its forward untouched did not run.
+    I and B, a written gradient for B, W and for the scaling of gradients. In either case, a
+    backward that leaves the graph of its forward untouched counts as not run.
 
     Args:
         stages: torch's stages of the rank.
@@ -57,20 +57,19 @@ class StageEvidence:
         self._passes = BackwardPasses()
         self._weights: dict[int, Weights] = {}
         self._watched: dict[Event, Callable[[], bool]] = {}
-        #: What the module returned in a forward that no method of the guard has run.
+        #: The module's output in a forward that ran without the guard's method.
         self._returned: dict[Event, Any] = {}
         #: By stage, the optimizer's parameters of a sharded module, by name.
         self._shards: dict[int, Mapping[str, Any]] = {}
-        #: By stage that DistributedDataParallel wraps: where it reduces, and the backwards that
-        #: have written gradients in this step, each with whether it passed there.
+        #: For each stage under DistributedDataParallel: the nodes where it reduces. `_wrote` has
+        #: the backwards that wrote gradients in this step, each with whether it passed these nodes.
         self._replicas = {
             index: ReplicaHooks(self._module(index))
             for index in self._stages
             if is_replicated(self._module(index)) and not self.keeps_graphs(index)
         }
         self._wrote: dict[int, list[tuple[Event, bool]]] = {}
-        #: The leaves of the graph through which a split dI goes, and the stages of which one was
-        #: looked at in this step.
+        #: The leaves of each split dI's graph, and the stages whose leaves were read in this step.
         self._leaves: dict[Event, set[Any]] = {}
         self._split: set[int] = set()
 
@@ -104,11 +103,11 @@ class StageEvidence:
 
     def begin_split(self, event: Event, loss: Any) -> None:
         """
-        Read which leaves the graph of a dI has, once a step for each stage.
+        Read the leaves of a dI's graph, once per step and stage.
 
         Args:
             event: The dI.
-            loss: The loss from which the last stage's dI goes out.
+            loss: The loss from which the last stage's dI starts.
         """
         _, stage, microbatch = event
         own = self._stages[stage]
@@ -121,7 +120,7 @@ class StageEvidence:
         """
         Check that a dI left work for the weight gradient of each leaf of its graph.
 
-        torch looks for the module's parameters in the graph. A parameter that was exchanged since
+        torch looks for the module's parameters in the graph. A parameter that was replaced since
         the forward, as by FSDP, is not found, and its gradient is never computed. An action that
         `begin_split` has not read passes.
 
@@ -142,7 +141,7 @@ class StageEvidence:
         if left:
             names = {id(value): name for name, value in self._module(stage).named_parameters()}
             said = sorted(
-                names.get(id(v)) or f"one of shape {tuple(v.shape)}, no parameter any more"
+                names.get(id(v)) or f"one of shape {tuple(v.shape)} that is no longer a parameter"
                 for v in left
             )
             raise refused(
@@ -204,7 +203,7 @@ class StageEvidence:
         self._weights.clear()
 
     def sharded(self) -> list[int]:
-        """Return the stages whose weights are not watched, since FSDP puts others in place."""
+        """Return the stages whose weights are not watched, because FSDP replaces them."""
         return [
             stage
             for stage in self._stages
@@ -238,7 +237,7 @@ class StageEvidence:
             weights.check("check_update", stage)
 
     def keeps_graphs(self, stage: int) -> bool:
-        """Whether a stage computes with graphs of its own, which leave none of this evidence."""
+        """Whether a stage computes with graphs of its own, which leave no such evidence."""
         return any(hasattr(self._stages[stage], name) for name in OWN_GRAPHS)
 
     def watch(self, event: Event, *, registered: bool = False) -> None:
@@ -263,7 +262,7 @@ class StageEvidence:
             self._watched[event] = self._backward(event)
 
     def _forward(self, event: Event) -> Callable[[], bool]:
-        """Return what tells whether the stage's module was called, and keeps what it returned."""
+        """Return a function: was the stage's module called? It also keeps the module's output."""
         calls = ForwardCalls(self._module(event[1]))
 
         def seen() -> bool:
@@ -274,7 +273,7 @@ class StageEvidence:
         return seen
 
     def _backward(self, event: Event) -> Callable[[], bool]:
-        """Return what tells whether a backward has passed, and a full one written gradients."""
+        """Return a function: did a backward pass, and write gradients if it is a full one?"""
         kind, stage, microbatch = event
         before = self._passes.of((stage, microbatch)) or 0
         module = self._module(stage)
@@ -287,17 +286,17 @@ class StageEvidence:
         return seen
 
     def replaced(self, event: Event) -> bool:
-        """Whether another method than the guard's was in its place, and showed nothing."""
+        """Whether another method had replaced the guard's, and left no evidence."""
         seen = self._watched.pop(event, None)
         return seen is None or not seen()
 
     def forget(self, event: Event) -> None:
-        """Stop to watch an action, which the guard's method has run."""
+        """Stop watching an action, because the guard's method has run it."""
         if (seen := self._watched.pop(event, None)) is not None:
             seen()
 
     def forwarded(self, event: Event) -> None:
-        """Count backward passes through what a forward left in its stage, from now on."""
+        """Start to count backward passes through the outputs that a forward left in its stage."""
         _, stage, microbatch = event
         returned = self._returned.pop(event, None)
         outputs = _outputs(self._stages[stage], microbatch)
@@ -330,7 +329,7 @@ def _text(event: Event) -> str:
 
 
 def _outputs(stage: Any, microbatch: int) -> Any:
-    """Return what a forward left in its stage to start a backward from, if anything."""
+    """Return the values in a stage from which a forward's backward starts, if there are any."""
     states = getattr(stage, "_forward_chunk_states", None)  # torch 2.15
     if states is not None:
         state = states.get(microbatch)

@@ -12,7 +12,7 @@ from .meeting import MeetingError, meet
 
 __all__ = ["UNFINISHED", "PipelineRanks"]
 
-#: Numbers the guards of a process: all ranks put them on in the same order.
+#: Numbers the guards of a process. All ranks must put their guards on in the same order.
 _NUMBERS = count()
 #: What an unfinished step leaves in a schedule and in its stages, by microbatch.
 UNFINISHED = (
@@ -27,7 +27,7 @@ UNFINISHED = (
 
 class PipelineRanks:
     """
-    The ranks of a pipeline, as one of them sees them.
+    The ranks of a pipeline, seen from one of them.
 
     Args:
         schedule: The schedule of this rank.
@@ -52,7 +52,7 @@ class PipelineRanks:
         return distributed.get_process_group_ranks(getattr(self._stages[0], "group", None))
 
     def folder(self, log: Path | None) -> Path | None:
-        """Return the folder of this process's logs: pipelines beside each other have one each."""
+        """Return the folder of this process's logs; each of several pipelines has its own."""
         ranks = self.ranks()
         if log is None or not ranks:
             return log
@@ -66,8 +66,9 @@ class PipelineRanks:
         Return the lowest epoch that a rank is in; every rank calls it, after its step has ended.
 
         Args:
-            own: This rank's ``epoch``, how many messages its step posted (``posted``) ``of`` all,
-                and whether its step ended before its first message or after its last (``whole``).
+            own: This rank's state: ``epoch``; the number of messages that its step has ``posted``,
+                out ``of`` how many; and ``whole``, whether the step ended before its first message
+                or after its last.
             timeout_s: How long to wait for the other ranks, in seconds.
 
         Raises:
@@ -87,7 +88,7 @@ class PipelineRanks:
         return min(int(word["epoch"]) for word in words.values())
 
     def _meet(self, ranks: list[int], own: Mapping[str, Any], timeout_s: float) -> dict[int, Any]:
-        """Tell the other ranks how this one's step ended, and be told."""
+        """Exchange with the other ranks how each rank's step ended."""
         from torch import distributed
 
         place = f"qeffect/rebuild/{'-'.join(map(str, ranks))}/{self._number}/{self._rebuilds}"

@@ -43,8 +43,8 @@ class GuardedStep(Works):
         reductions: The table's reductions.
         accumulates: Whether gradients accumulate over steps until an update. Each step is then a
             walk, which reduces its own gradients. The contract takes an epoch's reductions after
-            its last walk, and nobody knows which walk is the last: the step counts reductions
-            itself, and tells the contract of them when the update comes.
+            its last walk, but nobody knows in advance which walk is the last. So the step counts
+            reductions itself, and tells the contract about them when the update comes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The table of a `torch.distributed.pipelining` schedule, and a walk that a guard can follow."""
+"""The table of a `torch.distributed.pipelining` schedule, as rows that a guard can follow."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def event_of(action: Any) -> Event:
 
 class ReadActions:
     """
-    torch's actions as events and as texts. Each action is read once: a step has the same ones.
+    torch's actions as events and as texts. Each is read once, because steps repeat them.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,10 @@ class ReadActions:
 
 class GuardedRow(list[Any]):
     """
-    A rank's row whose first walk tells a guard of each action, before and after it runs.
+    A rank's row of actions; it tells a guard of each action before and after the action runs.
 
-    The first walk is the step's. torch walks the row again to print it when an action fails.
+    It does so in the first walk over the row, which is the step. torch walks the row again only to
+    print it after an action has failed.
 
     Args:
         row: torch's actions.
@@ -108,7 +109,7 @@ def table_of(schedule: Any) -> Schedule | None:
 
 
 def transport_of(stages: list[Any]) -> Transport | None:
-    """Return how torch's stages carry messages; None if they do not say, or by default."""
+    """Return how torch's stages carry messages; None if they do not say, or use the default."""
     for name, queues in (("p2p_per_edge", "edge"), ("p2p_per_direction", "direction")):
         if any(getattr(stage, name, False) for stage in stages):
             return Transport(queues=queues)

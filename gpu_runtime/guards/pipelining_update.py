@@ -16,15 +16,17 @@ __all__ = ["Updates"]
 
 class Updates:
     """
-    The optimizer whose updates end the epochs of a guarded schedule, and what its tensors show.
+    The optimizer whose updates end a guarded schedule's epochs, and the evidence in its tensors.
 
     Each step of the schedule is a walk; the walks between two updates are one epoch. A write of a
-    parameter, or of its state in the optimizer, shows that the update ran: fused optimizers write
-    parameters past their version counters. A gradient that disappears before the update shows that
-    a walk was lost, and a gradient that outlives the update untouched is added to.
+    parameter, or of its state in the optimizer, shows that the update ran. The state is needed
+    because fused optimizers write parameters without raising their version counters. A gradient
+    that disappears before the update shows that a walk was lost. A gradient that is left untouched
+    after the update would be added to in the next epoch.
 
     Args:
-        optimizer: An optimizer of torch, or a container of optimizers that is one.
+        optimizer: A `torch.optim.Optimizer`, or a container of optimizers that is itself an
+            `Optimizer`.
         walks: How many steps of the schedule an update takes; None if that is not declared.
         stages: torch's stages of the rank.
 
@@ -74,7 +76,7 @@ class Updates:
         after: Callable[..., None],
         part: Callable[..., None],
     ) -> None:
-        """Call functions before each update, after it, and before that of a container's part."""
+        """Call functions before and after each update, and before each part of a container."""
         self._hooks = [
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
@@ -88,7 +90,7 @@ class Updates:
 
     def check_first_walk(self) -> None:
         """
-        Check that no gradient of the last epoch is left as the update has used it.
+        Check that every gradient that the last update used has been dropped or changed.
 
         Raises:
             Refused: ``arena.stale-accumulation``.
@@ -101,7 +103,7 @@ class Updates:
                     "arena.stale-accumulation",
                     "check_wgrad",
                     f"the gradient of {name}, stage {stage}, which the last update has used",
-                    "no gradient of an earlier epoch: zero_grad() behind each update",
+                    "no gradient of an earlier epoch: zero_grad() after each update",
                 )
 
     def check_next_walk(self) -> None:
@@ -109,8 +111,8 @@ class Updates:
         Check that another walk of the epoch may begin.
 
         Raises:
-            Refused: ``epoch.device-count`` where the update is due; ``arena.overwrite`` where the
-                gradients of the walks before are gone.
+            Refused: ``epoch.device-count`` if the update is due; ``arena.overwrite`` if the
+                gradients of the earlier walks are gone.
         """
         if self._walks is not None and self.walked >= self._walks:
             raise not_run("commit_update", f"the update after {_walks(self.walked)}")
@@ -154,7 +156,7 @@ class Updates:
             raise refused(
                 "version.wrong-epoch",
                 "check_update",
-                "one optimizer of the container updates its weights alone, after "
+                "one optimizer of the container updates its weights without the others, after "
                 f"{_walks(self.walked)}",
                 "weights that do not change between the epoch's first F and its update",
             )
@@ -195,7 +197,7 @@ class Updates:
         ]
 
     def forget(self) -> None:
-        """Begin an epoch, whatever became of the last one."""
+        """Begin an epoch; forget the last one, even if it did not end."""
         self.walked = 0
         self._made = []
 
@@ -211,7 +213,7 @@ class Updates:
         return found
 
     def _is_blind(self, named: Mapping[str, Any]) -> bool:
-        """Whether a fused optimizer without state updates these parameters: nothing shows it."""
+        """Whether a fused optimizer without state updates these: nothing shows such an update."""
         own = set(map(id, named.values()))
         return any(
             group.get("fused") and not any(part.state.get(p) for p in group["params"])

@@ -1,10 +1,10 @@
 """
 The actions of a guarded pipeline's steps: each is checked before it runs, and committed afterwards.
 
-`_PipelineScheduleRuntime` walks a table and has assertions before it computes, so an action is
+`_PipelineScheduleRuntime` walks a table and runs assertions before it computes, so an action is
 checked when the walk reaches it. The stages' methods do the computation; the single-stage classes
-(1F1B, GPipe) call them in their own loops. In these methods an action is checked that no walk has
-checked, and every action is committed.
+(1F1B, GPipe) call them in their own loops. These methods check an action that no walk has checked,
+and commit every action.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class ActionGuard:
         #: The kinds that registered functions run in this step, and torch's actions, read once.
         self._functions: frozenset[str] = frozenset()
         self._read = ReadActions()
-        #: What is left of an overlapped action of the table.
+        #: The parts of an overlapped action of the table that have not run yet.
         self._parts: set[Event] = set()
         #: What the walk has checked or posted, so that the stage's method does not do it again.
         self._checked: dict[Event, Any] = {}
         self._posted: set[Event] = set()
 
     def begin_step(self, step: GuardedStep, *, begins_epoch: bool = True) -> None:
-        """Drop the records of the last step, also of an unfinished one."""
+        """Drop the records of the last step, even if it did not finish."""
         self.step = step
         self.evidence.begin_step(begins_epoch=begins_epoch)
         self._checked.clear()
@@ -99,7 +99,7 @@ class ActionGuard:
         return frozenset(kind.value for kind in functions)
 
     def on_trust(self) -> list[str]:
-        """Return what is taken on trust of the functions that are registered."""
+        """Return what the guard takes on trust about registered functions."""
         kept = [s.stage_index for s in self._stages if self.evidence.keeps_graphs(s.stage_index)]
         judged = METHODS.keys() if len(kept) < len(self._stages) else ()
         kinds = sorted(self.registered())
@@ -127,7 +127,7 @@ class ActionGuard:
             raise ValueError(
                 "a registered function runs OVERLAP_F_B: a forward and a backward of one rank at "
                 "the same time, whose order the guard cannot see; register a function for each "
-                "part, or remove this one"
+                "part, or remove this function"
             )
 
     # The walk
@@ -220,11 +220,11 @@ class ActionGuard:
         return event[0] in self._functions and self.evidence.keeps_graphs(event[1])
 
     def _left_out(self, event: Event) -> bool:
-        """Whether nothing shows that an action ran which no method of the guard has run."""
+        """Whether an action that no method of the guard has run left no evidence that it ran."""
         return self.evidence.replaced(event) and not self._provided(event)
 
     def _reduces(self, index: int) -> bool:
-        """Whether the reduction of a stage's gradients changes them, so that it has to run."""
+        """Whether the reduction of a stage's gradients changes them, and therefore has to run."""
         if self._schedule.scale_grads and self._schedule._n_microbatches > 1:
             return True
         stage = next(stage for stage in self._stages if stage.stage_index == index)
@@ -245,7 +245,7 @@ class ActionGuard:
 
     def guard_methods(self, stage: Any, replace: Callable[[Any, str, Any], None]) -> None:
         """
-        Put guarded methods in the place of a stage's own.
+        Replace a stage's methods by guarded ones.
 
         Args:
             stage: The stage.

@@ -17,7 +17,7 @@ def check_release(name: str, found: str, *tested: str, manner: Manner, untested:
     """
     Warn of a release that the guard was not tested with, or refuse it.
 
-    A release between two tested ones is warned of in either manner.
+    For a release between two tested ones, both manners warn.
 
     Args:
         name: Name of the framework.
@@ -40,7 +40,7 @@ def check_release(name: str, found: str, *tested: str, manner: Manner, untested:
     said = f"this guard was tested with {name} {oldest} to {newest}; {found} is installed"
     if manner == "refuse" and not untested:
         raise UntestedReleaseError(
-            f"{said}; pass untested=True to guard it all the same, or manner='report'"
+            f"{said}; pass untested=True to guard it anyway, or manner='report'"
         )
     LOGGER.warning("%s", said)
 

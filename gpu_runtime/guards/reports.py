@@ -1,4 +1,4 @@
-"""What a guard that reports says: the first violation of each clause."""
+"""The reports of a guard in manner ``report``: the first violation of each clause."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OnViolation = Callable[[Violation], Any]
 
 class Reports:
     """
-    The violations of a guard that reports.
+    The violations that a guard in manner ``report`` has found.
 
     Args:
         call: Called with the first violation of each clause; what it raises is logged.

@@ -7,8 +7,8 @@ their update ends each epoch from then on. TorchTitan accumulates gradients over
 the schedule, and each of these steps is a walk of one epoch. The guard changes no file and no
 option, and no bit of a legal run. It reports by default; with ``manner="refuse"`` it raises.
 
-Evaluation by TorchTitan's validator calls `schedule.eval`, which is not guarded. The guard knows
-what `pipelining` and `pipelining_update` say; this module knows TorchTitan alone.
+Evaluation by TorchTitan's validator calls `schedule.eval`, which is not guarded. What the guard
+checks is described in `pipelining` and `pipelining_update`; this module connects it to TorchTitan.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def guarded(
         manner: ``report`` reports a violation, and the run goes on; ``refuse`` raises.
         on_violation: Called with the first violation of each clause, in manner ``report``.
         log: A folder for the event log of each rank, as for `pipelining.guard`.
-        untested: Guard a run of releases that the guard was not tested with, in manner ``refuse``.
-            Manner ``report`` warns of such releases.
+        untested: Whether manner ``refuse`` accepts releases that the guard was not tested with.
+            Manner ``report`` only warns of such releases.
 
     Raises:
         UntestedReleaseError: The guard was not tested with the installed TorchTitan, in manner
@@ -98,7 +98,7 @@ def guard_of(built: Any) -> GuardedSchedule:
     Return the guard of a run: its `violations`, `on_trust()`, `contract` and `remove()`.
 
     Args:
-        built: A `Trainer`, or the schedule that its `pp_schedule` is.
+        built: A `Trainer`, or its `pp_schedule`.
 
     Raises:
         ValueError: Nothing was guarded.
@@ -176,7 +176,7 @@ class _Hooks:
         self.built = guard, _walks(given.get("training"), given.get("parallel_dims"))
 
     def _put(self, put: Callable[[], None]) -> None:
-        """Put a guard on; in manner ``report`` a run whose guard fails goes on without it."""
+        """Put a guard on; in manner ``report``, a run whose guard fails goes on unguarded."""
         try:
             put()
         except Exception as error:

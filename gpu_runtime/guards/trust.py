@@ -33,21 +33,21 @@ class Trust:
 
 #: The guard of torch's pipeline, and of TorchTitan's.
 PIPELINING: Mapping[str, Trust] = {
-    "methods": Trust("each stage's own method computes all of its action"),
+    "methods": Trust("each stage's own method performs its whole action"),
     "counters": Trust(
-        "no weight is written past its version counter, as through `.data` or a fused kernel"
+        "no write to a weight bypasses its version counter, as through `.data` or a fused kernel"
     ),
-    "messages": Trust("a message that was posted arrives, and brings what was sent"),
+    "messages": Trust("a message that was posted arrives, with the contents that were sent"),
     "function": Trust(
-        "the function that is registered for {kind} computes all of its action",
-        "a function is registered for a kind that leaves evidence",
+        "the function that is registered for {kind} performs its whole action",
+        "a function is registered for a kind of action that leaves evidence that it ran",
     ),
     "unseen function": Trust(
         "the function that is registered for {kind} runs its action",
         "`UNSHARD`, `RESHARD`, `OVERLAP_F_B`; every kind if all stages have graphs of their own",
     ),
     "graphs": Trust(
-        "stage {stage} runs its registered actions by graphs of its own",
+        "stage {stage} runs its registered actions, in graphs of its own",
         "the stage has graphs of its own, as under TorchTitan's GraphPP",
     ),
     "sharded": Trust(
@@ -55,7 +55,7 @@ PIPELINING: Mapping[str, Trust] = {
         "FSDP, without `follow_optimizer`",
     ),
     "update": Trust(
-        "the update reads the gradients that the walks of its epoch have made",
+        "the update uses the gradients that the walks of its epoch have made",
         "after `follow_optimizer`",
     ),
     "walks": Trust(
@@ -66,40 +66,39 @@ PIPELINING: Mapping[str, Trust] = {
 
 #: The guard of DeepSpeed's engine.
 DEEPSPEED: Mapping[str, Trust] = {
-    "data": Trust("the data iterator yields each microbatch once; its contents are not looked at"),
-    "messages": Trust("a message that was sent arrives, and brings what was sent"),
+    "data": Trust("the data iterator yields each microbatch once; its contents are not checked"),
+    "messages": Trust("a message that was sent arrives, with the contents that were sent"),
     "reductions": Trust("a reduction that was called reduces every gradient, over the right group"),
-    "counters": Trust("no weight is written past its version counter, as through `.data`"),
-    "methods": Trust("each method computes all of its instruction"),
+    "counters": Trust("no write to a weight bypasses its version counter, as through `.data`"),
+    "methods": Trust("each method performs its whole instruction"),
     "tied": Trust("ReduceTiedGrads reduces the gradients of tied weights", "tied layers"),
     "optimizer": Trust(
         "the optimizer reduces gradients by itself: ReduceGrads is switched off",
         "`pipeline_enable_backward_allreduce` is off",
     ),
     "partitioned": Trust(
-        "a partitioned activation is that of its buffer's microbatch",
+        "a partitioned activation belongs to the microbatch of its buffer",
         "activations partitioned over tensor-parallel ranks",
     ),
 }
 
 #: The guard of Megatron-core's loops.
 MEGATRON: Mapping[str, Trust] = {
-    "data": Trust("the data iterator yields each microbatch once; its contents are not looked at"),
-    "messages": Trust(
-        "a message that was sent arrives, and the order of messages is that of the loop"
-    ),
+    "data": Trust("the data iterator yields each microbatch once; its contents are not checked"),
+    "messages": Trust("a message that was sent arrives, and messages keep the order of the loop"),
     "reductions": Trust("a reduction that was called reduces every gradient, over the right group"),
-    "counters": Trust("no weight is written past its version counter, as through `.data`"),
-    "reruns": Trust("a loop that follows a loop without an update in between is a rerun"),
-    "function": Trust("the forward step's function computes all of its forward"),
+    "counters": Trust("no write to a weight bypasses its version counter, as through `.data`"),
+    "reruns": Trust("if no update comes between two loops, the second loop is a rerun"),
+    "function": Trust("the forward step function does the whole forward"),
     "unmatched": Trust(
-        "messages: an exchange has several tensors, or the order is too long",
+        "all messages: an exchange has several tensors, or the order is too long",
         "`adjust_tensor_shapes_fn`, or an order above the limit of `qeffect check`",
     ),
     "replays": Trust(
         "a step that is replayed as one graph equals the captured step", "full iteration"
     ),
     "updates": Trust(
-        "updates that no known optimizer made", "a loop followed without an update that was seen"
+        "updates by optimizers that the guard does not see",
+        "a loop followed another one, and the guard saw no update in between",
     ),
 }

@@ -1,17 +1,17 @@
 """
-The name of an attempt: one run of all ranks, from their meeting to the first one's end.
+The name of an attempt. An attempt runs from the meeting of all ranks to the first rank's end.
 
 torchrun restarts the workers of its agents in rounds. Workers do not learn the number of their
-round, and the agents' store outlives all rounds. The count of restarts that an agent tells its
-workers is the agent's own: an agent that restarts because another one lost a worker does not count,
-and an agent that was killed and started again counts from 0 (pytorch/pytorch#135712). Ranks
-therefore draw the name of their attempt and agree on it here.
+round, and the agents' store outlives all rounds. Each agent passes its own count of restarts to its
+workers: it does not count a restart because another agent lost a worker, and counts from 0 if it
+was killed and started again (pytorch/pytorch#135712). Ranks therefore draw the name of their
+attempt and agree on it here.
 
-Rank 0 draws a name and offers it under the one key that every round writes again. Each other rank
-takes its place under keys that begin with the offered name; the first process to come gets it. Once
-all places are taken, rank 0 confirms the name, under such a key too. A place was taken after the
-name was drawn. So a confirmed name has one process for each rank, all of which ran while rank 0
-waited, and whatever an earlier round wrote stands under another name.
+Rank 0 draws a name and offers it under the one key that every round overwrites. Each other rank
+takes its place under a key that begins with the offered name; the first process that writes the key
+gets the place. Once all places are taken, rank 0 confirms the name, also under such a key. Every
+place was taken after the name was drawn. So a confirmed name has one process for each rank, and all
+of them ran while rank 0 waited. Whatever an earlier round wrote has another name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .bounded import bounded
 __all__ = ["UnreachableError", "agree_on_attempt", "first_line"]
 
 _OFFER, _CONFIRMED = "qeffect/offer", "confirmed"
-#: Seconds between two looks at the store: at least, and for each rank of the job.
+#: Seconds between two queries of the store: the first at least, or the second for each rank.
 _POLL_S, _POLL_A_RANK_S = 0.02, 5e-4
 #: Seconds past the deadline after which a store that has not answered is given up.
 _MARGIN_S = 5.0
@@ -56,7 +56,7 @@ def agree_on_attempt(
         rank: The global rank.
         world: Number of ranks.
         deadline: Timeout in seconds for all ranks to agree.
-        events: What this rank did is added here, each an event of a rank log and a name.
+        events: This list gets what this rank did, as pairs of a rank log's event and a name.
 
     Raises:
         BackendError: A rank did not come in time, or the store is gone or does not answer.
@@ -131,5 +131,5 @@ class _Meeting:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error; the others are its stack."""
+    """Return the first line of a library's error; the other lines are a stack trace."""
     return str(error).strip().partition("\n")[0]

@@ -1,8 +1,8 @@
 """
 The optimizer as the graph of a step holds it: the addresses of its state, and its numbers.
 
-If a number is a tensor on the device, as a learning rate may be, the graph holds its address, and
-the value may change.
+If a number is a tensor on the device, as a learning rate may be, the graph holds the tensor's
+address, and the value may change.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
     """
-    Return what a call returns, or give it up.
+    Return what a call returns, or stop waiting for it at a timeout.
 
     A query of a store on a host that is partitioned away returns neither a value nor an error. The
     call runs in a thread that is left behind if it does not return; the thread does not keep the

@@ -2,8 +2,8 @@
 The calibration of a pipeline's scales: walks over the row without the contract, before epoch 0.
 
 The walks move messages and device memory as a step does. The contract is not asked: it sees a
-runtime whose epoch 0 has not begun, with other scales. As in a second run of a step, no event log
-and no rank log has the walks.
+runtime whose epoch 0 has not begun, with other scales. Neither the event log nor the rank log
+records the walks, as with a second run of a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _CalibratingRun(SecondRun):
 
 def calibrate_pipeline(pipeline: Pipeline) -> Calibration:
     """
-    Calibrate the scales of a new run's domain of epoch scales; every rank calls it before a step.
+    Calibrate the epoch scales of a new run; every rank calls this before its first step.
 
     Raises:
         StoppedError: A rank could not go on; all ranks stop with one cause.

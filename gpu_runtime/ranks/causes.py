@@ -29,22 +29,22 @@ __all__ = [
 
 
 WEIGHT = "weight "
-"""What stands before the name of a weight that changed while a step ran twice."""
+"""Prefix of the name of a weight that changed while a step ran twice."""
 
 
 class DisagreementError(RuntimeError):
-    """All ranks came to the commit, with different epochs, messages or gradients."""
+    """All ranks reached the commit, but with different epochs, messages or gradients."""
 
 
 @attrs.frozen
 class Difference:
     """
-    A gradient that differs between two runs of one step, or a stage's numerical state, or a weight.
+    A gradient, a stage's numerical state or a weight that differs between two runs of one step.
 
     Args:
         rank: The rank that computed it.
         stage: Its stage.
-        name: Its name within the stage, or what stands for it (`double_run`).
+        name: Its name within the stage, or a text in place of a name (`double_run`).
         count: How many gradients of the rank differ, if only the first of them is known; else 1.
     """
 
@@ -62,7 +62,7 @@ class MismatchError(RuntimeError):
         found: The gradients that differ.
 
     Attributes:
-        unrecoverable: Whether a weight has changed, from which no step can be restarted.
+        unrecoverable: Whether a weight has changed; the step cannot be restarted then.
     """
 
     unrecoverable = False
@@ -73,7 +73,7 @@ class MismatchError(RuntimeError):
 
 
 def _difference(found: Difference | Mapping[str, Any]) -> Difference:
-    """A difference, or one that was plain data in the store."""
+    """Return a difference, also from the plain data that the store has of it."""
     return found if isinstance(found, Difference) else Difference(**found)
 
 

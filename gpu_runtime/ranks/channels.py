@@ -50,8 +50,8 @@ __all__ = [
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 _STAGES = 1 << 20
-#: Most thread blocks of an NCCL kernel. NCCL's own choice for a message is twice as many. While
-#: the blocks wait for the other rank, no kernel of a stage can run in their place.
+#: Largest number of thread blocks of an NCCL kernel. NCCL's own choice for a message is twice as
+#: many. While the blocks wait for the other rank, no kernel of a stage can run in their place.
 _MOST_BLOCKS = 8
 #: Timeout of an abort in seconds; an abort never ends while a graph holds the communicator.
 _ABORT_S = 10.0
@@ -185,8 +185,8 @@ class Channels:
     Args:
         rank: The global rank.
         groups: The process group of each channel that ends here.
-        host: Whether the host waits for a transfer, and tags work (gloo); otherwise the current
-            stream waits (NCCL).
+        host: Whether the host waits for a transfer, and tags take effect (gloo); otherwise the
+            current stream waits (NCCL).
         deadline: Timeout of a host's wait, in seconds.
         tagged: Whether to use tags where they work; without tags, order alone pairs messages, as
             with NCCL.
@@ -384,7 +384,8 @@ class Channels:
 
     def close(self, *, abort: bool = True) -> None:
         """
-        End every transfer and connection of this rank; peers that wait on one wake up at once.
+        End every transfer and connection of this rank; peers that wait on a connection wake up at
+        once.
 
         Gloo has no call for this: it closes a connection with the last reference to its group and
         its transfers. An NCCL communicator is aborted, which frees a stream that waits in it.
@@ -473,7 +474,7 @@ def device_group(ranks: list[int], device: torch.device, seconds: float) -> Any:
     Make a group of ranks for collectives; every rank of the world calls it.
 
     On a GPU the group's first collective creates a communicator and blocks the host until all of
-    its ranks are there. So it runs here, with a limit.
+    its ranks are there. So this function runs that collective, with a timeout.
 
     Args:
         ranks: The ranks.

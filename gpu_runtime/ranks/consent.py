@@ -4,8 +4,8 @@ Consent of all ranks to a step: no rank updates its weights before all ranks agr
 Consent is one small all-reduce on the CPU over a group of all ranks; it waits for no device. Each
 rank contributes its epoch and the digest of its end of each channel. A rank that cannot continue
 first publishes the reason in the store, then closes its connections. Its peers wake up at once and
-publish what they saw. The first rank that has heard all the others, or has waited for its grace,
-writes the one cause that all ranks read.
+publish what they saw. The first rank that has heard all the others, or has waited for `grace`
+seconds, writes the one cause that all ranks read.
 
 The all-reduce may end on some ranks and fail on others when a rank stops during it. Then some ranks
 have updated and others have not. The epochs in their verdicts differ, so the cause is not
@@ -65,9 +65,9 @@ _POLL_S = 1e-3
 _MARGIN_S = 10.0
 """Seconds past the grace after which a store that does not answer is given up."""
 _LEAST_S = 0.5
-"""The least seconds of each part of a stop that has to be over."""
+"""The least seconds for each part of a stop that has to be over at a given time."""
 _ASIDE_S = 60.0
-"""Longer than another thread takes to tell the cause and to end the process."""
+"""Seconds; longer than another thread takes to tell the cause and to end the process."""
 _DEVICE_POLL_S = 2e-5
 _PATIENCE = 50
 """Queries of the device per query of the store."""
@@ -86,7 +86,7 @@ def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: floa
 
     Raises:
         LostError: The work did not finish in time.
-        UnansweredError: Nor did the store answer in that time.
+        UnansweredError: The store did not answer in that time either.
     """
     until = time.monotonic() + deadline
     given_up = None
@@ -135,8 +135,8 @@ class Consent:
         release: Drops a graph that holds kernels of the connections; without this, ending the
             connections would wait for the graph.
         ending: Whether this rank has begun to stop.
-        asks: What this rank asks of all ranks after the step, as a number from 0 on.
-        heard: The largest number that any rank asked in the last agreement.
+        asks: This rank's request to all ranks for the time after the step, as a number from 0 on.
+        heard: The largest request of any rank in the last agreement.
         waits: Counts the host's waits.
         until: When a stop has to be over, in seconds of `time.monotonic`; None for no such time.
     """
@@ -320,7 +320,7 @@ class Consent:
 
     def claim(self, speaker: str) -> bool:
         """
-        Whether this speaker is the only one of this process that tells why it stops.
+        Whether this speaker tells why this process stops: the first that asks does, and no other.
 
         Args:
             speaker: ``main``, the thread that trains, or ``aside``, another one.
@@ -343,7 +343,7 @@ class Consent:
         Args:
             error: The reason.
             epoch: The epoch of the error.
-            at: What the rank does.
+            at: What the rank was doing.
             seconds: Timeout in seconds.
         """
         verdict = self._verdict(verdict_of(error, epoch, None, 0, self.channels.posted(), at))
@@ -357,14 +357,14 @@ class Consent:
         Args:
             error: Why this rank cannot continue, as published.
             epoch: The epoch of the error.
-            at: What the rank does.
+            at: What the rank was doing.
             seconds: Timeout in seconds.
         """
         verdict = verdict_of(error, epoch, None, 0, self.channels.posted(), at)
         return self._cause(verdict, epoch, min(self.grace, seconds / 2), seconds)[0]
 
     def _at_most(self, seconds: float) -> float:
-        """These seconds, or those that are left before a stop has to be over."""
+        """These seconds, or fewer if a stop has to be over before."""
         if self.until is None:
             return seconds
         return min(seconds, max(self.until - time.monotonic(), _LEAST_S))
@@ -399,7 +399,7 @@ class Consent:
         return any(self.store.check([f"verdict/{rank}"]) for rank in range(self.world))
 
     def close(self) -> None:
-        """Close every connection; peers that wait on one wake up."""
+        """Close every connection; peers that wait on a connection wake up."""
         # All at once: dropping a graph may wait for its end, and it ends only once every group
         # whose kernels it holds is aborted.
         self.channels.let_go()

@@ -2,14 +2,14 @@
 Two runs of one step, before its update: the device compares the gradients of both.
 
 Every N-th step runs twice from the same numerical state. Both runs have the same inputs, weights,
-scales and random numbers. So their gradients have the same bits, and so has the numerical state
-that they leave, unless memory or a computation was wrong in one of them. What was wrong in both
-runs alike is not seen: a bit of a weight that flipped before the first run, or a device that always
-computes the same wrong number. A weight that changes while the runs last is named. The step cannot
-be restarted from it, so such a stop is not recoverable in place.
+scales and random numbers. So both give the same bits of gradients and numerical state, unless
+memory or a computation was wrong in one of them. An error that is the same in both runs is not
+found: a bit of a weight that flipped before the first run, or a device that always computes the
+same wrong number. A weight that changes during the runs is named. The step cannot be restarted from
+such a weight, so the stop is not recoverable in place.
 
-The contract checks and counts one step. The second run (`second_run.py`) repeats device work, and
-nothing else: it comes before this rank's consent, or before its device's vote.
+The contract checks and counts one step. The second run (`second_run.py`) repeats only device work.
+It runs before this rank's consent, or before its device's vote.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .second_run import SecondRun
 __all__ = ["STATE", "DoubleRun", "compared", "first_of", "is_due"]
 
 WORD = 3
-"""The least word that a gate publishes for a rank whose two runs differ."""
+"""The smallest word that a gate publishes for a rank whose two runs differ."""
 
 
 def is_due(every: int, epoch: int) -> bool:
@@ -47,7 +47,7 @@ def is_due(every: int, epoch: int) -> bool:
 
 def first_of(word: int, count: int) -> tuple[int, int]:
     """
-    Return what a published word tells: place of the first gradient that differs, and how many do.
+    Decode a published word: the place of the first gradient that differs, and how many differ.
 
     Args:
         word: The word, at least `WORD`.
@@ -61,11 +61,11 @@ def first_of(word: int, count: int) -> tuple[int, int]:
 
 
 STATE = "scaling state"
-"""What stands for a gradient's name if the numerical state of a stage differs."""
+"""Name that is given in place of a gradient's if the numerical state of a stage differs."""
 
 
 def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
-    """The live numerical state by stage; that of the whole domain counts to its first stage."""
+    """The live numerical state by stage; the first stage also has the state of the whole domain."""
     found: dict[int, list[Tensor]] = {}
     for stage in runtime.domain.stages:
         if own := list(stage.numerical_state().values()):
@@ -77,7 +77,7 @@ def _by_stage(runtime: Runtime) -> dict[int, list[Tensor]]:
 
 def compared(runtime: Runtime, gradients: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     """
-    Return what two runs of a step are compared by, as stage and name: weights, gradients, state.
+    Return the weights, gradients and states that two runs must share, as stage and name.
 
     Args:
         runtime: The rank's runtime.
@@ -110,14 +110,15 @@ class DoubleRun:
 
     Args:
         runtime: The rank's runtime.
-        every: A step runs twice after each `every - 1` others.
+        every: N, if every N-th step runs twice.
         names: By rank, what `compared` returned there.
         rank: This rank.
-        log: The digests that a step's log gets, if there are any: those of the second run.
+        log: The digests for the step's log, if it has any; they are taken from the second run.
 
     Attributes:
         differs: Scalar of float64 on the device, after the second run: 0 if no gradient differs,
-            else 1 plus the first one's place plus, for each further one, the number of gradients.
+            else 1, plus the place of the first gradient that differs, plus the number of all
+            gradients for each further one that differs.
         between: Called between the two runs of a guarded step; for tests.
     """
 
@@ -232,11 +233,11 @@ class DoubleRun:
 
     def of_guarded(self, pipeline: Walk, gradients: Gradients) -> Gradients:
         """
-        The second run of a guarded step, after its first run; the device compares, nobody waits.
+        The second run of a guarded step, after its first run; the device compares, no host waits.
 
         Args:
             pipeline: The pipeline.
-            gradients: Those of the first run.
+            gradients: The gradients of the first run.
 
         Returns:
             The gradients of the second run.
@@ -275,8 +276,8 @@ class DoubleRun:
             words: By rank, what its gate published.
 
         Raises:
-            MismatchError: A rank's two runs differ. The first gradient of each such rank is named,
-                and all of this rank's.
+            MismatchError: A rank's two runs differ. The error names the first difference of each
+                such rank, and all differences of this rank.
         """
         found: list[Difference] = []
         for rank, word in words.items():

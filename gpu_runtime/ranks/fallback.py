@@ -18,15 +18,15 @@ def capture_failed(whole: OneLaunch, stopped: StoppedError) -> bool:
 
 def fall_back(whole: OneLaunch | None, stopped: StoppedError) -> str | None:
     """
-    Give the launch up for guarded replays, if a rank could not capture the step.
+    Change from the launch to guarded replays, if a rank could not capture the step.
 
     Args:
         whole: The launch that should have captured the step; None after it was given up.
         stopped: How the step ended, on every rank.
 
     Returns:
-        Why the step could not be captured; None if it ended for another reason, and then nothing
-        was done.
+        Why the step could not be captured; None if the step ended for another reason; then nothing
+        has changed.
     """
     if whole is None or not capture_failed(whole, stopped):
         return None

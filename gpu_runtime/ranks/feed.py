@@ -1,5 +1,5 @@
 """
-What brings a pipeline its data.
+The source of a pipeline's data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Feed", "to_device"]
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
-    Copy a tensor of the host to a device, without a wait of the host for the device.
+    Copy a tensor from the host to a device; the host does not wait for the device.
 
     A plain ``tensor.to("cuda")`` waits, as its memory is pageable; this copies to pinned memory
     first.
@@ -33,7 +33,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 class Feed(Protocol):
     """
-    The pipeline's data from outside, and its outputs to the outside.
+    Brings data into the pipeline, and takes its outputs.
 
     A step in mode ``one launch`` asks for all its data before it uses any. On a GPU, inputs and
     gradients are asked for on a separate stream that does not wait for any other stream. So the
@@ -49,8 +49,8 @@ class Feed(Protocol):
         """
         Return the inputs of a stage that do not come from another stage.
 
-        For the first stage: all inputs. For every other stage: the inputs behind its first,
-        such as targets.
+        For the first stage: all inputs. For every other stage: all inputs but the first, such as
+        targets.
         """
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
@@ -59,4 +59,4 @@ class Feed(Protocol):
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
-        """Look at the last stage's outputs; copy them to keep them, as they are overwritten."""
+        """Take the last stage's outputs; copy them to keep them, as they are overwritten."""

@@ -142,7 +142,7 @@ class UpdateGate:
         self.updated.zero_()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
-        """Derive the change per step from one step: counters add a number, the digest is affine."""
+        """Take the change per step from one step: a sum for each counter, a map for the digest."""
         first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
         for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
@@ -177,7 +177,7 @@ class UpdateGate:
             self.ending = Abort(group)
 
     def close(self, *, abort: bool = False) -> None:
-        """End the group; an abort wakes all that wait in it."""
+        """End the group; an abort wakes all ranks that wait in it."""
         self.open = False
         ending, self.ending = self.ending, None
         if ending is not None:

@@ -82,7 +82,7 @@ def compare(
     Advance the expected counters by one step, and compare.
 
     Args:
-        values: Counters, int64, on the device, as all of these.
+        values: Counters, int64; all arguments are on the device.
         wanted: Expected counters after the previous step; advanced in place.
         factors: Factors of a step.
         terms: Terms that a step adds.
@@ -113,8 +113,8 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
         heard: Each rank's vote, float64, on the device; -1 if the reduced gradients of its replica
             differ from the first replica's, less if the rank's two runs of the step differ.
         skip: Scalar of float32 on the device; 1 if any vote is not this step's yes, else 0.
-        ring: Rows of the step's number, its counters, and for each rank 1 if its vote is not this
-            step's yes, 1 less the vote if the vote is below 0; int64, pinned.
+        ring: Rows of the step's number, its counters, and a number for each rank: 0 for this step's
+            yes, 1 minus the vote if the vote is below 0, else 1; int64, pinned.
         number: Scalar of int64 on the device: the step's number, advanced in place.
     """
     size, world = values.numel(), heard.numel()

@@ -136,7 +136,7 @@ class Job:
         )
 
     def ranks(self, replica: int) -> list[int]:
-        """Return the global rank of each pipeline rank of a replica; replica 0 has the first."""
+        """Return the global ranks of a replica, by pipeline rank; replica 0 has the first ranks."""
         return [replica * self.pp + rank for rank in range(self.pp)]
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
@@ -173,7 +173,7 @@ class Job:
             loss: Whether the last stage ends in the loss.
             fuse: Whether the library accumulates into `main_grad` itself; None lets the library
                 choose.
-            replica: The replica of the stages; replicas drop other elements.
+            replica: The replica of the stages; dropout differs between replicas.
 
         Raises:
             BackendError: The backend has no dropout, and the job asks for it.
@@ -229,11 +229,11 @@ class Job:
 
     @property
     def clipping(self) -> Clipping:
-        """How an update uses the norm of all gradients; here it does not."""
+        """How an update uses the norm of all gradients; this model's updates do not use it."""
         return Clipping()
 
     def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
-        """Return the optimizer over a rank's stages; a graph can hold a capturable update."""
+        """Return the optimizer over a rank's stages; a graph can hold the update if capturable."""
         return Optimizer(stages, capturable=capturable)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:

@@ -1,9 +1,9 @@
 """
-Faults that a rank sees late, told to its contract before the rank stops.
+Faults that a rank finds late. It reports them to its contract before it stops.
 
-An error of a device, and a difference between two runs of a step, are seen after the contract has
-accepted the actions that they concern. The contract then refuses the commit of that epoch, and a
-checkpoint over weights that the fault may have reached.
+An error of a device, and a difference between two runs of a step, are found only after the contract
+has accepted the actions that they concern. The contract then refuses the commit of that epoch, and
+a checkpoint over weights that the fault may have reached.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["record_fault"]
 
 def record_fault(runtime: Runtime, error: BaseException, epoch: int, rank: int) -> None:
     """
-    Tell the contract which stages an error makes doubtful; other errors change nothing.
+    Tell the contract which stages an error may have affected; other errors change nothing.
 
-    An error of a device (`torch.AcceleratorError`) may be of the last update, since the host does
-    not wait for it, and no later work of the process runs. So the last committed epoch counts as
-    failed, every action and checkpoint is refused until a `restore`, and the error is marked as
-    unrecoverable. If a weight changed between two runs of a step, the last epoch counts as failed
-    too. Any other difference between two runs spoils the step, unless a device's gate has already
-    skipped its update.
+    An error of a device (`torch.AcceleratorError`) may come from the last update, since the host
+    does not wait for the update, and no later work of the process runs. So the last committed epoch
+    counts as failed, every action and checkpoint is refused until a `restore`, and the error is
+    marked as unrecoverable. If a weight changed between two runs of a step, the last epoch counts
+    as failed too. Any other difference between two runs spoils the step, unless a device's gate has
+    already skipped its update.
 
     Args:
         runtime: The rank's runtime.

@@ -1,11 +1,11 @@
 """
 The device's random generator across launches.
 
-torch moves the generator's position when a graph is replayed, by what the graph may draw. A graph
-that is a node of a step's graph moves nothing. So the host moves the position after each launch as
-the guarded step before the capture did, and a checkpoint of launches holds the position that a
-checkpoint of replays would hold. Transformer Engine's attention reserves numbers also without
-dropout.
+When torch replays a graph, it moves the generator's position by the numbers that the graph may
+draw. A graph that is a node of a step's graph moves nothing. So the host moves the position after
+each launch as the guarded step before the capture did, and a checkpoint of launches holds the
+position that a checkpoint of replays would hold. Transformer Engine's attention reserves numbers
+even without dropout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LaunchDraws:
     @contextmanager
     def measure(self, runs: int = 1) -> Iterator[None]:
         """
-        Note what a guarded step takes.
+        Record how many numbers a guarded step takes.
 
         Args:
             runs: How often the step does its work.
@@ -59,10 +59,10 @@ class LaunchDraws:
 
     def launched(self, runs: int = 1) -> None:
         """
-        Move the position, after launches that did the work of a step.
+        Move the generator's position after the launches of a step.
 
         Args:
-            runs: How often they did it.
+            runs: How often the launches did the step's work.
         """
         if self.a_run:
             _generator(self.device).set_offset(drawn(self.device) + runs * self.a_run)

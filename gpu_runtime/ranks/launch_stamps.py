@@ -1,10 +1,10 @@
 """
-Times of a rank's own work in a launch, which the device itself stamps.
+Times of a rank's own work in a launch, stamped by the device itself.
 
 A launch is one graph, in which the device also waits for other ranks. So the time of a launch is
-the same on all ranks, and tells nothing about one of them. A dW reads no message and no sum: from
-its beginning to its end the device waits for nobody. Two nodes of the graph stamp the device's
-clock around one dW of each stage. A rank whose device is slow is slow there.
+the same on all ranks, and tells nothing about any single rank. A dW reads no message and no sum:
+from its beginning to its end the device waits for nobody. Two nodes of the graph stamp the device's
+clock around one dW of each stage. A slow device shows in this time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["LaunchStamps"]
 
-#: Stamps a place of a row: the rows, the number of the step, the place.
+#: Stamps a place of a row, given the rows, the number of the step and the place.
 Stamp = Callable[[Tensor, Tensor, int], None]
 
 
@@ -30,7 +30,7 @@ class LaunchStamps:
         stamp: Writes nanoseconds of the device's clock, as `gate_kernel.stamp`.
         number: The number of the launch, int64 on the device.
         stages: The rank's stages.
-        rows: Launches that are kept; a row is written again after so many.
+        rows: Number of launches that are kept; then the oldest row is overwritten.
     """
 
     def __init__(self, stamp: Stamp, number: Tensor, stages: Sequence[int], rows: int) -> None:
@@ -44,7 +44,7 @@ class LaunchStamps:
         self._stamp(self.ring, self._number, place)
 
     def warm(self) -> None:
-        """Stamp every place once outside a capture, which can load no kernel."""
+        """Stamp every place once outside a capture, because a capture cannot load a kernel."""
         for place in range(self.ring.shape[1]):
             self.mark(place)
 
@@ -81,7 +81,7 @@ class LaunchStamps:
 
 
 class _StampedExecutor:
-    """Stamps around the first dW of each stage; all else is the executor's own."""
+    """Stamps around the first dW of each stage; the wrapped executor does everything else."""
 
     def __init__(self, executor: Any, stamps: LaunchStamps) -> None:
         self._executor, self._stamps = executor, stamps

@@ -1,5 +1,5 @@
 """
-The host's waits for launches, and the verdict of each: what its device counted and all ranks voted.
+The host's waits for launches, and the verdict of each: its device's counts and all ranks' votes.
 
 No wait is longer than the deadline: a device may wait for a rank that has died.
 """
@@ -61,7 +61,7 @@ class LaunchWaits:
         Wait for the oldest launch, and read its verdict, if the contract awaits its counts.
 
         Raises:
-            Refused: The device ran something else than was committed.
+            Refused: The device did not run exactly the committed actions.
             DisagreementError: A rank voted no, or its vote is missing.
         """
         if self.pipeline.runtime.contract.counts_awaited:
@@ -84,7 +84,7 @@ class LaunchWaits:
             double.require_told_equal(dict(enumerate(said)))
         if odd := [rank for rank, word in enumerate(said) if word == 1]:
             raise DisagreementError(
-                f"the device of rank {odd[0]} did not run what was committed, or its vote is "
+                f"the device of rank {odd[0]} did not run the committed actions, or its vote is "
                 "missing"
             )
         if unlike := [rank for rank, word in enumerate(said) if word == UNLIKE]:

@@ -1,4 +1,4 @@
-"""Waits for other ranks that did not end: their errors, and a wait with a limit."""
+"""Errors of waits for other ranks, and a wait with a timeout."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def within(
     step: int | None = None,
 ) -> T:
     """
-    Return what a call returns, or give up the wait with its cause.
+    Return what a call returns, or stop waiting at a timeout and raise the cause.
 
     The call runs in a thread (`bounded`), whose current device and stream are the defaults. SIGTERM
-    is heard meanwhile, as it is not in a call of a library.
+    is handled during this wait, but not during a direct call of a library.
 
     Args:
-        call: Waits for a device, or for a library that has no limit.
+        call: Waits for a device, or for a library that has no timeout.
         seconds: Timeout in seconds.
         rank: This rank.
-        what: What is awaited, for the cause.
-        action: What this rank does, for the cause.
-        peer: The awaited rank; -1 for all ranks, or none.
+        what: What the call waits for, for the error's text.
+        action: What this rank does, for the error's text.
+        peer: The awaited rank; -1 for all ranks, or for no rank.
         step: The step; None outside of steps.
 
     Raises:

@@ -1,5 +1,5 @@
 """
-The ranks of a job: the launcher's environment, the rendezvous, and words that all ranks exchange.
+The ranks of a job: the launcher's environment, the rendezvous, and data that all ranks exchange.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limits:
         start: For all ranks to meet.
         message: For one message that the host waits for.
         commit: For all ranks to reach the commit, and for this rank's device to finish its work,
-            in a step and between two.
+            during a step and between two steps.
         grace: For all ranks to publish why they stopped.
         save: For all ranks to write or read their files of a checkpoint.
     """
@@ -83,7 +83,7 @@ class Member:
         Wait for the device; a CPU needs no wait.
 
         Args:
-            seconds: Timeout in seconds; None waits without a limit, which suits measurements alone.
+            seconds: Timeout in seconds; None waits without a limit, which suits only measurements.
             action: What this rank does, for the cause.
             step: The step; None outside of steps.
 
@@ -151,8 +151,8 @@ def join(device: str, limits: Limits | None = None) -> Member:
     """
     if device not in ("cpu", "cuda"):
         raise BackendError(
-            f"device is {device!r}; expected 'cpu' or 'cuda': a rank takes the GPU of its place on "
-            "the host"
+            f"device is {device!r}; expected 'cpu' or 'cuda': a rank takes the GPU of its local "
+            "rank on the host"
         )
     launcher_ranks()
     missing = [name for name in _VARIABLES if name not in os.environ]
@@ -174,8 +174,8 @@ def join(device: str, limits: Limits | None = None) -> Member:
             problem = "this torch has no NCCL, which messages between GPUs need; use --device cpu"
         elif local >= found:
             problem = (
-                f"rank {rank} wants GPU {local} of this host, which has {found}; start one rank "
-                "per GPU"
+                f"rank {rank} wants GPU {local} (counted from 0) of this host, which has {found}; "
+                "start one rank per GPU"
             )
         else:
             place = torch.device("cuda", local)
@@ -265,7 +265,7 @@ def agree_on(member: Member, problem: str, failed: Exception | None = None) -> N
         failed: The exception behind it.
 
     Raises:
-        BackendError: A rank has a problem; the message is that of the first such rank.
+        BackendError: A rank has a problem; the message is the problem of the first such rank.
     """
     for text in all_gather(member, problem):
         if text:

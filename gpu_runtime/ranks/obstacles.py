@@ -1,7 +1,8 @@
 """
 Why a worker's step cannot be one launch, and the first reason that any rank has.
 
-`one_launch_obstacles` in `runtime/step_mode.py` is the list. Here its facts are a worker's.
+`one_launch_obstacles` in `runtime/step_mode.py` is the list. This module takes the facts for that
+list from a worker.
 """
 
 from __future__ import annotations

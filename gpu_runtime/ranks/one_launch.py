@@ -6,21 +6,21 @@ no host acts between two actions. What is checked, and when:
 
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
   guarded step; and that both ends of each channel posted the same messages in the same order.
-* *Before each of the two launches after the captured step's*: every transition of the step, one
+* *Before each of the two launches that follow the captured step*: every transition of the step, one
   after another, by the same guarded actions over the same contract, with a performer that moves
   nothing (`rehearsal.py`). The two recorded steps must be the same step.
 * *Before each later launch*: that everything those transitions read is unchanged, except counters
   that moved alike (`qeffect.steps` says why all guards then decide as before), and that the row's
   program and the gradient destinations are unchanged. If anything differs, the step is rehearsed
-  again. After the launch the whole step is committed at once.
+  again. After the launch the whole step is committed in one call.
 * *Before each launch*: that no address that a graph bakes in has moved.
-* *In each launch, by the device*: whether it ran every action as often, and in the order, that the
-  contract requires (`qeffect.counts`), whoever launched it (`gate.py`). Each rank sends its vote to
-  all ranks. If one rank's counts differ, or its vote is missing, every rank skips this update and
-  the update of every later launch. If a rank dies while votes are exchanged, some ranks may have
-  received all votes and updated: then all ranks restart from a checkpoint.
-* *One step later, by the host*: the device's counts are presented to the contract. If a rank voted
-  no, the training ends on all ranks with one cause. No weights have moved since.
+* *In each launch, by the device*: whether it ran every action as often as the contract requires
+  (`qeffect.counts`), and in the required order, no matter who launched it (`gate.py`). Each rank
+  sends its vote to all ranks. If one rank's counts differ, or its vote is missing, every rank skips
+  this update and the update of every later launch. If a rank dies while votes are exchanged, some
+  ranks may have received all votes and updated: then all ranks restart from a checkpoint.
+* *One step later, by the host*: the contract checks the device's counts. If a rank voted no, the
+  training ends on all ranks with one cause. No weights have moved since.
 
 A step that runs twice (`double_run.py`) is two launches: the first runs the work of the step and
 keeps the digests of its gradients; the second restores the state, runs the work again, compares,
@@ -63,7 +63,7 @@ from .worker import Worker
 __all__ = ["OneLaunch", "obstacles"]
 
 PARTS = ("data", "guards", "launch", "step before", "commit")
-"""Parts of the host's time in a launch; `step before` waits for that step's verdict."""
+"""Parts of the host's time in a launch; `step before`: waiting for the last step's verdict."""
 
 
 class OneLaunch:
@@ -78,8 +78,8 @@ class OneLaunch:
 
     Attributes:
         host_ms: Milliseconds of the host's parts of the latest launch, by the names of `PARTS`.
-        rehearsal: The guards. It counts rehearsed steps and steps checked as one, and gives the
-            reason why the latest rehearsed step could not be checked as one.
+        rehearsal: The guards. It counts rehearsed steps and steps checked in one call, and gives
+            the reason why the latest rehearsed step could not be checked in one call.
 
     Raises:
         BackendError: The step cannot be one launch; every obstacle is named.
@@ -123,7 +123,7 @@ class OneLaunch:
         """
         if self._left_at is not None:
             raise BackendError(
-                "leave() ended the launches; call resume() first, or take the step by Worker.step"
+                "leave() ended the launches; call resume() first, or take the step with Worker.step"
             )
         if not self._guarded:
             self._first()
@@ -287,10 +287,10 @@ class OneLaunch:
 
     def weights_ms(self, epoch: int) -> float:
         """
-        Return the device's milliseconds in one dW of each stage of a launch that has a verdict.
+        Return the device's milliseconds in one dW of each stage, for a launch that has a verdict.
 
-        No wait for another rank is in them. NaN if the step was no launch, ran twice, or was asked
-        for before.
+        They contain no wait for another rank. NaN if the step was not a launch or ran twice, or if
+        its time was asked for before.
         """
         return self._waits.weights_ms.pop(epoch, math.nan)
 
@@ -355,10 +355,10 @@ class OneLaunch:
 
     def give_up(self, stopped: StoppedError) -> None:
         """
-        Restart the epoch as `rebuild` does, for steps of the worker alone; the launches are over.
+        Restart the epoch as `rebuild` does, and end the launches: later steps are the worker's own.
 
-        No connections for launches are made. A rank that made them only to close them would break
-        them off while another rank still connects.
+        This makes no connections for launches. If a rank made them only to close them, it could
+        close them while another rank still connects.
 
         Raises:
             StoppedError: As `rebuild`.

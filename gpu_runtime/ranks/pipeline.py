@@ -60,8 +60,10 @@ class Passage:
     Args:
         stage: The stage.
         microbatch: The microbatch.
-        upstream: The passage through the local stage that feeds this stage; None without one.
-        reader: The passage through the local stage that this stage feeds; None without one.
+        upstream: The passage through the local stage that feeds this stage; None if no local stage
+            does.
+        reader: The passage through the local stage that this stage feeds; None if it feeds no local
+            stage.
         source: The rank that sends the input by message; None without a message.
         target: The rank that receives the output by message; None without a message.
     """
@@ -124,7 +126,7 @@ class Pipeline:
     ) -> None:
         if runtime.row is not row:
             raise BackendError(
-                "the runtime was not made for this row; pass row= to both of Runtime and Pipeline"
+                "the runtime was not made for this row; pass the same row= to Runtime and Pipeline"
             )
         self.runtime = runtime
         self.row = row
@@ -202,7 +204,7 @@ class Pipeline:
         A context for walks beside the steps: nothing is logged, and a subclass records nothing.
 
         Args:
-            run: What takes the runtime's place.
+            run: The object that replaces the runtime.
         """
         before = self.runtime, self.log, self.channels.log
         self.runtime, self.log, self.channels.log = run, None, None
@@ -228,8 +230,8 @@ class Pipeline:
 
         Raises:
             StoppedError: A rank could not go on. This rank has not updated its weights. All ranks
-                stop with one cause, but another one may have taken this update first. After a
-                recoverable cause no rank has, and every rank calls `Worker.rebuild`.
+                stop with one cause, but another rank may already have made this update. After a
+                recoverable cause no rank has made it, and every rank calls `Worker.rebuild`.
         """
         epoch, handoff = self.runtime.epoch, self.runtime.handoff
         log = self.log
@@ -303,7 +305,7 @@ class Pipeline:
 
     def run_actions(self) -> None:
         """
-        Every action and message of the row, in the table's order, once in each walk of a step.
+        Run every action and message of the row, in the table's order, once in each walk of a step.
 
         Only the last walk reduces gradients.
         """
@@ -320,7 +322,7 @@ class Pipeline:
                 self.position += 1
 
     def drawn(self, p: Passage) -> int:
-        """The microbatch's number in the step's data: each walk takes as many as the table has."""
+        """The microbatch's number in the step's data; each walk takes the table's microbatches."""
         return p.microbatch + self.walk * self.row.table.num_microbatches
 
     def _place(self, p: Passage) -> None:
@@ -329,7 +331,7 @@ class Pipeline:
             self.log.place = p.ref.slot, p.ref.generation
 
     def finalize(self) -> Gradients:
-        """Whole and reduced gradients of every stage; takes what is kept of them."""
+        """Complete and reduced gradients of every stage; also takes the digests that are kept."""
         gradients = self.runtime.finalize()
         if self.zeros is not None:
             self.zeros.take(gradients)
@@ -377,7 +379,7 @@ class Pipeline:
 
     def forward(self, p: Passage) -> None:
         """
-        Run F. Before the stage's first F of a step's first walk, refresh first.
+        Run F. Before the stage's first F of a step's first walk, refresh its weight cache.
 
         The refresh reads only weights, so it does not wait for the message.
         """
@@ -489,7 +491,7 @@ class Pipeline:
     # The end of a stage
 
     def finalize_stage(self, p: Passage) -> None:
-        """REDUCE_GRAD: the stage's gradients are whole; reduce them while other stages run."""
+        """REDUCE_GRAD: the stage's gradients are complete; reduce them while other stages run."""
         self.runtime.finalize_stage(p.stage.index)
 
 
@@ -497,15 +499,17 @@ def _require_boundaries(stage: StageBackend, *, first: bool, last: bool) -> None
     """Refuse a stage that does not pass exactly one tensor in each direction."""
     where = f"stage {stage.index}"
     if not last and len(stage.outputs) != 1:
-        raise BackendError(f"{where} has {len(stage.outputs)} outputs; a message carries one")
+        raise BackendError(
+            f"{where} has {len(stage.outputs)} outputs; expected 1, as a message carries one tensor"
+        )
     flows = [n for n, spec in enumerate(stage.inputs) if spec.differentiable]
     if not first and flows != [0]:
         raise BackendError(
-            f"{where} has gradients of its inputs {flows}; expected input 0 alone, which "
-            "a message brings to every stage behind the first"
+            f"{where} has gradients of its inputs {flows}; expected a gradient of input 0 only, "
+            "the input that a message brings to every stage behind the first"
         )
     if first and flows:
         raise BackendError(
             f"{where} is the first stage, but has input gradients, which nothing reads; make it "
-            "with first=True, or what its backend has instead"
+            "with first=True, or with the option that its backend has instead"
         )

@@ -132,8 +132,8 @@ def stopped_outcome(cause: Cause, what: str) -> Outcome:
 
     A violation has exit code 1: the contract refused, ranks disagreed, a message was skipped, two
     runs of a step differ, or the training diverged.
-    Any other stop has exit code 2: a rank raised, ended, was ended, or was late, or a connection
-    broke.
+    Any other stop has exit code 2: a rank raised an error, ended, was terminated or was late, or a
+    connection broke.
 
     Args:
         cause: Why the ranks stopped.

@@ -75,7 +75,7 @@ class _RehearsalExecutor:
 
 
 class _EndedReduction:
-    """A reduction that was never sent."""
+    """A stand-in for a reduction: nothing was sent."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -126,10 +126,10 @@ class Rehearsal:
     Every transition of a step, through a pipeline's own actions, without device work.
 
     An event log records a step that is committed in one call as one line. With another observer
-    every step is rehearsed, so that the observer sees each action; nothing is recorded.
+    every step is rehearsed, so that the observer sees each action, and no step is recorded.
 
     Args:
-        pipeline: The pipeline; its runtime's contract is asked and told.
+        pipeline: The pipeline; its runtime's contract checks and commits the actions.
         record: The effects of each action, recorded at the captures.
 
     Attributes:
@@ -198,7 +198,7 @@ class Rehearsal:
 
     def stopped(self) -> None:
         """
-        After a stop: tell the contract the step's actions, if only its guards were asked.
+        After a stop, report the step's actions to the contract, if only its guards had run.
 
         Device work may have been launched. The contract then is in the middle of an epoch, as after
         a rehearsed step, and accepts neither a step nor a checkpoint before a restore.

@@ -2,9 +2,9 @@
 A step's device work once more, without the contract: the contract has checked the first run.
 
 `SecondRun` takes the place of the runtime while the walk over the row runs again. It performs every
-action on the slot that the first run used, sums and reduces the gradients again, and asks nobody.
-The numerical state and the device's counters must be those before the first run
-(`double_run.py`). Weight caches need no copy: each run refreshes them from the weights.
+action on the slot that the first run used, sums and reduces the gradients again, and does not ask
+the contract. The numerical state and the device's counters must be as they were before the first
+run (`double_run.py`). Weight caches need no copy: each run refreshes them from the weights.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["SecondRun"]
 
 
 class _Place:
-    """What stands in for a reference: the slot of a microbatch."""
+    """The slot of a microbatch; takes the place of a reference."""
 
     def __init__(self, slot: int) -> None:
         self.slot, self.generation = slot, 0
 
 
 class _Actions:
-    """As `GuardedActions`, for a walk whose transitions the contract has taken already."""
+    """As `GuardedActions`, for a walk that the contract has accepted already."""
 
     def __init__(self, run: SecondRun) -> None:
         self._run = run
@@ -135,7 +135,7 @@ class SecondRun:
     The parts of a runtime that a walk over a row uses, without the contract.
 
     Args:
-        runtime: The runtime whose contract has taken the step's transitions.
+        runtime: The runtime whose contract has accepted the step's actions.
 
     Attributes:
         walk: How many walks of the run are over.
@@ -180,7 +180,7 @@ class SecondRun:
             self._started[bucket] = runtime.reductions.send(runtime.reducer, bucket)
 
     def finalize(self) -> Gradients:
-        """Whole and reduced gradients of every stage, as `Runtime.declare_final` returns them."""
+        """Complete and reduced gradients of every stage, as from `Runtime.declare_final`."""
         runtime = self.runtime
         found: dict[int, Mapping[str, Tensor]] = {
             index: runtime.performer.gradients(memory) for index, memory in runtime.memories.items()

@@ -1,10 +1,10 @@
 """
 Data that are made on a side stream, so that a feed never waits for a message.
 
-The stream of a pipeline waits for messages of other ranks. A host that waits for data on that
-stream behind a message from a rank that is gone waits forever, and cannot learn the cause. A stream
-of its own is not enough where a launch holds all the device's queues, so a feed must not wait for
-the device at all (`feed.to_device`).
+The stream of a pipeline waits for messages of other ranks. If a host waits for data on that stream,
+behind a message from a rank that is gone, it waits forever and cannot learn the cause. A separate
+stream is not enough if a launch holds all the device's queues, so a feed must not wait for the
+device at all (`feed.to_device`).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class SideStreamFeed:
         Make the inner feed's inputs, and copy them into a slot on a stream of its own.
 
         The data are made on the side stream, so that no copy from the host waits for the slot. The
-        copying stream waits for the caller's stream, on which the slot's last tenant ran and which
-        waits for the data; the caller's stream then waits for the copy.
+        caller's stream waits for the data. The copying stream waits for the caller's stream, on
+        which the slot was last used; the caller's stream then waits for the copy.
         """
         given = self.inputs(stage, step, microbatch)
         if self.copies is None:
@@ -85,7 +85,7 @@ class SideStreamFeed:
             tensor.record_stream(stream)
 
     def every(self, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
-        """As `feed_data`, with one change of streams."""
+        """As `feed_data`, with one change of streams for all pieces."""
         with self.made_here() as caller:
             given = _asked(self.inner, step, places)
         for tensor in {id(tensor): tensor for own in given for tensor in own}.values():

@@ -52,14 +52,15 @@ class CapturedStep:
 @attrs.define(eq=False, slots=False)
 class StepCapture:
     """
-    Captures the step of one rank, in the rank's connections of the moment.
+    Captures the step of one rank, over the rank's current connections.
 
     Args:
         worker: The rank's worker.
         feed: The step's data, in the places that the graph reads.
         gate: The vote on the update.
         waits: Waits for the device.
-        epoch: The epoch of the captured step, from which all ranks rebuild; None before.
+        epoch: The epoch of the captured step, from which all ranks rebuild; None before the
+            capture.
     """
 
     worker: Worker

@@ -31,8 +31,7 @@ class Tie:
     One weight and its two copies.
 
     Args:
-        name: The weight's name in the model, which is also the name of its bucket and in a
-            checkpoint.
+        name: The weight's name in the model and in a checkpoint, and the name of its bucket.
         copies: Stage, and name in the stage, of each copy. Gradients are added in this order; the
             norm of all gradients counts the first copy only.
 

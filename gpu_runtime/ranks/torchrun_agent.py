@@ -2,7 +2,7 @@
 Whether the process that started this rank still runs.
 
 torchrun's agent starts the ranks of its host. If the agent is killed, nothing ends its ranks: they
-would train on beside the run that is started next.
+would go on training beside the next run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class TorchrunAgent:
     The agent of torchrun that started this process, if there is one.
 
     Attributes:
-        pid: Its process, as this process's first import found it, seconds before its first step;
-            None if torchrun did not start this process.
-        orphaned: Whether this process is of torchrun, but its parent cannot be torchrun's agent:
+        pid: The agent's process id, read at this process's first import, seconds before the first
+            step; None if torchrun did not start this process.
+        orphaned: Whether torchrun started this process, but its parent cannot be torchrun's agent:
             the agent had ended before the first import.
     """
 
@@ -50,10 +50,10 @@ class TorchrunAgent:
 
 def shared_store_warning() -> str:
     """
-    Say that an agent of torchrun that is lost and started again could not join; empty if it could.
+    Return a warning if an agent of torchrun could not join again after a restart; else empty.
 
     Agents of several hosts that restart their ranks share one store over all restarts by default.
-    torch 2.13 tells the store's address in the first round alone.
+    torch 2.13 tells agents the store's address only in the first round.
     """
     told = os.environ.get
     restarts = int(told("GROUP_WORLD_SIZE", "1")) > 1 and told("TORCHELASTIC_MAX_RESTARTS") != "0"

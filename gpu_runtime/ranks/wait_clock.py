@@ -13,7 +13,7 @@ class WaitClock:
     """
     Adds up the host's waits for other ranks: messages, sums and consent.
 
-    On a GPU, streams wait for messages and sums; the host then waits for consent alone.
+    On a GPU, streams wait for messages and sums; the host then waits only for consent.
 
     Attributes:
         seconds: The sum so far.

@@ -60,7 +60,7 @@ __all__ = ["Worker"]
 
 #: Seconds past a deadline after which a store that does not answer is given up.
 _MARGIN_S = 5.0
-#: Numbers the workers of this process, equally on all ranks: each has store keys of its own.
+#: Numbers the workers of this process, equally on all ranks, so that each has its own store keys.
 _WORKERS = itertools.count()
 
 
@@ -72,7 +72,7 @@ class Worker:
     Args:
         member: This process.
         schedule: The table with messages; every rank checks it, with the same result.
-        pp: Ranks of one pipeline; the number of ranks is a multiple of it.
+        pp: Ranks of one pipeline; the number of all ranks must be a multiple of it.
         build: Builds the stages of this rank from their indices.
         feed: Builds the data of a replica from its index.
         config: How the runtime runs.
@@ -80,16 +80,16 @@ class Worker:
         optimizer: Builds the optimizer over the stages.
         event_log: Where this rank's event log goes, as for `Runtime`.
         rank_log: Where this rank's rank log goes (`qeffect.log.rank_log`): a path, True for
-            memory, False for nowhere. By default the log lies beside an event log that has a path,
-            under the path's name with the attempt's name and ``ranks.jsonl``, and is written in
-            several files if the event log is.
+            memory, False for nowhere. By default, if the event log has a path, the rank log is
+            beside it: the suffix is the first letters of the attempt's name and ``ranks.jsonl``. It
+            is split into several files if the event log is.
         tagged: Whether messages carry tags, on a transport that has tags.
-        pipeline: The class of pipeline; a subclass may record.
+        pipeline: The pipeline's class; a subclass may record what it runs.
         clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
             multiplies its gradients by the same factor. None leaves gradients as they are.
         skip_nonfinite: Skip the update on every rank if that norm is not finite. The epoch then
-            commits, and weights and optimizer stay (`qeffect.gpu_runtime.step.clipping`).
-        mean: Divide the summed gradients by the number of replicas. Without it the sum is used,
+            commits, but weights and optimizer stay unchanged (`qeffect.gpu_runtime.step.clipping`).
+        mean: Divide the summed gradients by the number of replicas. Otherwise the sum is used,
             which is right if each loss is a share of the whole.
         together: Whether one call reduces all gradients of a bucket; None does so if no bit
             changes (`qeffect.gpu_runtime.ranks.replicas`).
@@ -98,15 +98,15 @@ class Worker:
         registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
         gradient_digests: Take the digest of each gradient in every step, before the update
             (`Worker.gradient_digests.values`).
-        zero_stages: Look in every step without a norm which stages have only zero gradients
-            (`Worker.zero_stages.values`); a norm has them anyway.
+        zero_stages: Record in every step which stages have only zero gradients
+            (`Worker.zero_stages.values`), unless the step has a norm, which records them anyway.
         replay_every: Run every N-th step twice before its update, and stop all ranks if its
-            gradients differ (`double_run`); 0 never does. All ranks give the same.
+            gradients differ (`double_run`); 0 never does. All ranks must give the same number.
 
     Attributes:
-        new: Whether the first step calibrates scales that move once an epoch; a checkpoint that is
-            loaded brings its own.
-        calibration: The result of the calibration; None without one.
+        new: Whether the first step calibrates scales that move once an epoch; a loaded checkpoint
+            brings its own scales.
+        calibration: The result of the calibration; None without a calibration.
 
     Raises:
         ScheduleError: The table is refused, before any rank begins.
@@ -302,9 +302,9 @@ class Worker:
             problem = f"rank {self.member.rank} cannot build its stages: {_worded(error)}"
         if stages and moves_once(stages[0].domain) and self.together and self._replicas > 2:
             problem = (
-                f"together=True shares calls among the sums of {self._replicas} replicas, whose "
-                "order of additions then follows the cut, but the scales move once an epoch; leave "
-                "together out"
+                f"together=True sums several gradients of {self._replicas} replicas in one call. "
+                "The order of additions then depends on where the model is cut, which scales that "
+                "move once an epoch do not allow; leave together out"
             )
         agree_on(self.member, problem, failed)
         self._require_alike(stages, config.dtype)
@@ -497,7 +497,7 @@ class Worker:
 
     def stop_until(self, moment: float) -> None:
         """
-        Let a stop of this rank be over at a moment, though its limits allow more.
+        Set the time at which a stop of this rank has to be over, even if its limits allow more.
 
         Args:
             moment: In seconds of `time.monotonic`.
@@ -523,13 +523,13 @@ class Worker:
         """
         Restart the epoch after a stop that all ranks survived; every rank calls it.
 
-        Every message of the stopped step is dead by then. The numerical state is that of the last
+        All messages of the stopped step are dropped. The numerical state is that of the last
         commit.
 
         Args:
             stopped: The stop.
             epoch: The epoch to restart, if the device knows it better than the contract; all ranks
-                have to give the same.
+                have to give the same epoch.
             restore: Restarts the epoch in the runtime; `Runtime.rebuild` by default.
 
         Raises:
@@ -564,8 +564,8 @@ class Worker:
                 attrs.evolve(
                     stopped.cause,
                     recoverable=False,
-                    text=f"{stopped.cause.text}; the ranks cannot rebuild together: rank 0 "
-                    f"would begin at {said[0]}, rank {odd[0]} at {said[odd[0]]}",
+                    text=f"{stopped.cause.text}; the ranks cannot rebuild together: the "
+                    f"epoch to restart is {said[0]} on rank 0, {said[odd[0]]} on rank {odd[0]}",
                 )
             )
         (restore or self.runtime.rebuild)()

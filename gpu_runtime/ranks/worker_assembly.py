@@ -48,10 +48,10 @@ def build_worker(
         limits: Timeouts in seconds.
         event_log: Where this rank's event log goes, as for `Runtime`.
         tagged: Whether messages are tagged where the transport knows tags.
-        pipeline: The class of pipeline; a subclass may record.
+        pipeline: The pipeline's class; a subclass may record what it runs.
         repeat: Give every step the data of the first.
         clip_norm: As for `Worker`; None takes the job's.
-        skip_nonfinite: As for `Worker`; the job's counts too.
+        skip_nonfinite: As for `Worker`; it is also on if the job sets it.
         registry: Gradient destinations of the process's other runtimes, as for `Runtime`.
         gradient_digests: As for `Worker`.
         zero_stages: As for `Worker`.

@@ -49,7 +49,7 @@ class Assembly:
         row: The row with its messages, for a process of a pipeline.
 
     Raises:
-        BackendError: The order names other stages or is not whole, or a stage does not fit the
+        BackendError: The order names other stages or is incomplete, or a stage does not fit the
             configuration.
     """
 
@@ -236,7 +236,7 @@ class Assembly:
         )
 
     def _scales(self) -> Scales:
-        """When the domain's scales move, as far as the contract is asked about them."""
+        """When the domain's scales move; ``action`` if the contract does not check their order."""
         return "epoch" if moves_once(self.domain) and "order" in self.relations else "action"
 
     def _takes_data(self, index: int) -> bool:
@@ -277,8 +277,8 @@ class Assembly:
             )
         if self._shares_amax and not callable(getattr(self.reducer, "largest", None)):
             raise BackendError(
-                "amax='replicas' needs a reducer that has largest(words), as "
-                "qeffect.gpu_runtime.ranks.replicas.Replicas has; or take amax='replica'"
+                "amax='replicas' needs a reducer with the method largest(words), such as "
+                "qeffect.gpu_runtime.ranks.replicas.Replicas; or set amax='replica'"
             )
 
     def _require_shareable(self) -> None:
@@ -287,33 +287,34 @@ class Assembly:
             return
         if self.config.rule == "copied" or "arena" not in self.relations:
             raise BackendError(
-                "weights are tied: their gradient needs one destination, so take the rule "
-                "accumulate or per_microbatch, and a backend that uses the arena"
+                "tied weights need one destination for their common gradient: set rule="
+                "'accumulate' or 'per_microbatch', and take a backend that uses the arena"
             )
         if self.tied.sharers and self.reducer is not None:
             raise BackendError(
                 f"the stages {sorted(self.tied.sharers)} have tied weights, whose gradient needs a "
-                "shared bucket, but this runtime reduces buckets of one stage: tie matrices of one "
-                "stage, or reduce the gradients that finalize returns"
+                "shared bucket, but each bucket of this runtime belongs to one stage: tie matrices "
+                "of one stage, or reduce the gradients that finalize returns"
             )
 
     def _out_of_order(self, stage: int, kind: Kind) -> str:
-        """A stage's microbatches in the order of an action, if it is not theirs; else empty."""
+        """A stage's microbatches in the order of an action; empty if that order is ascending."""
         found = self.order.microbatches(stage, kind)
         return "" if list(found) == sorted(found) else ", ".join(map(str, found))
 
     def _require_sums(self) -> None:
         """
-        Refuse what would sum gradients of epoch scales in another order than that of microbatches.
+        Refuse sums of gradients that do not follow the order of microbatches, under epoch scales.
 
         Raises:
             BackendError: The message names the table and the stage, and says what to change.
         """
         if self.tied.names:
             raise BackendError(
-                f"the stages {sorted(self.tied.names)} have tied weights with one destination, "
-                "whose additions follow the mapping, but the scales move once an epoch; give "
-                "each its own parameter, and name them as copies (the ties of a Worker)"
+                f"the stages {sorted(self.tied.names)} have tied weights with one destination. Its "
+                "order of additions depends on the mapping, which scales that move once an epoch "
+                "do not allow; give each its own parameter, and name them as copies (the ties of a "
+                "Worker)"
             )
         if self.config.rule != "accumulate":
             return
@@ -323,8 +324,8 @@ class Assembly:
                     raise BackendError(
                         f"{self.order.source}: stage {stage} runs its {action} in the order "
                         f"{found} of microbatches, and rule 'accumulate' adds in that order, but "
-                        "the scales move once an epoch; take rule='per_microbatch', or a table "
-                        f"with {action} in the order of microbatches"
+                        "scales that move once an epoch need the order of microbatches; take "
+                        f"rule='per_microbatch', or a table whose {action} follow that order"
                     )
 
     @property

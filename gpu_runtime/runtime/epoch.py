@@ -79,14 +79,14 @@ class EpochRuntime(RuntimeParts):
 
     def finalize_stage(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Declare one stage's gradients whole, while other stages run, and start its reductions.
+        Declare one stage's gradients complete, while other stages run, and start its reductions.
 
         Args:
             stage: The stage; its last dW must have run.
             caller: Name of the calling stream, the same for every stage.
 
         Raises:
-            Refused: Something is missing or spoiled.
+            Refused: An action of the stage is missing, or the epoch is spoiled.
         """
         link = self.actions._enter(caller)
         self.contract.finalize(stage, link)
@@ -102,8 +102,8 @@ class EpochRuntime(RuntimeParts):
         """
         End a walk over the order, and begin the next one of the same epoch: gradients accumulate.
 
-        Every microbatch of the order has run. No stage is refreshed again, and no reduction may
-        have started. Nothing is updated; the last walk of the epoch ends with `finish`.
+        Every microbatch of the order must have run. No stage is refreshed again, and no reduction
+        may have started. No weight is updated; the last walk of the epoch ends with `finish`.
 
         Args:
             caller: Name of the calling stream, the same for every walk and for `finalize`.
@@ -120,8 +120,8 @@ class EpochRuntime(RuntimeParts):
         if walk + 1 >= self.config.walks:
             raise BackendError(
                 f"walk {walk + 2} of epoch {self.epoch} begins, but the runtime was made for "
-                f"{self.config.walks}; make it with RuntimeConfig(walks={walk + 2}) or end the "
-                "epoch with finish()"
+                f"at most {self.config.walks}; make it with RuntimeConfig(walks={walk + 2}) or "
+                "end the epoch with finish()"
             )
         link = self.actions._enter(caller)
         for index in self.memories:
@@ -146,7 +146,7 @@ class EpochRuntime(RuntimeParts):
         Raises:
             BackendError: The configuration declares the order, has another rule than
                 ``accumulate``, ties weights of two stages, or runs a step as one launch; or the
-                order's first dW is of a microbatch that would be left out.
+                walk would leave out the microbatch of the order's first dW.
             Refused: The walk has begun, or was shortened already.
             TypeError, ValueError: The number is not an ``int``, or out of range.
         """
@@ -171,16 +171,16 @@ class EpochRuntime(RuntimeParts):
         if self.config.declared and "order" in self.relations:
             return "the order of all microbatches is declared; set declared=False"
         if self.config.mode == "one launch":
-            return "a step as one launch has all microbatches; set mode='replays'"
+            return "a step as one launch always runs all microbatches; set mode='replays'"
         if self.tied.sharers:
             return f"the stages {sorted(self.tied.sharers)} share tied weights"
         return ""
 
     def finalize(self, *, caller: Hashable = "main") -> Gradients:
         """
-        Declare every stage's gradients whole, sum them, and reduce the remaining buckets.
+        Declare every stage's gradients complete, sum them, and reduce the remaining buckets.
 
-        Stages passed to `finalize_stage` before are whole already.
+        Stages that were passed to `finalize_stage` are complete already.
 
         Raises:
             Refused: An action is missing, or the epoch is spoiled; or, with ``counts='next step'``,
@@ -191,7 +191,7 @@ class EpochRuntime(RuntimeParts):
 
     def declare_final(self, *, caller: Hashable = "main") -> Gradients:
         """
-        As `finalize`, but without presenting the previous step's late counts first.
+        As `finalize`, but without first checking the device's late counts of the previous step.
 
         Raises:
             Refused: An action is missing, or the epoch is spoiled.
@@ -202,7 +202,7 @@ class EpochRuntime(RuntimeParts):
                 self.contract.finalize(index, link)
         with self.handoff.scope():
             if self.counters is not None and not self.config.counts_late:
-                self.counters.read()  # first, so that the sums run while the host looks at it
+                self.counters.read()  # first, so that the sums run while the host checks it
             gradients: dict[int, Mapping[str, torch.Tensor]] = {
                 index: self._gradients(index) for index in self.memories
             }
@@ -240,7 +240,7 @@ class EpochRuntime(RuntimeParts):
 
         Raises:
             Refused: Work is live, a stage is not final, another caller finalized, or the device did
-                not run what was committed; nothing was updated.
+                not run the committed actions; nothing was updated.
         """
         link = self.actions._enter(caller)
         late = self.config.counts_late
@@ -315,7 +315,7 @@ class EpochRuntime(RuntimeParts):
 
     def confirm(self) -> None:
         """
-        With ``counts='next step'``, present the device's counts at the last commit.
+        With ``counts='next step'``, check the device's counts at the last commit.
 
         `finalize` and `checkpoint` call this; with other counts it does nothing. It waits for the
         last update, which normally has long ended.
@@ -348,9 +348,9 @@ class EpochRuntime(RuntimeParts):
 
     def device_failed(self) -> None:
         """
-        Record that the device failed, at an action that is not known.
+        Record that the device failed, at an unknown action.
 
-        The host does not wait for the device, so the last update may be what failed: the last
+        The host does not wait for the device, so the last update may have failed: the last
         committed epoch counts as failed, or epoch 0 if none was committed.
         """
         for stage in self.memories:
@@ -358,7 +358,7 @@ class EpochRuntime(RuntimeParts):
 
     def start_weights_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that a stream of its own begins to read a stage's weights, as a broadcast does.
+        Record that a separate stream begins to read a stage's weights, as a broadcast does.
 
         The stream must start behind the caller's. No update begins before `finish_weights_read`.
 
@@ -381,13 +381,14 @@ class EpochRuntime(RuntimeParts):
             caller: Name of the calling stream, the same as for `finalize` and `update`.
 
         Raises:
-            Refused: Nothing reads the weights, or another stream reads the gradients.
+            Refused: Nothing reads the weights, or another caller has already waited for the
+                gradients or for a read in this epoch.
         """
         self.contract.finish_weights_read(stage, self.actions.links[caller])
 
     def start_gradients_read(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Record that a stream of its own begins to read a stage's gradients, as a norm does.
+        Record that a separate stream begins to read a stage's gradients, as a norm does.
 
         The stream must start behind the caller's. No update and no further walk begins before
         `finish_gradients_read`.
@@ -428,9 +429,10 @@ class EpochRuntime(RuntimeParts):
 
     def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
         """
-        The counts of the device at the last `finalize`, by state domain, for a loop that commits.
+        The counts of the device at the last `finalize`, by state domain.
 
-        With late counts: at the last `update`.
+        With late counts: at the last `update`. A loop that commits by itself passes them as
+            `counted`.
 
         None if `RuntimeConfig.counts` is None. Waits for the device.
         """

@@ -119,8 +119,8 @@ class RuntimeParts:
         """
         List the effects that each stage's backend does not report: they are taken on trust.
 
-        Unless `RuntimeConfig.counts` is set, it is also taken on trust that each replayed graph ran
-        once, as captured.
+        Unless `RuntimeConfig.counts` is set, the list also says that each replayed graph ran once,
+        as captured.
         """
         return {
             own.stage: (*own.on_trust(), *self.memories[own.stage].reports.source.on_trust())
@@ -131,8 +131,8 @@ class RuntimeParts:
         """
         A context in which the calling code runs on the graph stream.
 
-        A loop inside it needs no event between its actions: the order of one stream is both halves
-        of the handoff. Reads of the results on other streams must still wait for this stream.
+        A loop inside it needs no event between its actions, because one stream runs them in order.
+        Reads of the results on other streams must still wait for this stream.
         """
         return self.handoff.scope()
 

@@ -45,7 +45,7 @@ class Runtime(EpochRuntime):
             compared.
 
     Raises:
-        BackendError: The order names other stages or is not whole, the backend cannot be captured,
+        BackendError: The order names other stages or is incomplete, the backend cannot be captured,
             or a stage does not fit the configuration.
         Refused: ``arena.overlapping-destinations``: another runtime of the registry writes one of
             the destinations.
@@ -81,7 +81,7 @@ class Runtime(EpochRuntime):
 
     def rebuild(self) -> None:
         """
-        Restart the epoch after a failure: numerical state of the last commit, nothing live.
+        Restart the epoch after a failure, with the last commit's numerical state and no live tape.
 
         Drops every remaining tape, waits for the device, restores the numerical state from the last
         commit's snapshot and begins a new incarnation, in which every older reference is refused
@@ -89,7 +89,7 @@ class Runtime(EpochRuntime):
         late counts show that the device skipped the last update, that update's epoch is restarted.
 
         Raises:
-            BackendError: An optimizer update failed halfway; no snapshot covers weights.
+            BackendError: An optimizer update failed halfway; snapshots do not hold weights.
         """
         self.require_whole_update()
         epoch = self.contract.epoch
@@ -107,7 +107,7 @@ class Runtime(EpochRuntime):
 
     def rebuild_from(self, epoch: int, kept: GatedSnapshot) -> None:
         """
-        Rebuild at an epoch and with a numerical state that the device has kept.
+        Rebuild with an epoch and a numerical state that the device has kept.
 
         Args:
             epoch: The epoch to begin: the number of updates that the device has run.
@@ -147,7 +147,7 @@ class Runtime(EpochRuntime):
         Raises:
             AcceleratorError: The device failed (torch's error). The contract then refuses actions
                 and checkpoints until a `restore`, as after `device_failed`.
-            Exception: What `bound` raises, if it gives up the wait.
+            Exception: What `bound` raises if it stops waiting.
         """
         try:
             self.bound(self._empty_device)
@@ -179,7 +179,7 @@ class Runtime(EpochRuntime):
 
     def restore(self, checkpoint: Checkpoint, state: NumericalState) -> None:
         """
-        Continue from a checkpoint, in a fresh runtime or this one; parameters are loaded first.
+        Continue from a checkpoint, in a fresh runtime or this one; load the parameters first.
 
         Raises:
             Refused: The checkpoint belongs to another configuration.
@@ -213,7 +213,7 @@ class Runtime(EpochRuntime):
         self._committed.take()
 
     def apart(self) -> AbstractContextManager[None]:
-        """Return `evaluation_scope`, under the name of the last release."""
+        """Old name of `evaluation_scope`; the next release removes it."""
         warnings.warn(
             "Runtime.apart is now Runtime.evaluation_scope; the next release removes the old name",
             DeprecationWarning,

@@ -111,46 +111,48 @@ class RuntimeConfig:
             action and slot, and replays it. ``one launch`` captures graphs that can be nodes of
             the graph of a whole step (`ranks/one_launch.py`); until that graph exists, they are
             replayed one by one.
-        counts: When the device's counts of the actions that it ran are compared with what was
-            committed (`qeffect.counts`). None counts nothing. ``commit`` compares before the
-            update, and the host waits there for the step's last action. With ``next step`` the
-            device compares: it skips the update if the counts differ. The host does not wait, and
-            refuses at the next `finalize` or `checkpoint`. The default is ``next step`` in mode
-            ``one launch``, which accepts no other value, and None otherwise.
+        counts: When the device's counts of the actions that it ran are compared with the committed
+            actions (`qeffect.counts`). None counts nothing. ``commit`` compares before the update,
+            and the host waits there for the step's last action. With ``next step`` the device
+            compares: it skips the update if the counts differ. The host does not wait, and refuses
+            at the next `finalize` or `checkpoint`. The default is ``next step`` in mode ``one
+            launch``, which accepts no other value, and None otherwise.
         rule: Where dW writes.
-        walks: The most walks over the order in an epoch, at least 1. With more than one, gradients
-            accumulate over the walks, which `Runtime.next_walk` separates; needs the rule
+        walks: Largest number of walks over the order in an epoch, at least 1. With more than one,
+            gradients accumulate over the walks, which `Runtime.next_walk` separates; needs the rule
             ``accumulate``, and a mode other than ``one launch``.
         dtype: Type of the destinations; needs master weights if the parameters have another type.
         provisioning: How slots are counted.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
             recorder), which must finish before a slot is free.
-        feeds: The local stage that each local stage feeds, so that a slot is kept for its reader.
+        feeds: By local stage, the local stage that reads its output; the slot is kept for this
+            reader.
         declared: Refuse any other order of F and dI than the plan's.
-        callers: Names of the streams that call.
+        callers: Names of the calling streams.
         feeder: Name of the caller whose stream copies data into the slots of stages that take data,
             one of `callers`; F then waits for that stream. The default, None, copies on the graph
-            stream. `Pipeline` uses it, and not in mode ``one launch``, whose graph copies.
+            stream. `Pipeline` uses a feeder, but not in mode ``one launch``, whose graph copies the
+            data.
         pool: Capture-memory pool that all slots share. Only the test that shows why sharing is
             wrong sets it; None gives every slot its own pool.
         buckets: By stage, the gradients that are reduced together: every matrix in one bucket, and
             one bucket without matrices for the parameters that are not matrices. A stage that is
-            not named has one bucket of all its gradients, named as its index.
+            not named has one bucket of all its gradients; the bucket's name is the stage's index.
         reductions: The order of all buckets in which every replica starts their reductions; empty
             if the order of the calls is not checked.
         tied: Groups of matrices, each by stage and name, that are one parameter: they share one
-            destination, and the first has the gradient. One parameter in two places that is not
-            declared here is refused.
+            destination, and the first has the gradient. A parameter in two places is refused unless
+            it is declared here.
         copies: By a weight's name, its copies: separate parameters, each with its own gradient. The
             reducer gets all copies of this process under that name, after all other gradients, and
             must leave the same sum in all copies, including those of other ranks.
         amax: ``replica`` makes scales from a replica's own amaxes; with ``replicas`` all
             replicas share their amaxes at the end of each epoch (`step/memory/scaling.py`). With a
-            reducer, the contract's configuration then has a bucket ``amax``, without which no
-            epoch commits, and the reducer needs `largest`, as in
+            reducer, the contract's configuration then has a bucket ``amax``, which must be reduced
+            before the epoch commits, and the reducer needs `largest`, as in
             `qeffect.gpu_runtime.ranks.replicas`.
 
-        weights_sum: What the weights of the gradients of one epoch add up to, as (numerator,
+        weights_sum: Expected sum of the weights of one epoch's gradients, as (numerator,
             denominator), for the stages whose backend reports them: (1, R) if the gradients of R
             replicas are summed, (1, 1) otherwise. None does not check them. A `Worker` sets it.
 
@@ -198,8 +200,8 @@ class RuntimeConfig:
             )
         if type(self.walks) is not int or self.walks < 1:
             raise BackendError(
-                f"walks is {shown(self.walks)}; expected a positive integer, the most walks over "
-                "the order in an epoch"
+                f"walks is {shown(self.walks)}; expected a positive integer, the largest number of "
+                "walks over the order in an epoch"
             )
         if self.walks > 1 and self.rule != "accumulate":
             raise BackendError(

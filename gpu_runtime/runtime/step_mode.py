@@ -1,9 +1,9 @@
 """
 How a step runs, and which mode is possible: `Mode`, and the one list of obstacles to one launch.
 
-`mode_on` says what a device can run. `one_launch_obstacles` lists every obstacle that is a fact of
-a configuration, each with what to change. `ranks/obstacles.py` takes these facts from a worker. If
-the capture itself fails, the stop of the step reports it (`ranks/fallback.py`).
+`mode_on` says what a device can run. `one_launch_obstacles` lists every obstacle that follows from
+a configuration, each with the remedy. `ranks/obstacles.py` takes these facts from a worker. If the
+capture itself fails, the stop of the step reports it (`ranks/fallback.py`).
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def one_launch_obstacles(
         device: Where the step runs.
         rule: Where dW writes.
         walks: Walks over the table in a step.
-        mode: The mode of the runtime; left out before a runtime is made.
-        capturable: Whether the optimizer's update can be captured; left out before it is made.
+        mode: The mode of the runtime; leave it out if there is no runtime yet.
+        capturable: Whether the optimizer's update can be captured; leave it out if there is no
+            optimizer yet.
         keeps_gradients: Whether gradients of single microbatches are kept outside of the slots'
-            graphs; left out before a runtime is made.
+            graphs; leave it out if there is no runtime yet.
 
     Returns:
         One sentence per obstacle, which says what to change; empty without obstacles.

@@ -59,8 +59,8 @@ class _Place:
 
 #: Why no action may run after an update that failed half way.
 HALF_UPDATED: Final = (
-    "an update of the weights failed half way, or used gradients of a fault that was seen late: "
-    "some weights may be wrong; load a checkpoint into a fresh runtime"
+    "an update of the weights failed half way, or used the gradients of a fault that was found "
+    "only later: some weights may be wrong; load a checkpoint into a fresh runtime"
 )
 
 
@@ -83,7 +83,7 @@ class GuardedActions:
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
-    # The contract's columns: each action looks.
+    # Columns of the contract, which every action reads.
     _half_updated: list[int] = attrs.field(init=False)
     _walk: list[int] = attrs.field(init=False)
     # The state domain, if its dropout asks for the microbatch of each F.
@@ -228,7 +228,7 @@ class GuardedActions:
         Args:
             key: The execution's name.
             inputs: The stage's inputs; None if `input_buffers` were filled in place.
-            token: The effect token that the caller threads; None takes the domain's own.
+            token: The effect token that the caller passes along; None takes the domain's own.
             caller: Name of the calling stream.
 
         Returns:
@@ -289,7 +289,7 @@ class GuardedActions:
             key: The execution's name.
             ref: What its F returned.
             output_gradients: Gradients of its outputs; None if `gradient_buffers` were filled.
-            token: The effect token that the caller threads; None takes the domain's own.
+            token: The effect token that the caller passes along; None takes the domain's own.
             caller: Name of the calling stream.
 
         Raises:
@@ -297,10 +297,10 @@ class GuardedActions:
                 `ownership.work-not-queued` if the library did not defer every matrix;
                 `order.scaling-updates` if the backend reports that dI did not update the
                 scales exactly once, `order.wrong-scales` if it reports another F's scales,
-                `epoch.other-parts` if its loss changed what it divides by.
+                `epoch.other-parts` if its loss changed its divisor.
             BackendError: The gradients do not match what the stage takes, and nothing was changed;
-                or the library deferred another number of products, which Transformer Engine's
-                backend finds before the contract is asked, and the tape is aborted.
+                or the library deferred a wrong number of products: Transformer Engine's backend
+                finds this before the contract is asked, and the tape is aborted.
         """
         place = self._places.get(key.cell)
         if place is None or self._half_updated[0]:
@@ -337,8 +337,8 @@ class GuardedActions:
         """
         Run a stage's forward without training on it, between any two actions of the step.
 
-        The backend runs eagerly in memory of its own, in mode ``replays`` too. What the forward
-        moves of scaling state and weight cache is put back.
+        The backend runs eagerly in memory of its own, in mode ``replays`` too. Afterwards the
+        scaling state and the weight cache are as they were before.
 
         Args:
             stage: Index of the stage.
@@ -495,7 +495,7 @@ class GuardedActions:
         if place is not None:
             return place
         raise BackendError(
-            f"{key}: stage {key.stage} runs microbatches 0 to {len(memory.slot_of) - 1}"
+            f"{key} is unknown: stage {key.stage} runs microbatches 0 to {len(memory.slot_of) - 1}"
         )
 
     def _slot_of(self, ref: TapeRef) -> Slot:
@@ -583,7 +583,7 @@ class GuardedActions:
         self.abort_outstanding()
 
     def _discard(self, key: TapeKey | None, slot: Slot) -> None:
-        """Drop what an aborted tape retains, and the half-written copy of its gradients."""
+        """Drop the work of an aborted tape, and the half-written copy of its gradients."""
         slot.tape.clear()
         slot.forget()
         if key is not None:

@@ -1,11 +1,10 @@
 """
-Calibration: scales of epochs before the first step of a run.
+Calibration of scales that move once an epoch, before the first step of a run.
 
 A new run has scales of 1, at which gradients underflow in E5M2. Scales that move at every F and dI
-recover within a step; scales that move once an epoch would spoil a whole step, and more of them
-where a gradient that has become zero hides those behind it. So a run begins with walks over the
-microbatches of its first step, whose gradients and losses are dropped and after which nothing is
-updated:
+recover within a step. Scales that move once an epoch would spoil a whole step, or several steps if
+a gradient that has become zero hides the gradients behind it. So a run begins with walks over the
+microbatches of its first step. Their gradients and losses are dropped, and no weight is updated:
 
 1. Empty every history.
 2. Run F, dI and dW of every microbatch of the first step, on every replica.
@@ -13,8 +12,8 @@ updated:
 4. Stop if, in all processes, no tensor's amax was zero and no scale moved by more than a factor of
    2; otherwise begin again, up to `MOST_WALKS` times.
 
-The histories then hold one entry, that of the last walk. The rule follows from the model, the data
-and the number of replicas alone, so every mapping calibrates alike. A run that resumes has its
+The histories then hold one entry, from the last walk. The result depends only on the model, the
+data and the number of replicas, so every mapping calibrates alike. A run that resumes has its
 scales already and never calibrates.
 """
 
@@ -34,7 +33,7 @@ from .memory.numerical_state import live_state
 __all__ = ["MOST_WALKS", "SETTLED", "Calibration", "calibrate"]
 
 MOST_WALKS: Final = 16
-"""Most walks; a tensor that is always zero would keep a calibration from ever settling."""
+"""Largest number of walks: if a tensor is always zero, a calibration never settles."""
 SETTLED: Final = 2.0
 """Largest factor by which a scale may move in the last walk."""
 
@@ -46,7 +45,7 @@ class Calibration:
 
     Args:
         walks: Number of walks.
-        converged: Whether the last walk met the rule; if not, training begins all the same.
+        converged: Whether the last walk met the rule; if not, training begins anyway.
     """
 
     walks: int
@@ -64,8 +63,8 @@ def calibrate(
     Args:
         domain: A domain of epoch scales.
         walk: Runs F, dI and dW of every microbatch of the first step, and drops the gradients.
-        agree: Given whether the scales of this process have converged, returns whether those of all
-            processes have.
+        agree: Given whether the scales of this process have converged, returns whether the scales
+            of all processes have.
     """
     live = live_state(domain)
     histories = [tensor for name, tensor in live.items() if name.endswith("amax_history")]

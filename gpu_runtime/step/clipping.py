@@ -3,11 +3,11 @@ The norm of an epoch's gradients and its effect on the update, with the same bit
 whichever rank holds which stage.
 
 A part of a model is its embedding, one of its layers, or the rest of a stage, which is the head.
-A part's sum of squares is that of its finalized and reduced gradients, in float64: each parameter's
-norm, squared, added in the order of the stage's parameters. The sums of all parts are added in the
-order of the model. The bits of the norm therefore depend neither on where the model is cut into
-stages, nor on which rank holds which stage, on the schedule, or on the number of replicas. (On a
-CPU the norm of one large tensor depends on torch's number of threads.)
+A part's sum of squares is taken over its finalized and reduced gradients, in float64: each
+parameter's norm is squared, and the squares are added in the order of the stage's parameters. The
+sums of all parts are added in the order of the model. The bits of the norm therefore do not depend
+on where the model is cut into stages, which rank holds which stage, the schedule, or the number of
+replicas. (On a CPU the norm of one large tensor depends on torch's number of threads.)
 
 A tied weight has one gradient and counts once. All replicas hold the same gradients, so together
 they count once.
@@ -118,7 +118,7 @@ class Norm:
     @classmethod
     def of(cls, parts: Sequence[float], clipping: Clipping) -> Norm:
         """
-        The norm of the sums of squares of a model's parts, in the model's order.
+        The norm from the sums of squares of a model's parts, in the model's order.
 
         >>> Norm.of([9.0, 16.0], Clipping(max_norm=10.0))
         Norm(total=5.0, factor=1.0, skipped=False)
@@ -188,7 +188,8 @@ def square_sums(
 @attrs.define(eq=False)
 class DeviceNorm:
     """
-    The result of `Norm.of`, computed on the gradients' device by the same steps: the same bits.
+    The result of `Norm.of`, computed on the gradients' device by the same steps, with the same
+    bits.
 
     Args:
         clipping: How the update uses the norm.
@@ -206,14 +207,14 @@ class DeviceNorm:
 
     @classmethod
     def on(cls, device: torch.device, clipping: Clipping, count: int | None = None) -> DeviceNorm:
-        """Allocate all four, for the parts of the model; their addresses stay the same."""
+        """Allocate the four tensors, for the parts of the model; their addresses stay the same."""
         size = len(clipping.parts) if count is None else count
         parts = torch.zeros(size, dtype=torch.float64, device=device)
         total, skip = parts.new_zeros(()), torch.zeros((), device=device)
         return cls(clipping, total, torch.ones((), device=device), skip, parts)
 
     def take(self, parts: Tensor) -> None:
-        """Compute all from the parts' sums, float64 in the model's order; no host waits."""
+        """Compute all four from the parts' sums, float64 in the model's order; no host waits."""
         self.parts.copy_(parts)
         squares = parts.new_zeros(())
         for part in parts.unbind():  # one by one: a single sum call chooses its own order
@@ -228,12 +229,12 @@ class DeviceNorm:
             self.factor.copy_(wanted.clamp(max=1.0))
 
     def read(self) -> Norm:
-        """All as numbers; waits for the device."""
+        """Return all four as numbers; waits for the device."""
         skipped = bool(self.skip)
         factor = 1.0 if skipped else float(self.factor)
         return self.norm_of(float(self.total), factor, skipped, self.parts.tolist())
 
     def norm_of(self, total: float, factor: float, skipped: bool, parts: Sequence[float]) -> Norm:
-        """The norm as numbers that the host has read."""
+        """Return a norm of numbers that the host has read already."""
         stages = [self.clipping.stages] * bool(self.clipping.parts)
         return Norm(total, factor, skipped, tuple(parts), *stages)

@@ -1,5 +1,5 @@
 """
-What F, dI, dW and a cache refresh do to memory, once the contract has accepted them.
+The memory work of F, dI, dW and a cache refresh, once the contract has accepted them.
 
 An executor only performs: it does not ask the contract, and it does not know epochs or keys.
 `EagerExecutor` calls the backend. `GraphExecutor` (`step/graphs.py`) replays CUDA graphs of the
@@ -31,7 +31,7 @@ _data_ptr = Tensor.data_ptr
 @attrs.define(eq=False)
 class StageMemory:
     """
-    Everything physical that the runtime holds for one stage.
+    All memory that the runtime holds for one stage.
 
     Args:
         stage: The backend's stage.
@@ -48,7 +48,8 @@ class StageMemory:
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once that exists.
         shared: Units whose destination another stage also writes.
         kept: By microbatch, its non-matrix gradients, to be summed in the order of microbatches at
-            the end; None if `sums` adds them in dI order, which is then the same or does not count.
+            the end; None if `sums` adds them in dI order, because that order is the same or does
+            not matter.
     """
 
     stage: StageBackend
@@ -119,7 +120,7 @@ class StageMemory:
         return self.sums
 
     def start_epoch(self) -> None:
-        """Release what was kept of the last epoch."""
+        """Release the gradients that were kept in the last epoch."""
         self.arena.start_epoch()
         if self.kept is not None:
             self.kept.clear()
@@ -159,7 +160,7 @@ class StageMemory:
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Matrix names for the kernel to compare; its own tuple if each matrix occurs once."""
+        """Matrix names for the kernel to compare: its own tuple if each matrix occurs once."""
         found = tuple(sorted(names))
         return self.all_matrices if found == self.all_matrices else found
 
@@ -262,7 +263,7 @@ class EagerExecutor:
 
     @staticmethod
     def run_work(memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool) -> Wgrads:
-        """Run a tape's deferred work for one variant; `keep` it to run another."""
+        """Run a tape's deferred work for one variant; with `keep` it stays for another variant."""
         slot.tape.bound = memory.arena.buffers(variant.destination)
         given = {"joining": memory.shared} if variant.joins else {}
         result = memory.stage.wgrad(slot.tape, accumulate=variant.accumulate, keep=keep, **given)

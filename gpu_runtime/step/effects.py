@@ -1,8 +1,9 @@
 """
 What a stage's backend reports about its actions, in the terms of the kernel's commit.
 
-The backend counts for its whole life; the kernel's token starts at zero in every incarnation.
-`StageReports` translates: it remembers the backend's count at the start of an incarnation.
+The backend counts for its whole life; the kernel's token starts at zero in every incarnation (after
+each rebuild or restore). `StageReports` translates: it remembers the backend's count at the start
+of an incarnation.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from ..backends.protocol import Reports, StageBackend
 
 class Effects(NamedTuple):
     """
-    Effects of an action beside its gradients; None for those that the backend does not report.
+    Effects of an action besides its gradients; None for those that the backend does not report.
 
     Args:
         filled: Matrices whose cache was filled, one entry per fill.
         updates: How often the domain's scaling state was updated.
-        scales: For dI: the kernel's token at the F whose scales dI used; if they move once an
-            epoch, the token at which they had moved.
+        scales: For dI: the kernel's token at the F whose scales dI used; if scales move once an
+            epoch, the token at which the used scales had moved.
         draws: Where F, or its recomputation in dI, began to draw random numbers.
         weight: For dI: the factor by which the microbatch's gradient is weighted, as (numerator,
             denominator).
@@ -67,7 +68,7 @@ class StageReports:
     @classmethod
     def of(cls, stage: StageBackend, relations: Collection[str], *, captured: bool) -> StageReports:
         """
-        The stage's reports that a relation in force uses.
+        The stage's reports, without those that no relation in force uses.
 
         Args:
             stage: The stage.
@@ -89,7 +90,7 @@ class StageReports:
         self._skipped.clear()
 
     def moved(self, token: int) -> None:
-        """Scales that move once an epoch moved at this token of the kernel."""
+        """Record the kernel's token at which scales that move once an epoch have moved."""
         self._tokens = {self.updates(): token}
 
     def pass_over(self, before: int) -> None:

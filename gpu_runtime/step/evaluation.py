@@ -1,8 +1,8 @@
 """
 Evaluations: forwards of the backend that leave training as it was.
 
-An eager evaluation moves scaling state, as every F of such a library does, so its state is put back
-afterwards and compared: what it reports to the kernel is what the comparison found.
+An eager evaluation moves scaling state, as every F of such a library does. So the state is put back
+afterwards and compared with the state before; the kernel is told what this comparison found.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def evaluated(
     cached: bool,
 ) -> tuple[tuple[Tensor, ...], Effects]:
     """
-    Run a stage's forward in memory of its own, and put back what it moved.
+    Run a stage's forward in memory of its own, and restore the state that it moved.
 
     Args:
         memory: The stage's memory.
@@ -37,8 +37,8 @@ def evaluated(
             forward, and the cache gets its former content back.
 
     Returns:
-        The outputs, detached, and what is left of the forward's effects on training: no scaling
-        update, unless the state of the domain differs from what it was, and no filled cache.
+        The outputs, detached, and the effects on training that are left: no filled cache, and no
+        scaling update unless the domain's state differs from the state before.
     """
     stage = memory.stage
     reports = [(other.reports, other.reports.updates()) for other in others]
@@ -66,7 +66,7 @@ def evaluated(
 
 
 def _taken(memory: StageMemory, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inputs apart from the caller's autograd; a library may look for a gradient."""
+    """Return the inputs without the caller's autograd graph; a library may look for a gradient."""
     specs = memory.stage.inputs
     apart = [given.detach() for given in inputs]
     return [

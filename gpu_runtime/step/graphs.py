@@ -2,9 +2,9 @@
 CUDA graphs of every slot's F, dI and dW, and of every stage's cache refresh.
 
 Graphs that share a memory pool are right only when replayed in the order of their capture: memory
-that an earlier graph frees during its capture becomes scratch of a later graph, and the library's
-backward frees what it saved. So each slot has a private pool. Within a slot, F, dI, dW is the only
-order, and ownership enforces it.
+that an earlier graph frees during its capture becomes scratch memory of a later graph, and the
+library's backward frees the memory that it saved. So each slot has a private pool. Within a slot,
+F, dI, dW is the only order, and ownership enforces it.
 
 Warmup runs before capture on the same stream, because libraries allocate and choose kernels on
 first use. Warmup moves numerical state and writes destinations; both are restored afterwards.
@@ -56,7 +56,8 @@ class CaptureReport:
         warmup_seconds: Host time of the warmup, until the device is idle.
         capture_seconds: Host time of the captures.
         num_graphs: Number of graphs held.
-        phases: Host seconds of each part, by name; the device is not drained between parts.
+        phases: Host seconds of each part, by name; the host does not wait for the device between
+            parts.
     """
 
     warmup_seconds: float = 0.0
@@ -201,8 +202,8 @@ def capture(
         memories: Physical memory by stage.
         plan: The slot plan.
         handoff: The graph stream.
-        shared_pool: If not None, all slots share one memory pool and are captured as all F, all
-            dI, all dW. Only the test that shows the corruption uses it.
+        shared_pool: If not None, all slots share one memory pool, and all F are captured first,
+            then all dI, then all dW. Only the test that shows the corruption uses it.
         counters: Counters that every graph increments with its action; zero afterwards.
         nested: Make graphs that can become nodes of another graph (`nested_graphs`).
 

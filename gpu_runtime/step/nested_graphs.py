@@ -30,7 +30,7 @@ def nesting_obstacle(device: torch.device) -> str | None:
 
 def nestable_graph() -> torch.cuda.CUDAGraph:
     """
-    Make a graph whose `replay` adds it to the current capture; without a capture, launches it.
+    Make a graph whose `replay` adds it to the current capture, or launches it outside a capture.
 
     Raises:
         BackendError: cuda.bindings, which calls the driver, cannot be imported.

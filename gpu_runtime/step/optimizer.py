@@ -168,7 +168,7 @@ class Optimizer:
         torch.autograd.graph.increment_version(self._parameters)
 
     def take_parameters(self) -> None:
-        """Make each master its parameter's value again, once parameters were written anew."""
+        """Copy each parameter's value into its master, after the parameters were written."""
         with torch.no_grad():
             for parameter, master in self._pairs:
                 master.copy_(parameter)

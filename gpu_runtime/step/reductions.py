@@ -81,7 +81,7 @@ def require_buckets(
             "choose another name"
         )
     if buckets and not reduces:
-        raise BackendError("buckets are configured, but nothing reduces: pass a reducer")
+        raise BackendError("buckets are configured, but there is no reducer: pass reducer=")
     found: dict[int | str, Held] = {}
     for index in sorted(stages):
         others = tuple(p.name for p in stages[index].non_matrix)

@@ -7,8 +7,8 @@ results (the caller waits for an event at the graph's tail). With the first half
 silently reads half-updated state.
 
 A CPU has no streams: both halves are only counted, so that the completion guards run unchanged. A
-caller that already runs on the graph stream needs no events either: the stream's own order is both
-halves.
+caller that already runs on the graph stream needs no events either: the order of one stream
+replaces both halves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Handoff(Protocol):
         """Mark the end of the graph stream's work so far; in a capture, inside the graph."""
 
     def record(self, event: Any) -> None:
-        """Record a caller's event behind the graph stream's work so far."""
+        """Record a caller's event after the graph stream's work so far."""
 
     def caller_waits(self) -> None:
         """Make the current stream wait for the latest tail."""
@@ -134,7 +134,7 @@ class SideStream:
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """Make the stream current and yield the caller's stream, which waits for it at the end."""
+        """Make the stream current; yield the caller's stream, which waits for it at the end."""
         caller = self._callers.of(_current_handle(self._index))
         with _current(self.stream, caller):
             yield caller
@@ -159,7 +159,7 @@ class CopyStream:
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """Make the stream current and yield it; it begins behind the caller's work."""
+        """Make the stream current and yield it; its work begins after the caller's work so far."""
         caller = self._callers.of(_current_handle(self._index))
         self._begun.record(caller)
         self.stream.wait_event(self._begun)
@@ -186,7 +186,7 @@ def _current(stream: Any, caller: Any) -> Iterator[None]:
 
 class GraphStream:
     """
-    The manager-owned stream of one CUDA device.
+    The runtime's own stream on one CUDA device.
 
     Args:
         device: The device.

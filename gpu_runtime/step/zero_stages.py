@@ -1,6 +1,6 @@
 """
-Which stages of a rank have only gradients that are zero, found where the gradients are: no host
-waits, and a graph can hold it. A norm of all gradients tells the same; this is for steps without.
+Which stages of a rank have only zero gradients. The device finds out: no host waits, and a graph
+can hold the work. A norm of all gradients shows the same; this is for steps without a norm.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ZeroStages:
         self._elsewhere = frozenset(elsewhere)
 
     def take(self, gradients: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Queue the look at a step's finalized and reduced gradients on the current stream."""
+        """Queue the check of a step's finalized and reduced gradients on the current stream."""
         largest = []
         for stage in self.stages:
             named = gradients[stage].items()

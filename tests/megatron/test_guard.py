@@ -154,7 +154,7 @@ class TestLegal:
             run.loop()
             run.step()
 
-        assert "updates that no known optimizer made" in guarded.on_trust()
+        assert "updates by optimizers that the guard does not see" in guarded.on_trust()
 
     def test_a_step_that_is_replayed_as_one_graph(self, made: dict[str, ModuleType]) -> None:
         run = StandIn(made, {}, 0)

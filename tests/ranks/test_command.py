@@ -88,7 +88,7 @@ def test_what_cannot_run_is_one_line_of_rank_0(tmp_path: Path) -> None:
         (["--clip-norm", "-1"], 2, "clip_norm is -1.0; expected a positive finite number"),
         (["--clip-norm", "1", "--compare"], 2, "--clip-norm and --skip-nonfinite with --compare"),
         (["--trace", str(tmp_path / "no" / "t")], 2, "there is no folder"),
-        (["--device", "cuda"], 1, "rank 1 wants GPU 1 of this host, which has 1"),
+        (["--device", "cuda"], 1, "rank 1 wants GPU 1 (counted from 0) of this host, which has 1"),
     ]
     (tmp_path / "said").mkdir()
     typed = [(argv, gpus) for argv, gpus, _ in cases]

@@ -255,7 +255,9 @@ class TestOneRank:
         run = bodies.Run(ZBV).alone()
         guarded = guard(run.schedule)
         other = type(run.schedule)(run.stages, 4, loss_fn=run.schedule._loss_fn)
-        with pytest.raises(ValueError, match=r"is guarded already, in a ScheduleZBVZero.*remove\("):
+        with pytest.raises(
+            ValueError, match=r"is guarded already, as part of a ScheduleZBVZero.*remove\("
+        ):
             guard(other)
         run.step(0)
         assert 1 == guarded.contract.epoch

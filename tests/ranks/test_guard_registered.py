@@ -246,8 +246,8 @@ class TestGraphs:
         assert 1 == guarded.contract.epoch
         assert {
             f"the function that is registered for {kind} runs its action",
-            "stage 0 runs its registered actions by graphs of its own",
-            "stage 1 runs its registered actions by graphs of its own",
+            "stage 0 runs its registered actions, in graphs of its own",
+            "stage 1 runs its registered actions, in graphs of its own",
         } <= {*guarded.on_trust()}
 
     def test_one_stage_with_graphs(self) -> None:
@@ -259,7 +259,7 @@ class TestGraphs:
         with pytest.raises(Refused, match="B of stage 1, microbatch 2: its computation did not"):
             run.step(0)
 
-        assert "the function that is registered for B computes all of its action" in (
+        assert "the function that is registered for B performs its whole action" in (
             guarded.on_trust()
         )
 

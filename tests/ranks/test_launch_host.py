@@ -144,7 +144,9 @@ def test_a_device_that_disagrees_stops_the_launch_behind_it(
     """The epoch of a step that was launched and not committed can be neither run nor saved."""
     epoch, replays = launched.rank.contract.epoch, launched.replays
     launched.word = 1
-    with pytest.raises(StoppedError, match="the device of rank 1 did not run what was committed"):
+    with pytest.raises(
+        StoppedError, match="the device of rank 1 did not run the committed actions"
+    ):
         launched.step()
     contract = launched.rank.contract
     assert (contract.epoch, launched.replays) == (epoch, replays + 1)

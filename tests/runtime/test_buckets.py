@@ -316,7 +316,7 @@ class TestConfiguration:
 
     def test_nothing_reduces(self) -> None:
         """Buckets want a reducer, as does a call that starts one."""
-        with pytest.raises(BackendError, match="nothing reduces: pass a reducer"):
+        with pytest.raises(BackendError, match="there is no reducer: pass reducer="):
             made(None)
         with pytest.raises(BackendError, match="the runtime has no reducer; pass reducer="):
             made(None, {}).runtime.reduce(0)

@@ -239,7 +239,7 @@ class TestOnTrust:
         run = dropping(monkeypatch, recompute=True)
         claims = (
             "each F draws new random numbers",
-            "a recomputation draws the random numbers of its F",
+            "a recomputation draws the same random numbers as its F",
         )
 
         assert {claims} == set(run.runtime.on_trust().values())

@@ -257,7 +257,7 @@ class TestTheWholeStepIsAborted:
         injected.run.actions()
         injected.run.finish()
         runtime.fail(1, epoch=runtime.epoch - 1)
-        with pytest.raises(BackendError, match="gradients of a fault that was seen late"):
+        with pytest.raises(BackendError, match="gradients of a fault that was found only later"):
             injected.run.actions()
 
     def test_by_a_device_error_that_a_wait_meets(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +276,9 @@ class TestTheWholeStepIsAborted:
                 runtime.checkpoint()
 
         assert injected.contract.half_updated
-        with pytest.raises(BackendError, match="gradients of a fault that was seen late"):
+        with pytest.raises(BackendError, match="gradients of a fault that was found only later"):
             runtime.checkpoint()
-        with pytest.raises(BackendError, match="gradients of a fault that was seen late"):
+        with pytest.raises(BackendError, match="gradients of a fault that was found only later"):
             injected.run.actions()
 
     def test_by_an_update_beside_a_reader_of_the_weights(self) -> None:

@@ -533,7 +533,7 @@ class TestInternals:
         with pytest.raises(BackendError) as refused:
             te.library()
 
-        assert "2.18.0 lacks what the runtime reaches: " in str(refused.value)
+        assert "2.18.0 lacks names that the runtime uses: " in str(refused.value)
         assert reached.name in str(refused.value)
         assert "(2.18 to 2.20)" in str(refused.value)
 
@@ -573,7 +573,7 @@ class TestInternals:
         """Building a stage is refused before anything is captured."""
         monkeypatch.delattr(fake_te.FP8Module, "tp_size")
 
-        with pytest.raises(BackendError, match=r"reaches: self_attention\.layernorm_qkv\.tp_size"):
+        with pytest.raises(BackendError, match=r"uses: self_attention\.layernorm_qkv\.tp_size"):
             stages_of(FUSED)
 
     def test_a_submodule_that_is_gone(self) -> None:
@@ -779,5 +779,5 @@ class TestBaselines:
         drop(BASELINE[0], monkeypatch)
         assert te.library()
 
-        with pytest.raises(BackendError, match=r"reaches: .*make_graphed_callables;"):
+        with pytest.raises(BackendError, match=r"uses: .*make_graphed_callables;"):
             te_baselines.graphed([], torch.zeros(2), 1, [1, -1], "chunks", None)

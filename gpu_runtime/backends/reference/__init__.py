@@ -5,7 +5,7 @@ The rules that matter for the contract are Transformer Engine's: scales lag behi
 every F rolls the forward histories of the domain and every dI the backward ones, a roll happens
 even if F raises, quantized weights are cached, and dW is deferred. One rule is the library's older,
 stricter one: a roll covers every history of the domain, while the library now rolls only histories
-with a new entry. So here any two swapped actions show in the bits. The products differ from the
+with a new entry. So here swapping any two actions changes the bits. The products differ from the
 library's: operands are dequantized and multiplied in fp32, exactly enough to compare raw bits.
 """
 

@@ -1,6 +1,6 @@
 """
-Dropout by position: random numbers of a counter, whose position says which were drawn. With epoch
-scales dropout is by name: the numbers follow from epoch, microbatch and layer.
+Dropout by position: the random numbers follow from the position of a counter. With epoch scales,
+dropout is by name: the numbers follow from epoch, microbatch and layer.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class RandomNumbers:
 
         Args:
             value: The tensor.
-            probability: Probability of an element to be dropped.
-            position: Where to draw, moved on; None draws at the generator's own position.
+            probability: Probability that an element is dropped.
+            position: Where to draw, advanced by the draw; None draws at the generator's own
+                position.
         """
         at = self.position if position is None else position
         first = int(at)
@@ -75,7 +76,7 @@ class RandomNumbers:
 
         Args:
             value: The tensor.
-            probability: Probability of an element to be dropped.
+            probability: Probability that an element is dropped.
             name: Epoch, microbatch, layer and branch of the tensor.
         """
         text = "/".join(map(str, (self.stream, *name))).encode()

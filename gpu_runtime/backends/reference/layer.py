@@ -122,8 +122,8 @@ def queries_keys_values(
     Args:
         qkv: `(sequence, batch, rows)`, or without the batch.
         config: The dimensions of a layer.
-        angles: Those of `rotary_angles` for these positions, in as many dimensions as heads have;
-            None without rotary positions.
+        angles: The result of `rotary_angles` for these positions, with as many dimensions as the
+            heads; None without rotary positions.
 
     Returns:
         Queries, keys and values, each `(batch, heads, sequence, head width)`, or without the batch.

@@ -97,7 +97,7 @@ class ScalingState:
 @attrs.frozen(eq=False)
 class Recomputation:
     """
-    What the recomputation of a layer's activations needs of its F.
+    What the recomputation of a layer's activations needs from its F.
 
     Args:
         at: The domain's `rolls` when F ran.
@@ -122,7 +122,8 @@ class ReferenceDomain:
         device: Device of the stages; `cuda` without an index is the current CUDA device.
         margin: Powers of two kept free below the largest FP8 value.
         tape_scales: ``carried`` if a tape copies the scales of its F; ``live`` if it refers to the
-            scales of the latest F, as old libraries did. The contract's configuration uses it.
+            scales of the latest F, as old libraries did. The contract's configuration uses this
+            value.
         scales: When scales move: ``action`` at the end of every F and dI; ``epoch`` once an epoch,
             when `move_scales` is called. Dropout then draws by layer, microbatch and epoch.
 
@@ -205,7 +206,7 @@ class ReferenceDomain:
         """
         One outermost region of a stage's F; leaving it rolls, also when F raised.
 
-        With epoch scales neither its end nor its first module's backward rolls.
+        With epoch scales, neither the region's end nor its first module's backward rolls.
         """
         by_action = self.scales == "action"
         if self._depth == 0:
@@ -233,8 +234,8 @@ class ReferenceDomain:
             states: The layer's forward scaling state.
 
         Returns:
-            The context of the layer's F, which changes nothing, and that of its recomputation,
-            which quantizes with copies of the scales of now and records no amax.
+            A context for the layer's F, which changes nothing, and one for its recomputation, which
+            quantizes with copies of the current scales and records no amax.
         """
         scales = {id(state): state.scale.detach().clone() for state in states}
         drawn = self.random.position.clone()
@@ -260,7 +261,7 @@ class ReferenceDomain:
 
         Args:
             value: The tensor.
-            probability: Probability of an element to be dropped.
+            probability: Probability that an element is dropped.
             layer: The layer's number in the model.
             branch: Which of the layer's branches the tensor is.
         """
@@ -289,12 +290,12 @@ class ReferenceDomain:
         return claimed
 
     def use_scales(self, at: int) -> None:
-        """Note that dI used the scales of the F before which `rolls` was `at`."""
+        """Record that dI used the scales of the F that began when `rolls` was `at`."""
         if len(self._used) < 2:  # two are enough to see a mix
             self._used.add(at)
 
     def take_used(self) -> int | None:
-        """Position of the F whose scales dI used since the last call; None if zero or several."""
+        """Position of the F whose scales dI used since the last call; None if no F or several."""
         used, self._used = self._used, set()
         return used.pop() if len(used) == 1 else None
 
@@ -349,7 +350,7 @@ class ReferenceDomain:
         return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
     def recipe(self) -> Mapping[str, Any]:
-        """Delayed scaling, HYBRID; when scales move, if not at every F and dI."""
+        """Delayed scaling, HYBRID; also when scales move, unless that is at every F and dI."""
         found = {
             "recipe": "DelayedScaling",
             "format": "HYBRID",

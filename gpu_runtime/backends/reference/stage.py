@@ -66,11 +66,13 @@ class ReferenceStage(torch.nn.Module):
             The domain's generator draws at its position, on the host; with epoch scales the numbers
             follow from the layer, the microbatch and the epoch.
         first_layer: Number of the model's layers before the stage's own. Each layer then has its
-            own seed. None takes that of `ends`; without ends the stage has one seed.
+            own seed. None takes the number from `ends`; without `ends` the whole stage has one
+            seed.
 
     Raises:
         ValueError: The probability of dropout is not in [0, 1).
-        ValueError: A stage recomputes in a domain of live scales, which are gone by then.
+        ValueError: A stage recomputes in a domain of live scales: the scales of F are gone when dI
+            recomputes.
     """
 
     relations = frozenset(RELATIONS)
@@ -277,7 +279,7 @@ class ReferenceStage(torch.nn.Module):
         Use another product's weight in a product of this stage, and drop its own weight.
 
         Args:
-            unit: Name of a unit of this stage, of one matrix.
+            unit: Name of a unit of this stage that has one matrix.
             other: The product, of this stage or another, with a weight of the same shape.
 
         Raises:

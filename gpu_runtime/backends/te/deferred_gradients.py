@@ -26,7 +26,7 @@ _REBOUND = ("out", "out_dtype", "accumulate")
 
 def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
     """
-    Empty one store into the work of its units.
+    Empty one store, and return its entries as the work of its units.
 
     Args:
         store: A `WeightGradStore` of one slot.

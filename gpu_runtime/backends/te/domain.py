@@ -116,8 +116,8 @@ def refuse_missing(version: str, missing: Sequence[str]) -> None:
     """
     if missing:
         raise BackendError(
-            f"Transformer Engine {version} lacks what the runtime reaches: {', '.join(missing)}; "
-            f"install a tested version ({tested_versions()})"
+            f"Transformer Engine {version} lacks names that the runtime uses: "
+            f"{', '.join(missing)}; install a tested version ({tested_versions()})"
         )
 
 
@@ -154,8 +154,8 @@ class TransformerEngineDomain:
 
     Raises:
         BackendError: The library is missing, or modules of other owners already share the state;
-            or epoch scales were asked for with another recipe, or of a library that lacks a name
-            that they need.
+            or epoch scales were asked for without delayed scaling, or the library lacks a name that
+            they need.
         ValueError: `scales` is unknown.
     """
 
@@ -184,7 +184,8 @@ class TransformerEngineDomain:
         if found := self._registered():
             raise BackendError(
                 f"{found} FP8 states of this process are registered already, and every update "
-                "moves them too; make the domain first, or call its module's reset_process()"
+                "moves them too; make the domain before other modules, or call reset_process() of "
+                "qeffect.gpu_runtime.backends.te.domain"
             )
         recipe = self._lib.recipe
         self._recipe = {
@@ -224,11 +225,12 @@ class TransformerEngineDomain:
         """
         One outermost FP8 region; leaving it rolls each forward history with a new entry.
 
-        With epoch scales neither leaving it rolls, nor the backward of a module in it.
+        With epoch scales, neither leaving the region rolls, nor the backward of a module in it.
 
         Args:
             registers: Whether modules without FP8 state run in the region. The library registers
-                their state only in a region that rolls, so this one does with epoch scales too.
+                their state only in a region that rolls, so this region then rolls even with epoch
+                scales.
         """
         if self.scales == "epoch" and not registers:
             return self._gathering()
@@ -236,7 +238,7 @@ class TransformerEngineDomain:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """A region that the library takes for one under capture: nothing in it updates scales."""
+        """A region that the library treats as one under capture: nothing in it updates scales."""
         with self._lib.te.autocast(enabled=True, recipe=self._recipe, _graph=True):
             # Otherwise the first module's backward would update all backward scales.
             self._lib.manager.quantization_state.is_first_fp8_module = False
@@ -298,7 +300,8 @@ class TransformerEngineDomain:
         Check that no module was registered since `freeze`.
 
         Raises:
-            BackendError: A module was: replays would not move its scales, but eager actions would.
+            BackendError: A module was registered: replays would not move its scales, but eager
+                actions would.
         """
         if self.frozen and self._registered() != self._frozen_members:
             raise BackendError(
@@ -346,7 +349,7 @@ class TransformerEngineDomain:
         }
 
     def recipe(self) -> Mapping[str, Any]:
-        """The recipe as plain data; when scales move, if not at every F and dI."""
+        """The recipe as plain data; also when scales move, unless that is at every F and dI."""
         if self.scaling != "delayed":
             return {"recipe": type(self._recipe).__name__}
         found = {

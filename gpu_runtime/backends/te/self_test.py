@@ -25,7 +25,7 @@ def check_backend(device: torch.device | str = "cuda") -> None:
 
     Raises:
         BackendError: FP8 modules are registered in this process already, or the library lacks or
-            changed what the runtime reaches; the message names it.
+            changed a name that the runtime uses; the message says which.
     """
     # 128 tokens: the library's fused attention backward is wrong below.
     config = LayerConfig(sequence=128)

@@ -73,7 +73,8 @@ class TransformerEngineStage:
         ends: Which ends of a language model the stage has; None for a stage of layers alone. The
             head, with the final norm, is one `LayerNormLinear` of the library, or a `SplitHead`.
         first_layer: Number of the model's layers before the stage's own. Each layer then has its
-            own seed. None takes that of `ends`; without ends the stage has one seed.
+            own seed. None takes the number from `ends`; without `ends` the whole stage has one
+            seed.
 
     Raises:
         BackendError: Fused accumulation was asked for with split QKV, which the library refuses;
@@ -296,7 +297,7 @@ class TransformerEngineStage:
             deferred_gradients.check_bound(self.units, destinations)
         elif self.fuse:
             raise BackendError(
-                "copied gradients need a stage made with fuse_wgrad_accumulation=False: fused, "
+                "copied gradients need a stage made with fuse_wgrad_accumulation=False: otherwise "
                 "the library writes into main_grad"
             )
         tape.bound = destinations

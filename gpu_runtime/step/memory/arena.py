@@ -73,7 +73,9 @@ class Arena:
         if self.rule not in RULES:
             raise ValueError(f"unknown destination rule {self.rule!r}; choose {', '.join(RULES)}")
         if self.tied and not self.direct:
-            raise ValueError("tied weights share a destination, but rule 'copied' has none")
+            raise ValueError(
+                "tied weights share a destination, but rule 'copied' has none; choose another rule"
+            )
         terms = 1 if self.rule == "accumulate" else self.num_microbatches
         self._sum = OrderedSum.prepared(terms, self.dtype, self.device)
         sets = {"copied": 0, "per_microbatch": self.num_microbatches, "accumulate": 1}[self.rule]
@@ -218,7 +220,7 @@ class Arena:
 
     @property
     def one_pass_obstacle(self) -> str:
-        """Why `total` adds buffers one by one instead of in one pass; empty if in one pass."""
+        """Why `total` adds buffers one by one instead of in one pass; empty if it uses one pass."""
         return self._sum.obstacle
 
     def zero(self) -> None:

@@ -1,7 +1,7 @@
 """
 Counters in device memory: the device's own record of the actions that it ran.
 
-One small kernel goes with every F, dI, dW and refresh, in the same captured graph. It adds one to
+One small kernel runs with every F, dI, dW and refresh, in the same captured graph. It adds one to
 the counter of the stage and the kind of action, and folds the action's mark into the digest of the
 state domain (`qeffect.counts`). So a graph counts its replays, whoever launches them. A step reads
 the counters back once, into pinned memory. The device can also compare them with the counts that
@@ -102,8 +102,7 @@ class DeviceCounters:
         """
         Compare on the device, behind all work of the current stream; do not wait.
 
-        The compared counts are copied for the host, which gets them from `taken`, before the next
-        call.
+        The compared counts are copied to the host; get them from `taken` before the next call.
 
         Args:
             expected: What the device must have counted.

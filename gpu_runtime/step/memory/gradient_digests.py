@@ -1,5 +1,5 @@
 """
-Digests of gradients, computed where the gradients are: no host waits, and a graph can hold them.
+Digests of gradients, computed on their device: no host waits, and a graph can hold the work.
 
 A digest is the sum modulo 2**64 of a hash of each word, mixed with the word's place. Integer sums
 do not depend on their order, so equal bits give equal digests on every device. For a given place
@@ -48,8 +48,8 @@ class GradientDigests:
         Queue the digests of a step's gradients on the current stream.
 
         Args:
-            gradients: By stage and name; those behind `further` are missing here.
-            further: Tensors that the last names are of.
+            gradients: By stage and name, without the gradients in `further`.
+            further: The tensors of the last names.
         """
         named = self.names[: len(self.names) - len(further)]
         every = [*(gradients[stage][name] for stage, name in named), *further]
@@ -81,7 +81,8 @@ def prepared(device: torch.device) -> tuple[str, Callable[[Tensor, Tensor], None
             total = torch.zeros((), dtype=torch.int64, device=device)
             add_digest(_words(tensor), total)
             if int(total) != int(digest(tensor)):
-                return f"the kernel's digest of {size} elements of {dtype} is another one", None
+                problem = f"the kernel's digest of {size} elements of {dtype} differs from torch's"
+                return problem, None
     except Exception as error:  # a compiler can fail in any way; torch gives the same digests
         return f"{type(error).__name__}: {error}".splitlines()[0], None
     return "", add_digest

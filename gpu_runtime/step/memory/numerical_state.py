@@ -98,7 +98,7 @@ class NumericalState:
 @contextmanager
 def preserving(domain: StateDomain) -> Iterator[None]:
     """
-    Restore the numerical state after a warm-up inside.
+    A context around a warm-up; at its end the numerical state is restored.
 
     State that the warm-up creates is reset afterwards: empty histories, unit scales.
     """

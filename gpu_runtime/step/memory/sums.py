@@ -17,7 +17,7 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_TERMS = 16
-"""Most terms per launch; the next launch continues a longer sum."""
+"""Largest number of terms per launch; the next launch continues a longer sum."""
 _MULTIPLE = 16
 _CHECKED = 4096
 
@@ -115,7 +115,7 @@ class OrderedSum:
 
     @classmethod
     def prepared(cls, num_sets: int, dtype: torch.dtype, device: torch.device) -> OrderedSum:
-        """Compile the kernel now, so that no step has to; if that fails, note why and add."""
+        """Compile the kernel now, so no step has to; if it fails, note why and use `add_up`."""
         if num_sets < 2 or device.type != "cuda" or dtype not in DTYPES:
             return cls(device, None, f"{num_sets} sets of {dtype} on {device}")
         try:

@@ -47,8 +47,9 @@ class TiedWeights:
             declared: Groups of matrices; the matrices of a group are one parameter.
 
         Raises:
-            BackendError: A declared matrix does not exist, is another parameter than the rest of
-                its group, or is one of several in one product; or a stage shares with two others.
+            BackendError: A declared matrix does not exist, is not the same parameter as the rest of
+                its group, or is one of several in one product; or a stage shares parameters with
+                two other stages.
         """
         found: dict[int, list[Place]] = {}
         units: dict[Place, WgradUnit] = {}

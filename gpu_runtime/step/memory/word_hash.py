@@ -7,7 +7,7 @@ Factors are signed integers of 64 bits, as both multiply them.
 __all__ = ["FIRST", "LOW", "PLACE", "SECOND", "SHIFT"]
 
 PLACE = 0x9E3779B97F4A7C15 - 2**64
-"""Factor of a word's place: the golden ratio's."""
+"""Factor of a word's place, derived from the golden ratio."""
 FIRST = 0xFF51AFD7ED558CCD - 2**64
 """First factor of MurmurHash3's finalizer."""
 SECOND = 0xC4CEB9FE1A85EC53 - 2**64

@@ -130,5 +130,5 @@ class Order:
 
     @property
     def peaks(self) -> dict[int, int]:
-        """Most live tapes at once, by stage; a tape lives from its F to its dW."""
+        """Largest number of live tapes at a time, by stage; a tape lives from its F to its dW."""
         return dict(assign(self.steps, own_readers(self.steps)).peaks)

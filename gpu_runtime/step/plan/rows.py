@@ -1,11 +1,11 @@
 """
 One rank's row of a table with messages, with waits for its sends and with slots.
 
-A table says when messages are posted; up to torch 2.14 it does not say when a send must be done. A
-receive or an F takes a slot again, and every send from the slot must be done by then. So the walked
-row has a wait directly before: not earlier, since a wait holds the stream; and in the table, so
-that `qeffect check` sees the wait. A slot's lifetime begins when its receive is posted, not at F,
-and messages count among its consumers.
+A table says when messages are posted; up to torch 2.14 it does not say when a send must be done.
+Every send from a slot must be done before a receive or an F takes the slot again. So the walked row
+has a wait directly before that action: not earlier, because a wait holds up the stream. The wait is
+an entry of the table, so that `qeffect check` sees it. A slot's lifetime begins when its receive is
+posted, not at F, and messages count among its consumers.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
 
 def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
     """
-    A table as it is walked, checked before and after.
+    Return a table in the form that ranks walk; `qeffect check` accepts it before and after.
 
     A full backward becomes its dI and its dW, and its sends are posted before the dW. If the table
     does not await a send, the row awaits it before its slot is taken again, or at its end.
@@ -129,12 +129,12 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
     1RECV_F0 1F0 1I0 1SEND_B0 1W0 1WAIT_SEND_B0
 
     Args:
-        schedule: A table of all ranks, with messages where there is more than one.
+        schedule: A table of all ranks, with messages if there is more than one rank.
         provisioning: How slots are counted; sends from a slot that is not reused are awaited last.
 
     Raises:
         ScheduleRefusedError: `qeffect check` refuses the table, or the walk over it.
-        ScheduleError: Ranks are missing, or messages.
+        ScheduleError: Ranks or messages are missing.
     """
     if not schedule.complete:
         raise ScheduleError(f"{schedule.source}: some ranks are missing; give a table of all ranks")

@@ -61,7 +61,8 @@ class SlotPlan:
         slot_of: Local slot by stage and microbatch.
         num_slots: Slots by stage.
         sharers: By stage, the other stage that writes the same destination of tied weights.
-        walks: The most walks over the order in an epoch. In walks after the first, every dW adds.
+        walks: Largest number of walks over the order in an epoch. In walks after the first, every
+            dW adds.
     """
 
     order: Order
@@ -113,7 +114,7 @@ def plan_slots(
     feeds: Mapping[int, int] | None = None,
 ) -> SlotPlan:
     """
-    Assign slots by walking the order: the lowest free slot at F, free again once all is consumed.
+    Assign slots by walking the order: F takes the lowest free slot, until its tape is consumed.
 
     The dW of a tape and the readers of its results consume the tape. If a stage feeds another
     stage of the same process, that stage's F reads the feeding stage's output. The feeding stage's
@@ -126,7 +127,7 @@ def plan_slots(
     Args:
         order: The order of the actions.
         provisioning: `live` or `static`.
-        available: Most slots per stage; unlimited for a stage that is not named.
+        available: Largest number of slots per stage; unlimited for a stage that is not named.
         feeds: Which local stage each local stage feeds.
 
     Raises:
