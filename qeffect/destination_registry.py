@@ -77,14 +77,14 @@ class DestinationRegistry:
                 raise refused(
                     "arena.overlapping-destinations",
                     "configure",
-                    f"the destination {both[0]!r}, which a contract that shares the registry "
+                    f"the destination {both[0]!r}, which another contract of the same registry "
                     "writes",
                     "a destination of its own",
                 )
         self._claims[owner] = own
 
     def release(self, owner: object) -> None:
-        """Forget the destinations of a contract that will not run again; it may have none."""
+        """Forget the destinations, if any, of a contract that will not run again."""
         self._claims.pop(owner, None)
 
     def __len__(self) -> int:

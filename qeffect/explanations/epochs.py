@@ -51,7 +51,7 @@ _ASKED: Final[Mapping[str, str]] = {
 
 
 def _epoch(st: Any, a: Arguments) -> int:
-    """Return the epoch that a call names, or that of its stage's weights."""
+    """Return the epoch that a call names, or the epoch of its stage's weights."""
     return int(a["epoch"] if "epoch" in a else st.weight_epoch[a["stage"]])
 
 
@@ -98,13 +98,13 @@ def _unweighed(st: Any) -> tuple[str, str]:
 
 
 def _parts(st: Any, a: Arguments) -> tuple[str, str]:
-    """Say in how many parts a weight was counted, and in how many the earlier ones."""
+    """Say in how many parts a weight was counted, and in how many the earlier weights were."""
     counted_in = st.parts[st.slot_stage[a["slot"]]]
     return (
         f"a weight of {a['weight']} of {counted(a['parts'], 'part')}"
         if a["parts"] > 0
         else "no readable weight in the report of dI",
-        f"a weight counted in {counted(counted_in, 'part')}, as the earlier ones of the epoch"
+        f"a weight of {counted(counted_in, 'part')}, like the earlier weights of the epoch"
         if counted_in
         else "(numerator, denominator), a numerator of at least 0 over a denominator of at least 1",
     )
@@ -174,7 +174,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "epoch.sole-writer": lambda st, a: (
         asked(a),
-        "a key whose destinations the first key that writes them still fills",
+        "a key that is not the first writer of its destinations",
     ),
     "epoch.not-begun": lambda st, a: (
         f"a fault of epoch {a['epoch']} in stage {a['stage']}",
@@ -193,7 +193,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "no action in flight",
     ),
     "persistence.half-updated": lambda st, a: (
-        "weights of which an update failed half way",
+        "weights that a failed update left half updated",
         "weights restored from a checkpoint after the failed update",
     ),
     "persistence.mid-epoch": lambda st, a: (
