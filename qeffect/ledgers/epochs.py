@@ -92,7 +92,7 @@ class Epochs:
 
     def other_stream(self, transition: str, stage: int, link: int) -> None:
         """
-        Record that a read of weights or gradients on a stream of its own starts or has ended.
+        Record that a read of weights or gradients on a separate stream starts or has ended.
 
         Raises:
             TypeError, ValueError: No stage or link has that number.

@@ -64,7 +64,7 @@ class RecordedSteps:
         return None
 
     def _moment(self) -> tuple[int, int]:
-        """Until a ticket is issued or a restore happens, this stays the same."""
+        """Return numbers that change when a ticket is issued or a restore happens."""
         memory = self._runner.memory
         return memory.incarnation[0], memory.serial[0]
 
@@ -145,6 +145,6 @@ class RecordedSteps:
             self._counted.ran_step(step.folds, step.counted)
             self._counted.committed()
         observer = self._runner.observer
-        # Without an observer the look at its methods would cost every step some microseconds.
+        # None is asked first: the look-up of an observer's methods costs some microseconds a step.
         if observer is not None and isinstance(observer, StepObserver):
             observer.repeat_step(step)

@@ -45,7 +45,7 @@ from .rotation import CONTINUES
 
 __all__ = ["JointReport", "moves_of", "replay_together"]
 
-#: How an event stands in a table: what computes, and messages by their bit.
+#: How a table writes an event: computations by their transition, messages by their bit.
 _COMPUTED = {"check_forward": "F", "check_dgrad": "I", "check_wgrad": "W"}
 _SENT = {OUT_BIT: "SEND_F", GRAD_BIT: "SEND_B"}
 _RECEIVED = {IN_BIT: "RECV_F", BACK_BIT: "RECV_B"}
@@ -126,7 +126,7 @@ def replay_together(paths: Sequence[_Files]) -> JointReport:
         LogError: A file is not an event log, or the logs are not those of one whole pipeline.
     """
     if isinstance(paths, str | os.PathLike) or not paths:
-        raise LogError("expected the paths of the logs of all ranks, found one path or none")
+        raise LogError("expected the logs of all ranks, found one log or none; name every log")
     every = [_files(given) for given in paths]
     reports = tuple(replay(*files) for files in every)
     for number, report in enumerate(reports):
@@ -187,7 +187,7 @@ class _Step:
         """
         The step as two rows of a table, each entry with its place in the log.
 
-        In the first a receive stands where it ended, in the second where it was posted.
+        In the first row a receive is placed where it ended, in the second where it was posted.
         """
         ended: list[tuple[int, str]] = []
         posted: list[tuple[int, str]] = []
@@ -204,7 +204,7 @@ class _Step:
                 if target == homes[stage]:
                     continue
                 name = f"{stage}{_SENT[bit]}{microbatch}"
-            # Blocks and invocations of one execution stand as one.
+            # All blocks and invocations of an execution are one entry.
             if (transition, name) in seen:
                 continue
             seen.add((transition, name))

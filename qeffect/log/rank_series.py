@@ -51,7 +51,7 @@ def joined(paths: Iterable[str | os.PathLike[str]]) -> list[RankLines]:
 
 
 def _own(log: RankLines) -> str:
-    """What the headers of one log's files have in common."""
+    """The part of the header that all files of one log have in common."""
     return repr([(k, v) for k, v in log.header.items() if k not in (CONTINUES, "digest")])
 
 
@@ -99,8 +99,8 @@ def begun_together(logs: Sequence[RankLines]) -> list[RankLines]:
     if not common:
         ends = min(zip(logs, places, strict=True), key=lambda pair: max(pair[1], default=(0, 0)))
         raise LogError(
-            f"{latest.name} begins in epoch {start[1]}, and no commit from there on is in the logs "
-            f"of all ranks, as in {ends[0].name}; give the earlier files too"
+            f"{latest.name} begins in epoch {start[1]}; expected a commit from there on that the "
+            f"logs of all ranks have, found none in {ends[0].name}; give the earlier files too"
         )
     return [_cut(log, *own[min(common)]) for log, own in zip(logs, places, strict=True)]
 

@@ -42,12 +42,12 @@ _MOST: Final = 1 << 64
 @frozen
 class Rotation(os.PathLike[str]):
     """
-    Where an event log goes that is written in several files.
+    The files of an event log that is written in several files.
 
     Args:
         path: The first file; file n is beside it, with n in five digits before the suffix.
         steps: Committed steps per file.
-        keep: Files that stay, the one being written included; 0 keeps all.
+        keep: Number of files to keep, including the file being written; 0 keeps all.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Rotation(os.PathLike[str]):
                 path.unlink()
 
     def forget(self, newest: int) -> None:
-        """Remove the files that no longer stay once a newest one was begun."""
+        """Remove the files that are no longer kept once a newest file was begun."""
         if self.keep and newest >= self.keep:
             with suppress(FileNotFoundError):
                 self.part(newest - self.keep).unlink()
@@ -89,7 +89,7 @@ def columns_of(memory: Memory, since: Mapping[str, list[Any]] | None = None) -> 
 
     Args:
         memory: The memory.
-        since: Columns of another moment; only those that differ are returned.
+        since: Columns of another moment; only columns that differ from these are returned.
     """
     found = {}
     for name in memory._names:

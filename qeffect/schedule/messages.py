@@ -1,5 +1,5 @@
 """
-Checks of messages: every input arrives before it is used, every send is received, in one order.
+Checks of messages: inputs arrive before use, sends are received, and queues keep their order.
 
 A forward input of stage s comes from stage s-1, a gradient from stage s+1. If that stage is on the
 same rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a receive.

@@ -111,7 +111,8 @@ class Transport:
         ):
             raise ScheduleError(
                 f"{schedule.source}: rendezvous needs a table of all ranks that names its "
-                "messages (SEND_F, RECV_F, SEND_B, RECV_B; torch's with comms); leave it out"
+                "messages (SEND_F, RECV_F, SEND_B, RECV_B; torch's with comms); leave out "
+                "rendezvous"
             )
         if self.max_outstanding_sends is None or schedule.awaits_sends:
             return

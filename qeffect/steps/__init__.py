@@ -10,7 +10,7 @@ Why this gives the same result as running the transitions one by one:
 
 * *The entries read determine the step.* A transition is a function of the columns and of its
   arguments. Entries that no transition of the step reads before it writes them have no influence.
-* *The entries read are the recorded start, moved.* Each entry of `counters.COUNTERS` belongs to a
+* *The entries read equal the recorded start, moved.* Each entry of `counters.COUNTERS` belongs to a
   family whose numbers are counted from one counter: epochs, tickets, effect tokens, replays, work
   of a caller, generations. All entries of a family may have moved by one amount, that of the
   family's counter; every other entry must be unchanged. The arguments move alike: epochs of keys,
