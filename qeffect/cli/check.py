@@ -172,7 +172,7 @@ def _channels(verdict: Verdict) -> list[str]:
     ]
     for channel in verdict.channels:
         mark = ">" if channel.queues == transport.queues else " "
-        order = "in order" if channel.in_order else "exchanged"
+        order = "in order" if channel.in_order else "swapped"
         ends = " / ".join(
             "can deadlock" if channel.can_deadlock(held) else "ends" for held in RENDEZVOUS
         )

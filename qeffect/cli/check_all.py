@@ -61,7 +61,8 @@ class CheckAll:
         parser.add_argument(
             "--github",
             action="store_true",
-            help="also print each refusal as a GitHub Actions annotation on the line of the table",
+            help="also print each refused or unusable table as a GitHub Actions annotation, on the "
+            "line of the rank",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -134,7 +134,7 @@ def in_turns(
     Compare pairs of contracts: every round runs every pair, and both sides of a pair in turns.
 
     Every round makes new contracts. In a random half of the rounds one side is made first, and in a
-    random half one side runs first, since either changes a time by about one percent.
+    random half one side runs first, since either order changes a time by about one percent.
 
     Args:
         pairs: The pairs.

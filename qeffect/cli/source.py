@@ -101,7 +101,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--group",
         type=int,
         metavar="N",
-        help="consecutive microbatches of a virtual stage, Megatron-core's "
+        help="number of consecutive microbatches of a virtual stage, as Megatron-core's "
         "microbatch_group_size_per_vp_stage (default: the number of ranks)",
     )
     schedule.add_argument(
@@ -117,7 +117,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--defer-receives",
         action="store_true",
-        help="place each receive just before its use, torch's defer_pp_recv (needs --comms)",
+        help="place each receive just before its use, as torch's defer_pp_recv (needs --comms)",
     )
     schedule.add_argument(
         "--max-outstanding-sends",

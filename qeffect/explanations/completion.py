@@ -14,7 +14,7 @@ __all__ = ["EXPLANATIONS"]
 
 
 def _end(st: Any, a: Arguments) -> tuple[int, int, int]:
-    """Return the link of a slot's latest transfer end, its piece of work, and what was joined."""
+    """Return the link of a slot's latest transfer end, its piece of work, and the pieces joined."""
     slot = slot_of(a)
     on = st.ended_on[slot]
     return on, st.ended_at[slot], st.joined[on]

@@ -126,7 +126,9 @@ def replay_together(paths: Sequence[_Files]) -> JointReport:
         LogError: A file is not an event log, or the logs are not those of one whole pipeline.
     """
     if isinstance(paths, str | os.PathLike) or not paths:
-        raise LogError("expected the logs of all ranks, found one log or none; name every log")
+        raise LogError(
+            "expected the paths of the logs of all ranks, found one path or none; name every log"
+        )
     every = [_files(given) for given in paths]
     reports = tuple(replay(*files) for files in every)
     for number, report in enumerate(reports):

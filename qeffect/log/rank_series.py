@@ -1,9 +1,9 @@
 """
 Rank logs in several files: joined to one log each, and begun at a place that all ranks have.
 
-If the first files of a log were removed, the log begins in mid-run. What its header says of the
-ranks' state there is taken on trust. The logs of one attempt may then begin at different places, if
-a rank was killed. So those that begin earlier are cut at the first commit that all logs have.
+If the first files of a log were removed, the log begins in mid-run. The ranks' state there, which
+its header states, is taken on trust. If a rank was killed, the logs of one attempt may begin at
+different places. Logs that begin earlier are then cut at the first commit that all logs have.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def check_message_order(index: Index) -> Iterator[Finding]:
             yield finding(
                 "message-order",
                 f"rank {target} receives {atom.action} where rank {source} sends "
-                f"{send.atom.action} (step {send.atom.step}): the tensors would be exchanged",
+                f"{send.atom.action} (step {send.atom.step}): the tensors would be swapped",
                 rank=target,
                 atom=atom,
                 expected=name,

@@ -57,7 +57,7 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
         source=source,
         num_stages=max(chunk for _, chunk in counts) + 1,
         complete=False,
-        notes=("microbatches are counted, not named, in this format",),
+        notes=("this format does not name microbatches; they are counted for each chunk",),
     )
 
 
