@@ -161,7 +161,7 @@ class Refresh(_Guarded):
 
 class Evaluation(_Guarded):
     """
-    A guarded evaluation, which leaves training as it is.
+    A guarded evaluation, which does not change the state of training.
 
     If the backend reports them, set ``updates`` to the number of scaling updates, which must be 0,
     and ``filled`` to what the evaluation put into the weight cache, which must be nothing.

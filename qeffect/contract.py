@@ -133,7 +133,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             if flag.__class__ is not bool:
                 raise TypeError(f"{name} must be True or False, got {shown(flag)}")
         if late and not counted:
-            raise ValueError("late=True requires counted=True: without it no counts are presented")
+            raise ValueError("late=True requires counted=True; otherwise no counts are presented")
         if counted:
             own = {config.stage: config.domain for config in self.stages}
             self._counted = ExpectedCounts(
@@ -177,7 +177,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         """Refuse copies and pickles: the guarded memory exists once, in this process."""
         raise TypeError(
             "a Contract guards the memory of its process and is neither copied nor pickled; keep "
-            "contract.checkpoint(), and restore it into a contract of the same configuration"
+            "contract.checkpoint(), and restore the checkpoint into a contract of the same "
+            "configuration"
         )
 
 

@@ -82,7 +82,7 @@ class Start:
 
     def gone(self) -> tuple[int, str] | None:
         """
-        Look, after a connection broke in the start, which rank of this host has ended.
+        Find out, after a connection broke during the start, which rank of this host has ended.
 
         Returns:
             The first such rank that did not say why, and the cause in words; None without such a

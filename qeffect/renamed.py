@@ -158,7 +158,7 @@ class _Finder(MetaPathFinder, InspectLoader):
         return f"import runpy\nrunpy.run_module({new!r}, run_name='__main__', alter_sys=True)\n"
 
     def get_code(self, fullname: str) -> CodeType:
-        """As `get_source`, compiled; it warns, since ``python -m`` executes no module first."""
+        """Compile `get_source`, and warn here, since ``python -m`` executes no module before."""
         new = self.modules[self._old(fullname)]
         warnings.warn(self._warning(fullname, new), DeprecationWarning, stacklevel=2)
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")

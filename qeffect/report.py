@@ -329,7 +329,7 @@ def require_folder(path: Path, option: str = "--out") -> None:
     Require that files can be written to a folder, which may have to be made, before work begins.
 
     Args:
-        path: The folder; neither it nor a folder above it is made.
+        path: The folder; the call makes no folder.
         option: The option that named it, for the message.
 
     Raises:

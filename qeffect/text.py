@@ -52,7 +52,7 @@ def escaped(text: str) -> str:
 
 def decoded(text: str) -> str:
     r"""
-    Return text with the bytes decoded that the locale could not decode, as in a file's name.
+    Decode the bytes in a text that the locale could not decode, as in a file's name.
 
     >>> decoded("\udcc3\udca9.csv"), decoded("\udce9.csv")
     ('é.csv', '\\xe9.csv')

@@ -23,7 +23,7 @@ class ReaderCalls(ContractParts):
         update begins before `finish_weights_read`.
 
         Args:
-            stage: The stage whose weights are read; they have one reader at a time.
+            stage: The stage whose weights are read; only one read of them may be under way.
             link: Link of the caller behind which the reader's stream starts.
 
         Raises:
@@ -72,7 +72,7 @@ class ReaderCalls(ContractParts):
         the gradients.
 
         Args:
-            stage: The stage whose gradients are read; they have one reader at a time.
+            stage: The stage whose gradients are read; only one read of them may be under way.
             link: Link of the caller behind which the reader's stream starts.
 
         Raises:

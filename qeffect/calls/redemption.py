@@ -74,7 +74,7 @@ class Redemption(Queries):
             weight: For dI, the factor by which the microbatch's gradient is weighted, as
                 (numerator, denominator), not reduced: all weights of an epoch have one denominator
                 (`StageConfig.weights_sum`). It is the product of all factors that are applied to
-                the gradient before the update, except that of a sum over replicas.
+                the gradient before the update, except the factor of a sum over replicas.
 
         Returns:
             For F, the reference of the new tape; otherwise None.

@@ -88,7 +88,7 @@ class Interrupts:
         return self._last_word.acquire(blocking=False)
 
     def _wait(self) -> None:
-        """Announce the end, end all children, and let the main thread unwind for a moment."""
+        """Announce the interrupt, end all children, and give the main thread time to unwind."""
         signal.sigwait({signal.SIGINT})
         self._ending.set()
         if self.last_word():

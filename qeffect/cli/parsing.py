@@ -1,5 +1,5 @@
 """
-The parser of the command line: errors of one line, and help that never breaks a name.
+The parser of the command line: errors of one line, and help that never splits a name at a hyphen.
 """
 
 from __future__ import annotations

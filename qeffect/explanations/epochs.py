@@ -32,7 +32,7 @@ def _bucket(st: Any, a: Arguments) -> str:
 
 
 def _asked(a: Arguments) -> str:
-    """Say what was asked for during an update, or of half-updated weights."""
+    """Say which call was made during an update, or over half-updated weights."""
     return _ASKED.get(a["transition"], "an action")
 
 
@@ -153,7 +153,10 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"{st.wgrads[a['stage']]} weight gradients{with_skipped(st, [a['stage']])}",
         f"{st.cells[a['stage']]}, one for every configured key",
     ),
-    "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
+    "epoch.already-final": lambda st, a: (
+        f"another finalize of stage {a['stage']}",
+        "one finalize of a stage in an epoch",
+    ),
     "epoch.not-final": lambda st, a: (
         f"stages that are not final: {other_indices(st.final, _epoch(st, a))}",
         f"{'every stage' if 'epoch' in a else 'the stage'} finalized in epoch {_epoch(st, a)}",

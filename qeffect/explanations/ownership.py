@@ -260,7 +260,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.repeated-forward": lambda st, a: (
         f"{a['key']} again",
-        f"each key forwarded once in an epoch, also after its release or abort; the weight epoch "
-        f"is {st.weight_epoch[a['key'].stage]}",
+        f"each key forwarded once in an epoch, even if its tape was released or aborted; the "
+        f"weight epoch is {st.weight_epoch[a['key'].stage]}",
     ),
 }

@@ -73,7 +73,7 @@ class Epochs:
         return index, self.reader(index)
 
     def reader(self, index: int) -> int:
-        """Return the link of the named reader of a bucket's gradients, else the first caller's."""
+        """Return the link of the reader named for a bucket's gradients, or of the first caller."""
         st = self._runner.memory
         stage = st.stage_at[index]
         named = st.named[0] == st.weight_epoch[stage]

@@ -69,11 +69,11 @@ class RecordedSteps:
         return memory.incarnation[0], memory.serial[0]
 
     def withdraw(self) -> None:
-        """Forget that a step was checked: it was not run."""
+        """Forget that a step was checked, because it was not run."""
         self._checked = None
 
     def require_none(self, transition: str) -> None:
-        """Require that no step was checked and may be under way; its update writes the weights."""
+        """Require that no checked step may be under way, since its update writes the weights."""
         if self._checked is not None and self._checked == self._moment():
             raise refused(
                 "persistence.action-in-flight",

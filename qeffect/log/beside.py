@@ -80,7 +80,7 @@ class _Span:
 
     Args:
         seq: Sequence number of the line that ends it.
-        name: ``commit``, ``restore``, ``closed``, or empty at an end without either.
+        name: ``commit``, ``restore``, ``closed``, or empty if the log ends without these.
         epoch: The epoch that was committed or restored; -1 at an end.
         receives: The receives that were posted: stage of the sender, microbatch, whether it is a
             gradient, slot, generation. None if a launch posted them.

@@ -59,8 +59,8 @@ class JointReport:
     Args:
         verdict: ``accepted`` or ``refused``.
         ranks: The replay of each rank's log alone, in the order of the logs.
-        epochs: Epochs that every rank committed and that were compared.
-        messages: Messages between ranks in these epochs.
+        epochs: Number of epochs that every rank committed and that were compared.
+        messages: Number of messages between ranks in these epochs.
         rank: Rank of the refused event. This and all fields below are None if nothing was refused.
         epoch: Epoch of the refused event.
         clause: Clause of the refusal.
@@ -95,7 +95,7 @@ class JointReport:
         if self.clause is None:
             return (
                 f"accepted: {counted(len(self.ranks), 'rank')} together, "
-                f"{counted(self.epochs, 'epoch')} that all committed, "
+                f"{counted(self.epochs, 'epoch')} committed by all, "
                 f"{counted(self.messages, 'message')}"
             )
         epoch = "" if self.epoch is None else f", epoch {self.epoch}"
@@ -403,7 +403,7 @@ def _uneven(logs: Sequence[_Log]) -> JointReport | None:
                 f"{_span(ours)}: all ranks must commit, or none.",
                 expected=_span(ours),
                 found=_span(theirs),
-                remedy="Commit only with the consent of all ranks; stop all if one cannot commit.",
+                remedy="Commit only with the consent of all ranks; if one cannot commit, stop all.",
             )
     return None
 

@@ -397,7 +397,7 @@ class Player:
         return {**event, "transition": "check_update", "result": serial}
 
     def _of_bucket(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return a reduction of a stage as one of its bucket, on the stream that finalized it."""
+        """Return a stage's reduction as its bucket's, on the stream that finalized the stage."""
         assert self.contract is not None
         early = {"seq": event["seq"], "transition": event["transition"]}
         if event.keys() - early.keys() - {"digest"} != {"stage"}:
@@ -407,7 +407,7 @@ class Player:
         return {**early, "bucket": bucket, **at}
 
     def _with_caller(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return a commit as one whose update ran where the gradients were awaited."""
+        """Return a commit with its caller: the stream that waited for the gradients."""
         assert self.contract is not None
         if [*event] != ["seq", "transition", "epoch"]:
             raise ValueError(f"its fields are {[*event]}")

@@ -195,7 +195,7 @@ class RankLines:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RankLines:
         """
-        Read a log. A last line without its newline is left out: the process was killed in it.
+        Read a log. A last line without a newline is left out: the process was killed in mid-line.
 
         Raises:
             LogError: The file is not a rank log, or a line is damaged.

@@ -78,7 +78,7 @@ def _join(files: Sequence[RankLines]) -> RankLines:
 
 def begun_together(logs: Sequence[RankLines]) -> list[RankLines]:
     """
-    Let the logs of one attempt begin at one place, if a log lacks its first file.
+    If a log lacks its first file, cut the logs of one attempt so that all begin at the same place.
 
     Args:
         logs: The log of each rank.

@@ -194,7 +194,7 @@ class Converters:
         return key
 
     def claiming_key(self, raw: Any) -> Any:
-        """Convert a key without a reference beside it, which no guard compares with a tape."""
+        """Convert the key of a call without a reference; no guard compares it with a tape's key."""
         key = self.key(raw)
         if key.cell not in self.cells:
             raise ValueError(raw)

@@ -30,7 +30,7 @@ class ReplayReport:
 
     Args:
         verdict: ``accepted`` or ``refused``.
-        events: Events that were replayed and accepted.
+        events: Number of events that were replayed and accepted.
         epoch: Weight epoch after them.
         rank: Rank that the header names.
         clause: Clause of the refusal. This and all fields below are None if nothing was refused.
@@ -43,8 +43,8 @@ class ReplayReport:
         cause: The likely cause.
         remedy: What to do.
         file: The refused file, in a log of several files; otherwise None.
-        trusted: Events before the first file that was given, according to that file. None of them
-            was replayed, and the contract's state after them is taken on trust.
+        trusted: Number of events before the first file that was given, according to that file. They
+            were not replayed, and the contract's state after them is taken on trust.
         trusted_epoch: The weight epoch of that state; None if nothing is taken on trust.
     """
 

@@ -69,7 +69,7 @@ class Rotation(os.PathLike[str]):
         return self.path.with_name(f"{self.path.stem}.{number:05d}{self.path.suffix}")
 
     def clear(self) -> None:
-        """Remove the further files of an earlier log of this path."""
+        """Remove the later files that an earlier log left at this path."""
         stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
         named = re.compile(rf"{stem}\.[0-9]{{5,}}{suffix}")
         for path in self.path.parent.iterdir():

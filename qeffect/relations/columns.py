@@ -32,7 +32,7 @@ class Column:
 
     @property
     def number(self) -> int:
-        """The initial value; without one 0 for a link or caller, else -1 (no member)."""
+        """The initial value; if that is None, 0 for a link or caller, else -1 (no member)."""
         if self.initial is not None:
             return self.initial
         return 0 if self.values in ("link", "caller") else -1

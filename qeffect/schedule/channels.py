@@ -1,5 +1,5 @@
 """
-For each way to carry messages, whether a table is right; not only for the way that a check assumes.
+Whether a table is right, for each way to carry messages and not only for the way that is assumed.
 
 For each way to share queues (`qeffect.schedule.transport.QUEUES`) two questions are answered. Does
 every receive get the message that it names, if a queue's messages arrive in the order of their

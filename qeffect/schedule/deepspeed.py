@@ -1,5 +1,5 @@
 """
-DeepSpeed's instruction streams as tables: they come from its schedule classes; no engine is run.
+DeepSpeed's instruction streams as tables; its schedule classes give them, and no engine is run.
 
 `deepspeed.runtime.pipe.schedule.PipeSchedule.steps()` yields the instructions of one rank, and each
 instruction names a buffer, not a microbatch. So this reader follows what the buffers hold:

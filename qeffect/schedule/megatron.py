@@ -30,7 +30,7 @@ Megatron gives messages no names. A send is named by the F or B that made its te
 by the F or B that later takes its tensor out of Megatron's lists. With two ranks both neighbours
 are the same rank, so the order within an exchange decides which tensor a receive gets.
 
-The tables equal those that Megatron-core 0.16.1 and 0.19.2 were recorded to run. Not covered:
+The tables equal recorded runs of Megatron-core 0.16.1 and 0.19.2. Not covered:
 `overlap_moe_expert_parallel_comm` and forward-only runs.
 """
 

@@ -17,9 +17,9 @@ Why this gives the same result as running the transitions one by one:
   generations of references, tokens and tickets. With any other difference it is another step.
 * *Moving a family changes no guard's decision.* Transitions compare a family's numbers with each
   other, copy them, and add one. Beyond that they compare epochs and tickets with the number for
-  "none", which does not move and lies below all others (counters never fall), and generations with
-  their maximum, which a step must not reach. So every guard decides as before, and every write is
-  the recorded write, moved.
+  "none", and generations with their maximum. The number for "none" does not move and lies below all
+  others, since counters never fall; a step must not reach the maximum. So every guard decides as
+  before, and every write is the recorded write, moved.
 
 The last point is proved for every path of every transition that a step may contain, each family and
 any amounts (`qeffect.verification.proofs.recurring`). It is also tried: when a step is made, its
