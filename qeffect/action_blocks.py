@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Guards(Protocol):
-    """What a guarded action needs of its contract; `qeffect.contract.Contract` has it."""
+    """The calls of a contract that a guarded action makes; `qeffect.contract.Contract` has them."""
 
     @property
     def check_refresh(self) -> Callable[..., Ticket]:
@@ -85,7 +85,7 @@ class Guards(Protocol):
 
 
 class Actions(Protocol):
-    """What `guarded` needs of a contract: its actions as context managers."""
+    """The calls of a contract that `guarded` makes: its actions as context managers."""
 
     def forward(self, key: TapeKey, **options: Any) -> Forward:
         """Guard F."""
@@ -131,8 +131,8 @@ class _Guarded:
         if kind is None:
             self.commit()
         else:
-            # If the block redeemed the ticket itself, nothing is left to abort. Its exception
-            # matters more than that, and more than a concurrent call.
+            # If the block redeemed the ticket itself, nothing is left to abort. The exception of
+            # the block matters more than this, and more than a concurrent call.
             with suppress(Refused, ConcurrentCallError):
                 self.contract.abort(self.ticket)
         return False
@@ -161,7 +161,7 @@ class Refresh(_Guarded):
 
 class Evaluation(_Guarded):
     """
-    A guarded evaluation, which leaves training as it is.
+    A guarded evaluation, which does not change the state of training.
 
     If the backend reports them, set ``updates`` to the number of scaling updates, which must be 0,
     and ``filled`` to what the evaluation put into the weight cache, which must be nothing.
@@ -185,8 +185,8 @@ class Forward(_Guarded):
     """
     A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it.
 
-    If the backend reports them, set ``filled`` as in a refresh and ``updates`` to the number of
-    scaling updates, and ``draws`` to where the random generator stood when F began.
+    If the backend reports them, set ``filled`` as in a refresh, ``updates`` to the number of
+    scaling updates, and ``draws`` to the position of the random generator when F began.
     """
 
     __slots__ = ("draws", "filled", "key", "options", "updates")
@@ -230,10 +230,10 @@ class Dgrad(_Guarded):
     A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
 
     If the backend reports them, set ``updates`` to the number of scaling updates, and ``scales`` to
-    the token at which the F ran whose scales dI used, or, if scales move once an epoch, the token
-    at which they had moved. If dI recomputes F, set ``draws`` to where
-    the recomputation began to draw. Set ``weight`` to the factor by which the microbatch's gradient
-    is weighted, as (numerator, denominator).
+    the effect token of the F whose scales dI used. If scales move once an epoch, set ``scales`` to
+    the token at which the used scales had moved. If dI recomputes F, set ``draws`` to the position
+    of the random generator when the recomputation began. Set ``weight`` to the factor by which the
+    microbatch's gradient is weighted, as (numerator, denominator).
     """
 
     __slots__ = ("draws", "key", "options", "queued", "ref", "scales", "updates", "weight")

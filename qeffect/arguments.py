@@ -26,12 +26,12 @@ _INTEGERS = frozenset({"slot", "stage", "link", "domain", "token", "epoch"})
 @frozen
 class Arguments:
     """
-    The names that a process was configured with, and clear errors for any other.
+    The names that a process was configured with, and clear errors for all other names.
 
     The hot path does not check names beforehand: a wrong name fails in the transition's guards,
-    which write nothing, and `unusable` then finds what was wrong. Checked first are only negative
-    indices, which a list would count from its end, and classes: an object that merely equals an
-    integer or resembles a key would pass every guard and be stored.
+    which write nothing, and `unusable` then finds what was wrong. Only negative indices and classes
+    are checked first. A list would count a negative index from its end. An object that merely
+    equals an integer or resembles a key would pass every guard and be stored.
 
     Args:
         cells: Every configured cell.
@@ -171,7 +171,10 @@ class Arguments:
             f"{shown(ticket.slot)}, issued by incarnation "
             f"{format(of, '016x') if of.__class__ is int else shown(of)}"
         )
-        refused.expected = f"a ticket of F, dI, dW, refresh or update issued by {incarnation:016x}"
+        refused.expected = (
+            "a ticket of F, dI, dW, refresh, evaluation or update issued by incarnation "
+            f"{incarnation:016x}"
+        )
         return refused
 
     def unusable(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:

@@ -28,7 +28,7 @@ class Caller:
         refs: The reference of each cell's latest forward.
         scales: The token that names the scales of each cell's latest forward.
         draws: Where each cell's latest forward began to draw random numbers.
-        walks: Over how many walks of an epoch the weights of gradients add up to their sum.
+        walks: Number of walks of an epoch over which the weights of gradients add up to their sum.
 
     >>> from qeffect import StageConfig
     >>> caller = Caller(Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))]))
@@ -104,7 +104,7 @@ class Caller:
 
     def weight(self, stage: int) -> tuple[int, int] | None:
         """
-        Return the weight of a microbatch of the stage, if its backend reports that.
+        Return the weight of a microbatch of the stage; None if its backend reports no weights.
 
         Every microbatch has the same weight, and the epoch has `walks` walks.
         """

@@ -1,5 +1,5 @@
 """
-The persistent part of a contract: what a checkpoint holds and never holds (paper, III-E).
+The persistent part of a contract: what a checkpoint holds, and what it never holds (paper, III-E).
 """
 
 from __future__ import annotations

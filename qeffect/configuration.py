@@ -1,7 +1,7 @@
 """
 The description of a contract: processes with equal descriptions have the same contract.
 
-An event log begins with the description and a checkpoint holds it, in one spelling.
+An event log begins with the description, and a checkpoint holds it, both as the same plain data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Positions = tuple[Hashable, tuple[tuple[str, Cell], ...]]
 @frozen
 class Configuration:
     """
-    What a contract was built from; each part means the same as ``Contract``'s argument.
+    The arguments that a contract was built from, each with the same meaning as for `Contract`.
 
     Args:
         stages: The stages of the process.

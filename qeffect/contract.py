@@ -1,5 +1,5 @@
 """
-The contract of one process: asked before each action of a training runtime, told after it.
+The contract of one process. A training runtime asks it before each action, and tells it afterwards.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         observer: Called after every accepted transition. If it raises, the call has happened and
             the caller gets the observer's exception; see `outstanding`.
         counted: Whether an update requires the devices' counts; see `qeffect.counts`.
-        late: With ``counted``, whether `present_counts` takes them after the commit, for an update
-            that the device itself skips if they differ.
-        registry: The gradient destinations of other contracts of the process, which those of this
-            contract must not overlap. By default they are not compared.
+        late: With ``counted``, whether the counts are presented after the commit, by
+            `present_counts`. The device itself must then skip the update if the counts differ.
+        registry: The gradient destinations of other contracts of the process, which must not
+            overlap this contract's destinations. By default they are not compared.
 
     Raises:
         TypeError, ValueError: The configuration is unusable.
@@ -133,7 +133,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
             if flag.__class__ is not bool:
                 raise TypeError(f"{name} must be True or False, got {shown(flag)}")
         if late and not counted:
-            raise ValueError("late=True requires counted=True: without it no counts are presented")
+            raise ValueError("late=True requires counted=True; otherwise no counts are presented")
         if counted:
             own = {config.stage: config.domain for config in self.stages}
             self._counted = ExpectedCounts(
@@ -177,7 +177,8 @@ class Contract(Blocks, TapeCalls, StreamCalls, ReaderCalls, StepCalls, RestartCa
         """Refuse copies and pickles: the guarded memory exists once, in this process."""
         raise TypeError(
             "a Contract guards the memory of its process and is neither copied nor pickled; keep "
-            "contract.checkpoint(), and restore it into a contract of the same configuration"
+            "contract.checkpoint(), and restore the checkpoint into a contract of the same "
+            "configuration"
         )
 
 

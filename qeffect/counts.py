@@ -61,7 +61,7 @@ def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0
         place: The slot of an F, dI or dW; the stage of a refresh.
         writes: How a dW writes, one of `WAYS`: ``JOINS`` overwrites its stage's own destinations
             and adds to those of another stage, ``OPENS`` the reverse. Other actions have one way.
-        destination: Where a dW writes: a number of `located`. Other actions have one.
+        destination: Where a dW writes: a number from `located`. Other actions have number 0.
 
     >>> mark("refresh", 0), mark("dW", 0), mark("F", 1), mark("dW", 0, writes=ADDS)
     (1, 4, 9, 5)
@@ -72,11 +72,11 @@ def mark(action: str, place: int, writes: int = OVERWRITES, destination: int = 0
 
 def located(destinations: Iterable[Sequence[Destination]]) -> list[int]:
     """
-    Number the places of a stage's destinations, from 0 in the order in which they first come.
+    Number the places of a stage's destinations, from 0 in the order of their first occurrence.
 
     Args:
         destinations: The destinations of each dW. Destinations without an address have no place of
-            their own: they all have one number.
+            their own: they all share one number.
 
     >>> own, other = Destination("w", address=64), Destination("w", 1, address=128)
     >>> located([(own,), (other,), (own,)])
@@ -146,7 +146,7 @@ def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
 
 
 def _are_counters(value: Any) -> bool:
-    """Whether this is a dict of counter tuples by stage; few calls, since each step makes one."""
+    """Whether this is a dict of counter tuples by stage; in few calls, because every step asks."""
     if type(value) is not dict or {*map(type, rows := value.values())} != {tuple}:
         return False
     return {*map(len, rows)} == {len(COUNTED)} and {*map(type, chain(value, *rows))} == {int}

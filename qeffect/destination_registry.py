@@ -29,8 +29,8 @@ class DestinationRegistry:
 
     Two contracts of one process do not know each other: if both write one gradient buffer, each
     overwrites what the other has summed. Contracts that are made with one registry refuse such
-    destinations, as two stages of one contract do. A replay of an event log, or a comparison over
-    the same memory, is made without the registry.
+    destinations, as two stages of one contract do. To replay an event log, or to compare runs over
+    the same memory, make a contract without the registry.
 
     A contract holds its destinations until `release`, or until it is no longer referenced.
 
@@ -77,14 +77,14 @@ class DestinationRegistry:
                 raise refused(
                     "arena.overlapping-destinations",
                     "configure",
-                    f"the destination {both[0]!r}, which a contract that shares the registry "
+                    f"the destination {both[0]!r}, which another contract of the same registry "
                     "writes",
                     "a destination of its own",
                 )
         self._claims[owner] = own
 
     def release(self, owner: object) -> None:
-        """Forget the destinations of a contract that will not run again; it may have none."""
+        """Forget the destinations, if any, of a contract that will not run again."""
         self._claims.pop(owner, None)
 
     def __len__(self) -> int:

@@ -104,7 +104,7 @@ def overlap_refused(before: Destination, after: Destination, whose: str = "") ->
     Args:
         before: The destination that begins first.
         after: The other destination.
-        whose: Whose destination one of them is, if not of the same contract.
+        whose: The owner of one of the two, if it is another contract.
     """
     return refused(
         "arena.overlapping-destinations",
@@ -112,7 +112,7 @@ def overlap_refused(before: Destination, after: Destination, whose: str = "") ->
         f"{after.matrix!r} microbatch {after.microbatch} at {after.address:#x}",
         f"an address at or after {_end(before):#x}, the end of "
         f"{before.matrix!r} microbatch {before.microbatch}"
-        + (f"; one of both is {whose}" if whose else ""),
+        + (f"; one of the two is {whose}" if whose else ""),
     )
 
 

@@ -34,9 +34,9 @@ def sorted_names(evidence: Iterable[str]) -> tuple[Any, ...]:
     """
     Return the names of matrices, sorted.
 
-    A string is rejected, although Python would iterate over its letters. Evidence that cannot be
-    read gives a tuple of the error alone, which equals no stage's matrices, so that the guard
-    refuses the action.
+    A string is rejected, although Python would iterate over its letters. If the evidence cannot be
+    read, the result is a tuple that holds only the error. It equals no stage's matrices, so the
+    guard refuses the action.
     """
     try:
         if isinstance(evidence, str):
@@ -67,8 +67,8 @@ def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
     Return the matrices that were filled, sorted, and the weight epoch that they were filled from.
 
     If some were filled from another epoch than the given one, the first such epoch is returned. If
-    the report cannot be read, the epoch is one that no guard accepts: something was filled, and
-    nobody knows from what.
+    the report cannot be read, the epoch is one that no guard accepts: something was filled from
+    unknown weights.
     """
     try:
         pairs = list(filled.items() if isinstance(filled, Mapping) else filled)

@@ -33,8 +33,8 @@ def explain(refused: Refused, transition: str, st: Any, arguments: tuple[Any, ..
     given["transition"] = transition
     try:
         refused.found, refused.expected = EXPLANATIONS[refused.clause](st, given)
-    except ValueError:  # Python spells no integer of thousands of digits
+    except ValueError:  # Python refuses to print an integer of thousands of digits
         told = ((name, value) for name, value in given.items() if name != "transition")
         refused.found = ", ".join(f"{name} {shown(value)}" for name, value in told)
-        refused.expected = "numbers that this contract has given"
+        refused.expected = "numbers that this contract has issued"
     return refused

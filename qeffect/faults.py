@@ -1,9 +1,9 @@
 """
 Run the paper's fault table: seven injections in six families, each through the public API.
 
-Every injection does some valid work and makes one invalid call. It then shows that the state which
-the table calls preserved is preserved: it takes the tape, the epoch or the reduction to its regular
-end. No device is used.
+Every injection does some valid work and makes one invalid call. It then takes the tape, the epoch
+or the reduction to its regular end, which shows that the call preserved the state that the table
+names. No device is used.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Injection(Caller):
         self.start = self.contract.checkpoint()
 
     def prepare(self) -> None:
-        """Do what keeps the contract, up to the fault."""
+        """Make the valid calls before the fault."""
         raise NotImplementedError  # each injection has its own
 
     def violate(self) -> None:
@@ -155,7 +155,7 @@ class _Injection(Caller):
         raise NotImplementedError
 
     def go_on(self) -> None:
-        """Use what must have been preserved; a refusal here says that it was not."""
+        """Use the preserved state; a refusal here means that the state was not preserved."""
         raise NotImplementedError
 
     def _count(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:

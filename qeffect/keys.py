@@ -59,7 +59,7 @@ def _index(key: Any, attribute: Attribute[Any], value: Any) -> None:
 
 def _integer(name: Any, attribute: Attribute[Any], value: Any) -> None:
     """
-    Require a plain integer, of no subclass.
+    Require a plain integer; a member of a subclass is rejected.
 
     ``True`` and an enumeration's member equal an integer, but are other objects. Each cell is one
     object for the whole process, and such a member would then be part of every later key.

@@ -1,10 +1,10 @@
 """
-A rank of torchrun that is ended in its start says why, before any step could say it.
+Report why torchrun ended a rank during its start, that is, before its first step.
 
-If a rank dies, torchrun sends SIGTERM to the others. In its first seconds a rank imports libraries
-or waits in them for the other ranks, so Python could not run a handler. Instead the signal wakes a
-thread, which looks which ranks of this host are gone. It is set up before anything else is imported
-(`qeffect.startup`), and ends with the start.
+If a rank dies, torchrun sends SIGTERM to the others. During its start a rank imports libraries, or
+waits inside them for the other ranks, and Python cannot run a signal handler then. So the signal
+wakes a thread, which finds out which ranks of this host have ended. The thread is set up before
+anything else is imported (`qeffect.startup`), and ends with the start.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["ORPHANED", "PARENT", "START", "Start", "may_be_launcher", "trains"]
 _STAY_S = 2.0
 #: Seconds for which a rank whose connection broke looks for the process that has ended.
 _SEEN_S = 1.0
-#: What to do after an end before the run's file was read.
+#: What to do if a run ended before its file was read.
 _AGAIN = "Start it again, with --resume if it has checkpoints"
-#: The file, beside torchrun's own, of a rank that ends by itself and says why.
+#: The file, beside torchrun's own, by which a rank says that it ends by itself and reports why.
 _SPOKEN = "qeffect.ended"
 
 
@@ -82,7 +82,7 @@ class Start:
 
     def gone(self) -> tuple[int, str] | None:
         """
-        Look, after a connection broke in the start, which rank of this host has ended.
+        Find out, after a connection broke during the start, which rank of this host has ended.
 
         Returns:
             The first such rank that did not say why, and the cause in words; None without such a
@@ -103,7 +103,7 @@ class Start:
         return None
 
     def leave(self) -> None:
-        """End by oneself: this rank says why, and the others need not."""
+        """Note that this rank ends by itself and reports why, so that other ranks need not."""
         self._speak_here()
         self._spoke = True
         self.disarm()
@@ -206,14 +206,14 @@ PARENT = [os.getppid()]
 
 def may_be_launcher(pid: int, proc: Path = Path("/proc")) -> bool:
     """
-    Whether a process may be the one that started this rank, as against one that adopts orphans.
+    Whether a process may have started this rank, rather than adopted the rank as an orphan.
 
-    torchrun's agent is Python. A script between agent and rank has the agent's variables. Whatever
-    cannot be read speaks for the process: a rank whose launcher runs must never be told otherwise.
+    torchrun's agent is Python. A script between agent and rank has the agent's variables. If
+    something cannot be read, the answer is yes: a launcher that runs must never be taken for gone.
 
     Args:
         pid: The parent of this process.
-        proc: Where the system tells about processes.
+        proc: The folder in which the system describes processes.
     """
     place = proc / str(pid)
     try:
@@ -227,7 +227,7 @@ def may_be_launcher(pid: int, proc: Path = Path("/proc")) -> bool:
             return True
         environment = (place / "environ").read_bytes()
         return b"TORCHELASTIC_RUN_ID=" in environment or _maps_python(place / "maps")
-    except PermissionError:  # another user's, as an agent is not, or the system's first process
+    except PermissionError:  # another user's process, so no agent; or the system's first process
         return pid != 1 and place.stat().st_uid == os.getuid()
     except OSError:
         return True

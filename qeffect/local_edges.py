@@ -17,11 +17,11 @@ __all__ = ["LocalEdges", "local_edges", "require_edges_kept"]
 
 class LocalEdges(NamedTuple):
     """
-    Which stage of the process feeds each stage, and which stage each feeds; itself if none.
+    For each stage, the stage of the process that feeds it, and the stage that it feeds.
 
     Args:
-        sources: By stage, the stage that feeds it.
-        targets: By stage, the stage that it feeds.
+        sources: By stage, the stage that feeds it, or the stage itself.
+        targets: By stage, the stage that it feeds, or the stage itself.
     """
 
     sources: Mapping[int, int]
@@ -42,7 +42,7 @@ class LocalEdges(NamedTuple):
 
 
 def _joined(cells: Sequence[Cell], stages: Mapping[int, int]) -> dict[Cell, Cell]:
-    """Return each cell's own cell in another stage; a cell without another is the same object."""
+    """Return, for each cell, the joined stage's cell; without such a stage, the same object."""
     return {
         cell: cell if stages[cell[0]] == cell[0] else (stages[cell[0]], *cell[1:]) for cell in cells
     }
@@ -53,10 +53,10 @@ def local_edges(stages: Sequence[StageConfig]) -> LocalEdges:
     Return the edges that the stages of a process declare.
 
     Raises:
-        ValueError: A stage feeds itself, a stage of another process, or one that another stage
-            feeds; the edges form a circle; both stages have other numbers of microbatches, or
-            tapes of several blocks or invocations; the target's input is copied; a message is
-            received that nobody reads; or stages of different state domains exchange none.
+        ValueError: A stage feeds itself, a stage of another process, or a stage that another stage
+            feeds; the edges form a circle; the two stages have different numbers of microbatches,
+            or tapes of several blocks or invocations; the target's input is copied; a message is
+            received that no stage reads; or stages of different state domains have no messages.
 
     >>> stages = [StageConfig(0, 1, 1, feeds=3), StageConfig(3, 1, 1)]
     >>> local_edges(stages)
@@ -77,7 +77,7 @@ def local_edges(stages: Sequence[StageConfig]) -> LocalEdges:
         if sources[target.stage] != target.stage:
             raise ValueError(
                 f"the stages {sources[target.stage]} and {config.stage} both feed stage "
-                f"{target.stage}; at most one may"
+                f"{target.stage}; at most one stage may feed it"
             )
         _require_alike(config, target)
         _require_carried(config, target)
@@ -158,6 +158,10 @@ def require_edges_kept(
                 f"{kind} of {cell} before {kind} of {first} in the declared order of domain "
                 f"{domain!r}",
                 f"{kind} of {first} first: "
-                + ("its stage feeds the other" if kind == "F" else "the other stage feeds its"),
+                + (
+                    f"stage {first[0]} feeds stage {cell[0]}"
+                    if kind == "F"
+                    else f"stage {cell[0]} feeds stage {first[0]}"
+                ),
             )
         done.add((kind, cell))

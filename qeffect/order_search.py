@@ -1,5 +1,5 @@
 """
-A search, when a contract is constructed, whether a declared order can run to its end.
+The search, when a contract is constructed, for a way to run a declared order to its end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def require_feasible(
         places: Slots, pools and capture ranks.
 
     Raises:
-        ValueError: No choice does; the message names the first action that no choice reaches.
+        ValueError: The order cannot run to its end; the message names the first action that no
+            choice reaches.
 
     >>> cells = [(0, m, 0, 0) for m in (0, 1)]
     >>> order = [("F", cells[0]), ("F", cells[1]), ("dI", cells[0]), ("dI", cells[1])]

@@ -165,7 +165,7 @@ def lay_out(
             "cells": by_stage({c.stage: len(c.cells()) for c in stages}),
             "target_of": by_stage(edges.targets),
             "input_of": inputs,
-            # Configured and never written, so that one object serves as both without an edge.
+            # Never written, so without an edge one object can serve as both columns.
             "gradient_of": edges.gradients(cells) if edges.sources != edges.targets else inputs,
             "declared": has_order,
             "epoch_scales": _epoch_scales(stages, domains),
@@ -225,11 +225,11 @@ def _epoch_scales(stages: Sequence[StageConfig], domains: Mapping[Hashable, int]
 
 def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, int]]:
     """
-    Return the two stages that write each bucket, by name; one stage is returned twice.
+    Return the two stages that write each bucket, by name; a single stage is returned twice.
 
     Raises:
-        ValueError: More than two stages share a bucket, or two of different domains, or only one
-            of the two names the bucket.
+        ValueError: More than two stages share a bucket, or two stages of different domains, or only
+            one of the two stages names the bucket.
 
     >>> share_buckets([StageConfig(4, microbatches=1, slots=1, reduces=True)])
     {4: (4, 4)}
@@ -243,7 +243,7 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
         if len(sharing) > 2:
             raise ValueError(
                 f"bucket {name!r} is shared by the stages {indices}; at most two stages may share "
-                "one"
+                "a bucket"
             )
         if len({config.domain for config in sharing}) > 1:
             raise ValueError(
@@ -253,8 +253,7 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
         if len(sharing) > 1 and not all(config.buckets for config in sharing):
             raise ValueError(
                 f"stages {indices} share bucket {name!r}, but only one names it explicitly; name "
-                "the "
-                f"buckets of both"
+                "the buckets of both stages"
             )
     return {name: (group[0].stage, group[-1].stage) for name, group in found.items()}
 
@@ -277,7 +276,7 @@ def _require_relations(
     functions: Transitions,
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
 ) -> None:
-    """Reject a configuration that needs a relation which was left out."""
+    """Reject a configuration that needs a relation that was left out."""
     asked = [
         ("version", "reports_fills=True", any(config.reports_fills for config in stages)),
         ("order", "a declared order", bool(declared)),

@@ -5,7 +5,7 @@ An installed QEffect gives pytest two fixtures and an option; nothing is loaded 
 one of them.
 
 * ``check_schedule(schedule)`` checks a table and fails the test with the refused entry.
-* ``guarded_contract(stages)`` makes a contract; at the test's end nothing may be left open.
+* ``guarded_contract(stages)`` makes a contract; a ticket left open at the test's end is a failure.
 * ``--qeffect-report FILE`` writes the verdict of every check and contract of the run as JSON.
 
 >>> def test_our_schedule(check_schedule):
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("qeffect", "schedules and contracts").addoption(
         _OPTION,
         metavar="FILE",
-        help="JSON file for what check_schedule and guarded_contract found in each test",
+        help="JSON file for the results of check_schedule and guarded_contract in each test",
     )
 
 
@@ -94,7 +94,7 @@ class _Report:
         )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say in one line what was found, and where it is."""
+        """Say in one line how much was checked, and where the report is."""
         kinds = [one["kind"] for one in self.found]
         terminalreporter.write_line(
             f"qeffect: {kinds.count('schedule')} schedules and {kinds.count('contract')} contracts "
@@ -110,12 +110,12 @@ def _record(request: pytest.FixtureRequest, record: dict[str, Any]) -> None:
 @pytest.fixture
 def check_schedule(request: pytest.FixtureRequest) -> Callable[..., Verdict]:
     """
-    Check a schedule: a function that fails the test where `qeffect check` refuses.
+    Return a function that checks a schedule, and fails the test if `qeffect check` would refuse it.
 
     Its arguments are the schedule (the path of a table, rows of entries, a Schedule of
     qeffect.schedule, or a schedule object of torch) and, by name, ``refused`` (the clause that must
-    refuse it; by default it must be accepted) and those of `qeffect.schedule.check.check`. It
-    returns the verdict.
+    refuse it; by default it must be accepted) and the arguments of `qeffect.schedule.check.check`.
+    The function returns the verdict.
     """
 
     def run(schedule: Any, *, refused: str | None = None, **options: Any) -> Verdict:
@@ -175,7 +175,7 @@ def _read(given: Any, name: str) -> Schedule | None:
 def _words(verdict: Verdict, schedule: Schedule | None, refused: str | None) -> str:
     found = verdict.finding
     if found is None:
-        return f"{verdict.source}: expected a refusal by {refused}, but it was accepted"
+        return f"{verdict.source}: expected a refusal by {refused}, but the schedule was accepted"
     lines = [] if refused is None else [f"{verdict.source}: expected a refusal by {refused}"]
     lines.append(f"{verdict.source}: {found}")
     if schedule is not None:
@@ -195,10 +195,10 @@ def _named(ticket: Ticket) -> str:
 @pytest.fixture
 def guarded_contract(request: pytest.FixtureRequest) -> Iterator[Callable[..., Contract]]:
     """
-    Make contracts: a function with the arguments of `qeffect.Contract`.
+    Return a function that makes contracts; its arguments are those of `qeffect.Contract`.
 
-    Each contract records its event log, whose last events a failing test shows. At the test's end
-    a ticket that was neither committed nor aborted fails the test.
+    Each contract records its event log; a failing test shows the last events. A ticket that is
+    neither committed nor aborted at the end of the test fails the test.
     """
     made: list[tuple[Contract, Recorder]] = []
 
@@ -229,5 +229,6 @@ def guarded_contract(request: pytest.FixtureRequest) -> Iterator[Callable[..., C
         left += [f"contract {number}: {ticket}" for ticket in open_tickets]
     if left:
         pytest.fail(
-            "guarded_contract: neither committed nor aborted: " + "; ".join(left), pytrace=False
+            "guarded_contract: tickets neither committed nor aborted: " + "; ".join(left),
+            pytrace=False,
         )

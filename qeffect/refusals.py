@@ -47,7 +47,7 @@ class Refusal:
 
 class Refused(Exception):  # noqa: N818 - the contract's own word, not an error of ours
     """
-    A transition was refused and changed no state; but refused evidence aborts its action.
+    A transition was refused and changed no state, except that refused evidence aborts the action.
 
     Guards raise it with the clause only. The public API adds found and expected before the
     exception reaches the caller.

@@ -33,7 +33,7 @@ MODULES: Mapping[str, str] = {
     "ledgers.steps": "ledgers.recorded_steps",
 }
 
-#: What has another name in the new module of its old module.
+#: Objects that also have another name in their new module.
 NAMES: Mapping[str, str] = {
     "calls.reading.Reading": "calls.queries.Queries",
     "layout.Layout": "process_layout.ProcessLayout",
@@ -48,10 +48,10 @@ def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) 
 
     Args:
         package: The package that all names below are relative to.
-        modules: New module names by old ones; an empty new name stands for a folder that is gone,
-            and one that begins with ``qeffect.`` is relative to nothing.
-        names: New ``module.name`` by old ``module.name``, for objects that moved to another module
-            than the rest of their old module, or that were renamed.
+        modules: New module names by old ones. An empty new name stands for a removed folder; a new
+            name that begins with ``qeffect.`` is already full.
+        names: New ``module.name`` by old ``module.name``, for objects that were renamed, or that
+            moved to another module than the rest of their old module.
     """
     if not any(isinstance(f, _Finder) and f.package == package for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder(package, modules, names))
@@ -69,7 +69,7 @@ def whole(package: str, new: str) -> str:
 
 def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """
-    Return a module's ``__getattr__`` for objects that have another name in the same module now.
+    Return a module's ``__getattr__`` for objects that were renamed within the module.
 
     Args:
         module: The module.
@@ -100,7 +100,7 @@ class _StandIn(ModuleType):
 
 @attrs.frozen
 class _Finder(MetaPathFinder, InspectLoader):
-    """Finds the stand-ins of one package; asked first: a file may lie under an old name too."""
+    """Finds the stand-ins of one package; asked first, since a file may have an old name too."""
 
     package: str
     modules: Mapping[str, str]
@@ -158,7 +158,7 @@ class _Finder(MetaPathFinder, InspectLoader):
         return f"import runpy\nrunpy.run_module({new!r}, run_name='__main__', alter_sys=True)\n"
 
     def get_code(self, fullname: str) -> CodeType:
-        """As `get_source`, compiled; it warns, since ``python -m`` executes no module first."""
+        """Compile `get_source`, and warn here, since ``python -m`` executes no module before."""
         new = self.modules[self._old(fullname)]
         warnings.warn(self._warning(fullname, new), DeprecationWarning, stacklevel=2)
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")

@@ -100,7 +100,7 @@ def sources() -> str:
     """
     Return a digest of the modules of this package, as they are now.
 
-    A report has it beside the commit; `tests/docs/test_sources.py` computes it from git.
+    A report has the digest beside the commit; `tests/docs/test_sources.py` computes it from git.
 
     Returns:
         The SHA-256 of a line for each module: its path in the package, and git's hash of the file.
@@ -312,7 +312,8 @@ def require_place(path: Path | None, option: str = "--out") -> None:
             return
         if not path.absolute().parent.is_dir():
             raise UnusableError(
-                f"{option} {path}: there is no folder {path.parent}; make it, or name another"
+                f"{option} {path}: there is no folder {path.parent}; make it, or name another "
+                "folder"
             )
         _, partial = _places(path)
         partial.touch()
@@ -328,7 +329,7 @@ def require_folder(path: Path, option: str = "--out") -> None:
     Require that files can be written to a folder, which may have to be made, before work begins.
 
     Args:
-        path: The folder; neither it nor a folder above it is made.
+        path: The folder; the call makes no folder.
         option: The option that named it, for the message.
 
     Raises:

@@ -25,9 +25,9 @@ def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
     Raises:
         Refused: ``arena.overlapping-destinations``: two matrices name one destination without
             both being declared tied.
-        ValueError: More than two stages share, or two of different domains or numbers of
-            microbatches; the two describe the destination differently; the two are in different
-            buckets; or a tied matrix has neither a partner in this process nor a bucket.
+        ValueError: More than two stages share a destination; the two stages differ in domain,
+            number of microbatches, bucket, or their description of the destination; or a tied
+            matrix has neither a partner in this process nor a bucket.
 
     >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
     >>> stages = [StageConfig(s, matrices=("w",), **tied) for s in (0, 3)]
@@ -49,8 +49,7 @@ def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
             if len(others) > 1:
                 raise ValueError(
                     f"stage {stage} shares destinations with the stages {sorted(others)}; expected "
-                    "at "
-                    "most one"
+                    "at most one stage"
                 )
             (sharers[stage],) = others
             partner = own[sharers[stage]]
@@ -81,10 +80,10 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
     """
     Require that weights tied across ranks are reduced together, and return their ranks.
 
-    Each rank has a copy of such a weight and of its gradient. A rank's contract sees that its copy
-    leaves in a bucket, but not the other ranks' copies. So the configurations of all ranks are
-    compared once, before the first step: every copy must be declared tied, under one name, and must
-    leave in a bucket of one name.
+    Each rank has a copy of such a weight and of its gradient. A rank's contract sees that its own
+    copy is reduced in a bucket, but not the other ranks' copies. So the configurations of all ranks
+    are compared once, before the first step: every copy must be declared tied under the same name,
+    and must be reduced in a bucket of the same name.
 
     Args:
         ranks: The stages of each rank of a pipeline.
@@ -94,7 +93,7 @@ def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tupl
 
     Raises:
         Refused: ``arena.overlapping-destinations``: a copy is not declared tied.
-        ValueError: A tied weight has no second matrix on any rank, or its copies leave in
+        ValueError: A tied weight has no second matrix on any rank, or its copies are reduced in
             different buckets.
 
     >>> from qeffect.stage_config import Bucket
@@ -138,7 +137,8 @@ def _require_declared(name: str, writers: Sequence[Writer]) -> None:
         raise refused(
             "arena.overlapping-destinations",
             "configure",
-            f"{_who(*undeclared[0])}, not declared tied, in {name!r}, which {_who(*other)} writes",
+            f"{_who(*undeclared[0])}, not declared tied, in {name!r}, which {_who(*other)} also "
+            "writes",
             "a destination of its own, or both matrices declared tied",
         )
 
@@ -175,7 +175,7 @@ def _require_way_out(name: str, config: StageConfig, matrix: str) -> None:
     if not config.buckets:
         raise ValueError(
             f"{_who(config, matrix)} is tied as {name!r}, but no other matrix of this process is; "
-            "its gradient must leave in a bucket that both ranks name: set reduces and buckets"
+            "its gradient must be reduced in a bucket that both ranks name: set reduces and buckets"
         )
 
 

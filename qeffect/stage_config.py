@@ -30,11 +30,11 @@ __all__ = ["ADDED", "UNWEIGHTED", "Bucket", "StageConfig"]
 _MOST: Final = 1 << 20
 
 
-#: The weight of a gradient that was not reported: its parts, and those of the epoch.
+#: Stands for a gradient's weight that was not reported: its own parts, and the epoch's parts.
 UNWEIGHTED: Final = (NEVER, NEVER)
 
-#: Declarations that plain data name only if they are made, so that older logs and checkpoints stay
-#: as they are; by name, the value of a stage without the declaration.
+#: Declarations that plain data leave out if a stage does not make them, so that older logs and
+#: checkpoints stay valid; by name, the value of a stage without the declaration.
 ADDED: Final[Mapping[str, Any]] = {
     "copies_input": False,
     "feeds": None,
@@ -113,12 +113,12 @@ class Bucket:
     Gradients that are reduced together.
 
     Two stages of one process that name the same bucket share it. A destination that both write,
-    such as that of tied embeddings, is reduced once, after the last dW of both.
+    such as the gradient of tied embeddings, is reduced once, after the last dW of both.
 
     Args:
-        name: Name of the bucket, unique in the process but for stages that share it.
+        name: Name of the bucket, unique in the process except for stages that share the bucket.
         matrices: The stage's matrices whose gradients the bucket holds. Empty for a bucket of
-            other gradients (biases, norms), which are whole when the stage's matrices are.
+            other gradients (biases, norms), which are complete when the matrices' gradients are.
 
     Raises:
         TypeError: A name is not a string (or, for the bucket, an integer).
@@ -165,7 +165,7 @@ class StageConfig:
         slots: Slots of the stage's pool; the schedule's peak of live tapes is enough.
         domain: Name of the state domain. Stages share a domain if one update may roll the scaling
             state of both, as an update of Transformer Engine does for all modules of a process.
-        blocks: Sub-layer blocks in each execution that have tapes of their own.
+        blocks: Number of sub-layer blocks in each execution that have tapes of their own.
         invocations: Invocations of each block in one execution.
         matrices: Names of the weight matrices whose gradients dW must write, each once.
         destinations: The buffer of each matrix gradient of each microbatch; see
@@ -196,7 +196,7 @@ class StageConfig:
             Both matrices must be declared tied, otherwise sharing is refused. See
             ``qeffect.sharing``.
         copies_input: A caller's stream copies the forward's input into the slot, for example from
-            the host. `Contract.reserve` then stands for the copy: F runs only in a slot that its
+            the host. `Contract.reserve` then also records the copy: F runs only in a slot that its
             key has reserved, after the graph stream has waited for the link of the reservation.
         feeds: The stage of this process whose input is this stage's output, as in interleaved and
             V-shaped schedules. F of that target then runs after F of this stage with the same
@@ -210,16 +210,16 @@ class StageConfig:
             Otherwise the contract trusts that no replay draws the same numbers again.
         recomputes_draws: dI recomputes the forward, and the backend reports at the commit of dI
             the position at which the recomputation began to draw; requires ``reports_draws``.
-        weights_sum: What the weights of the gradients of one epoch add up to, as (numerator,
-            denominator); the backend then reports each weight at the commit of dI. (1, 1) if each
-            microbatch's loss is divided so that the gradient is a mean, as by 1/M; (1, R) if the
-            gradients of R replicas are then summed. None: nothing is reported, and the contract
-            trusts the scale of the loss. The weights of all blocks and invocations of a microbatch
-            count, as parts of one sum for each.
+        weights_sum: The sum of the weights of one epoch's gradients, as (numerator, denominator);
+            the backend then reports each weight at the commit of dI. (1, 1) if each microbatch's
+            loss is divided so that the gradient is a mean, as by 1/M; (1, R) if the gradients of R
+            replicas are then summed. None: nothing is reported, and the contract trusts the scale
+            of the loss. If a microbatch has several blocks or invocations, each of them has a
+            weight, and the sum is multiplied by their number.
         scales: When the scaling state of the stage's domain moves. ``action``: each F and dI moves
-            it, as delayed scaling does by default. ``epoch``: F and dI only gather, and the update
-            moves it once (`Contract.move_scales`); F and dI then report 0 updates, and the update
-            1. All stages of a domain have the same value.
+            it, as delayed scaling does by default. ``epoch``: F and dI only gather amaxes, and the
+            update moves it once (`Contract.move_scales`); F and dI then report 0 updates, and the
+            update reports 1. All stages of a domain have the same value.
 
     Raises:
         TypeError: A count is not an integer, a flag not a ``bool``, a fraction not two positive
@@ -379,7 +379,7 @@ class StageConfig:
         )
 
     def messages(self) -> int:
-        """Return the mask of what F and dI of a tape of this stage wait for."""
+        """Return the mask of the messages and the copy that F and dI of a tape wait for."""
         return (
             (IN_BIT if self.receives_input else 0)
             | (BACK_BIT if self.receives_gradient else 0)

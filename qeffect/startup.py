@@ -43,7 +43,7 @@ def is_command(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
 
 
 def block_interrupts() -> None:
-    """Block SIGINT in this thread, and so in all threads and processes that it starts."""
+    """Block SIGINT in this thread, and thereby in all threads and processes that it starts."""
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 

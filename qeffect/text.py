@@ -52,7 +52,7 @@ def escaped(text: str) -> str:
 
 def decoded(text: str) -> str:
     r"""
-    Return text with the bytes decoded that the locale could not decode, as in a file's name.
+    Decode the bytes in a text that the locale could not decode, as in a file's name.
 
     >>> decoded("\udcc3\udca9.csv"), decoded("\udce9.csv")
     ('é.csv', '\\xe9.csv')
@@ -78,7 +78,7 @@ def counted(number: int, noun: str) -> str:
 
 def near(word: object, names: Iterable[str]) -> str:
     """
-    Return a question that names the nearest of some names, or nothing if none is near.
+    Return a question with the most similar of some names, or nothing if no name is similar.
 
     >>> near("layres", ["layers", "hidden"]), near("x", ["layers"])
     ('; did you mean layers?', '')
@@ -89,7 +89,7 @@ def near(word: object, names: Iterable[str]) -> str:
 
 def within(text: str, most: int = _LONGEST) -> str:
     """
-    Return text on one line; if it is too long, without its middle.
+    Return text on one line; text that is too long loses its middle.
 
     Args:
         text: The text.
@@ -115,7 +115,7 @@ def shown(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         return "a deeply nested value"
-    except Exception as error:  # of a class of the caller's, or an integer of thousands of digits
+    except Exception as error:  # a class of the caller, or an integer of thousands of digits
         if isinstance(value, int):
             return f"an integer of {value.bit_length():,} bits"
         name = type(value).__name__

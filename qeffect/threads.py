@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 class ConcurrentCallError(RuntimeError):
     """
-    A call came while another call of the same contract was under way; it has done nothing.
+    A call came while another call of the same contract was under way; the later did nothing.
 
     Calls may come from any thread, one after another, as autograd's threads do. Two calls at once
     leave open which action comes first on the device. A lock could not decide that, so the caller
@@ -35,8 +35,8 @@ class ConcurrentCallError(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"{self.args[0]} while another call of this contract is under way; nothing was done: "
-            "let threads take turns, each call after the previous one has returned"
+            f"{self.args[0]} while another call of this contract is under way; nothing was done. "
+            "Let threads take turns: start each call after the previous call has returned"
         )
 
 
@@ -49,7 +49,7 @@ S = TypeVar("S", bound=_Entered)
 
 def exclusive_call(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """
-    Decorate a method that no other call of its contract may overlap.
+    Decorate a method so that no other call of its contract can overlap it.
 
     The interpreter switches threads only at calls and loop turns, and there is neither between
     reading the flag and setting it. A flag therefore suffices, at a tenth of a lock's cost. The

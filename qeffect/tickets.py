@@ -13,7 +13,7 @@ from .keys import TapeKey, TapeRef
 __all__ = ["ABORTS", "COMMITS", "Fills", "Ticket", "issue"]
 
 #: What a refresh filled: the weight epoch that each matrix's cache was filled from, by matrix; or
-#: the same as pairs, which can say that one was filled twice.
+#: the same as pairs, in which a matrix can occur twice.
 Fills = Mapping[str, int] | Iterable[tuple[str, int]]
 
 #: The transition that redeems an action's ticket after it succeeded, and after it failed.
@@ -73,8 +73,8 @@ def issue(
     """
     Return ``Ticket(action, key, slot, serial, incarnation, ref)`` in two thirds of the time.
 
-    Every check issues a ticket; a plain function is called without a call of ``__init__``. The
-    checks of F, dI and dW spell it out, since a call would cost more than the ticket.
+    Every check issues a ticket, and a plain function avoids the call of ``__init__``. The checks of
+    F, dI and dW contain the same lines themselves, since a call would cost more than the ticket.
 
     >>> issue("F", None, 0, 1, 5, None) == Ticket("F", None, 0, 1, 5)
     True

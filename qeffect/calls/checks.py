@@ -213,7 +213,7 @@ class Checks(ContractParts):
         Reserve a tape and its destinations for dW.
 
         Args:
-            key: Key of the execution; its microbatch and the reference must name one slot.
+            key: Key of the execution, whose tape the reference must name.
             ref: Reference that the forward's commit returned.
             destination: The destinations to be written; by default the configured destinations.
             first: Whether the write overwrites; by default true for the first write of an epoch.

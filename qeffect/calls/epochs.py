@@ -67,7 +67,7 @@ class EpochCalls(ContractParts):
 
         Args:
             bucket: Name of the bucket.
-            link: Link of that stream, which is the optimizer's and finalizes the stage. Default as
+            link: Link of that stream: the optimizer's stream, which finalizes the stage. Default as
                 in `start_reduction`.
 
         Raises:
@@ -89,7 +89,7 @@ class EpochCalls(ContractParts):
         Call it for an asynchronous device error, or for a digest that is compared after the tape is
         gone. A fault of the current epoch spoils it: the epoch can no longer commit. If the update
         of the epoch has begun, or was committed, the weights were made with wrong gradients. They
-        then count as half updated: only a `restore` goes on.
+        then count as half updated: only a `restore` is accepted.
 
         Args:
             stage: The stage whose action failed.
@@ -144,11 +144,11 @@ class EpochCalls(ContractParts):
     @exclusive_call
     def shorten_walk(self, microbatches: int) -> None:
         """
-        Take only the first microbatches in the walk that begins, as in a last, short batch.
+        Take only the first microbatches in the walk that begins, as for a short last batch.
 
         Call it before the walk's first F: at the start of an epoch, or after `next_walk`. It leaves
-        the other microbatches of every stage out (`skip`). Every stage is final after the dW of
-        those that are left. The next walk takes all microbatches again.
+        the other microbatches of every stage out (`skip`). A stage can be finalized after the dW of
+        the remaining microbatches. The next walk takes all microbatches again.
 
         Args:
             microbatches: How many microbatches the walk takes, at least 1 and at most as many as
@@ -236,8 +236,8 @@ class EpochCalls(ContractParts):
         Raises:
             Refused: Work is live or in flight, a stage is not final, an earlier update failed, or
                 the device did not run exactly the committed actions: ``epoch.uncounted``,
-                ``epoch.device-count`` or ``epoch.device-order``. A guard's refusal comes before
-                those three.
+                ``epoch.device-count`` or ``epoch.device-order``. If a guard also refuses, its
+                clause is raised instead of these three.
             TypeError, ValueError: The epoch is not an ``int``, no caller has that name, or the
                 counts do not match the contract's domains and stages.
         """
@@ -251,9 +251,8 @@ class EpochCalls(ContractParts):
         Record that the scales of a stage's domain moved in the update, once for the epoch.
 
         Call it between the check of an update and its commit, after the movement, once for each
-        domain whose stages have ``scales="epoch"``. The commit of the update is refused, and the
-        update aborted, unless all these domains have moved, also if the update leaves the weights
-        as they are.
+        domain whose stages have ``scales="epoch"``. Until all these domains have moved, a commit
+        of the update is refused and aborts the update, even if the weights do not change.
 
         Args:
             stage: Any stage of the domain.
@@ -262,8 +261,8 @@ class EpochCalls(ContractParts):
         Raises:
             Refused: ``order.moves-outside-update``; ``order.nothing-gathered`` for a second
                 movement in one update, or for a domain whose scales move with F and dI;
-                ``order.scaling-updates``. The update is still in flight then; after a movement
-                that was too many it must be aborted.
+                ``order.scaling-updates``. The update is still in flight then; abort it if the
+                scales moved once too often.
             TypeError, ValueError: No stage has that number.
 
         >>> from qeffect import Contract, StageConfig
@@ -284,18 +283,18 @@ class EpochCalls(ContractParts):
         counted: Mapping[Hashable, DeviceCounts] | None = None,
     ) -> int:
         """
-        Check and commit the optimizer's update in one call, once the update was enqueued whole.
+        Check and commit the optimizer's update in one call, after the whole update was enqueued.
 
-        Each process's optimizer must not have raised: if it did, call `check_update` and `abort`
-        instead, or use ``with contract.update()``.
+        If the optimizer of any process raised, call `check_update` and `abort` instead, or use
+        ``with contract.update()``.
 
         The update is device work on the caller's stream. No refresh and no F is accepted until
         each graph stream has waited for that stream (`join`) or the host has seen the update finish
         (`drain`). A checkpoint requires `drain`. Across processes, the caller must make the update
         a barrier.
 
-        If scales move once an epoch, use ``with contract.update() as update:`` instead, in which
-        `move_scales` has its place.
+        If scales move once an epoch, use ``with contract.update() as update:`` instead, and call
+        `move_scales` in the block.
 
         Args:
             epoch, caller, counted: As in `check_update`.

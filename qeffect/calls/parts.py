@@ -1,5 +1,5 @@
 """
-What the calls of a contract share: its memory, its ledgers, and what the hot calls reach for.
+The attributes that the calls of a contract share: memory, ledgers, and look-ups of the hot calls.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ContractParts:
     _steps: RecordedSteps
 
     _observer: Observer | None
-    #: Whether a commit has somebody to tell: the observer, or the device's counts.
+    #: Whether a commit must tell the observer, or update the expected device counts.
     _heard: bool
     #: By stage, how a reported weight of a gradient is counted.
     _weighed: Mapping[int, Callable[[Any], tuple[int, int]]]

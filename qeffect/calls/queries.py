@@ -41,7 +41,7 @@ class Queries(ContractParts):
 
     @property
     def epoch(self) -> int:
-        """The weight epoch of the process; commit is atomic over its stages."""
+        """The weight epoch of the process; all stages have the same, since a commit is atomic."""
         return self._epochs.current
 
     @property

@@ -11,19 +11,19 @@ __all__ = ["ReaderCalls"]
 
 
 class ReaderCalls(ContractParts):
-    """Record when a stream of its own begins and ends to read a stage's weights or gradients."""
+    """Record when a separate stream begins and ends a read of a stage's weights or gradients."""
 
     @exclusive_call
     def start_weights_read(self, stage: int, link: int = 0) -> None:
         """
-        Record that a stream of its own begins to read a stage's weights.
+        Record that a separate stream begins to read a stage's weights.
 
         Call it for an asynchronous save or a broadcast of parameters. The reader's stream starts
         behind the link's caller, which must have waited for the optimizer's latest update. No
         update begins before `finish_weights_read`.
 
         Args:
-            stage: The stage whose weights are read; they have one reader at a time.
+            stage: The stage whose weights are read; only one read of them may be under way.
             link: Link of the caller behind which the reader's stream starts.
 
         Raises:
@@ -64,15 +64,15 @@ class ReaderCalls(ContractParts):
     @exclusive_call
     def start_gradients_read(self, stage: int, link: int = 0) -> None:
         """
-        Record that a stream of its own begins to read a stage's gradients.
+        Record that a separate stream begins to read a stage's gradients.
 
-        Call it for a norm or a save of gradients beside the step. The stage must be final, every
-        bucket reduced, and the reader's stream starts behind the caller that finalized the stage.
+        Call it for a norm or a save of gradients beside the step. The stage must be final and every
+        bucket reduced. The reader's stream starts behind the caller that finalized the stage.
         No update and no further walk begins before `finish_gradients_read`, because both may write
         the gradients.
 
         Args:
-            stage: The stage whose gradients are read; they have one reader at a time.
+            stage: The stage whose gradients are read; only one read of them may be under way.
             link: Link of the caller behind which the reader's stream starts.
 
         Raises:

@@ -64,17 +64,17 @@ class Redemption(Queries):
                 the backend cannot say.
             updates: For F, dI and an evaluation, how often the domain's scaling state was updated
                 (`StageConfig.reports_updates`).
-            scales: For dI, the token at which the F ran whose scales dI used
-                (`StageConfig.tape_scales`); if scales move once an epoch, the token at which the
-                used ones had moved, 0 before their first movement since a restore.
+            scales: For dI, the token of the F whose scales dI used (`StageConfig.tape_scales`). If
+                scales move once an epoch, the token at which the used scales had moved; 0 before
+                their first movement since a restore.
             draws: For F, the position of the random generator at which F began to draw
                 (`StageConfig.reports_draws`); for dI, the position at which its recomputation
                 began (`StageConfig.recomputes_draws`). An integer of at least 0 that rises as the
-                generator advances; a caller that seeds anew adds the end of the earlier seed.
+                generator advances; a caller that reseeds adds the last position of the old seed.
             weight: For dI, the factor by which the microbatch's gradient is weighted, as
                 (numerator, denominator), not reduced: all weights of an epoch have one denominator
                 (`StageConfig.weights_sum`). It is the product of all factors that are applied to
-                the gradient before the update, except that of a sum over replicas.
+                the gradient before the update, except the factor of a sum over replicas.
 
         Returns:
             For F, the reference of the new tape; otherwise None.
@@ -165,7 +165,7 @@ class Redemption(Queries):
                 if not refused.clause.endswith("unknown-ticket"):
                     try:
                         self._abort(ticket)
-                    except Exception as unheard:  # the observer's: the abort has happened
+                    except Exception as unheard:  # the observer raised; the abort has happened
                         raise refused from unheard
                 raise
             except UNUSABLE:

@@ -66,8 +66,8 @@ class StepCalls(Queries):
 
         The state that the step's transitions read is compared once; `qeffect.steps` explains why
         that replaces every guard of every action. If the state differs, the transitions run one by
-        one over a copy of it. The caller must know that the step would run the same actions with
-        the same evidence: the order, slots and destinations.
+        one over a copy of the state. The caller must know that the step would run the same actions
+        in the same order, slots and destinations, with the same evidence.
 
         Args:
             step: The recorded step.
@@ -87,9 +87,9 @@ class StepCalls(Queries):
     @exclusive_call
     def withdraw_step(self) -> None:
         """
-        Tell that a step which `check_step` accepted was not run, and will not be.
+        Tell that a step accepted by `check_step` was not run and will not be run.
 
-        Only then a checkpoint is right in its place. Without such a step nothing happens.
+        A checkpoint is then accepted instead. Without such a step the call does nothing.
         """
         self._steps.withdraw()
 

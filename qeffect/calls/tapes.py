@@ -20,7 +20,7 @@ class TapeCalls(ContractParts):
         """
         Claim a slot for a key before its forward, so that its input buffer can be filled.
 
-        If the stage has ``copies_input``, the call stands for the copy, which is work of the link:
+        If the stage has ``copies_input``, the call also records the copy as work of the link:
         enqueue the copy before any other call, and `join` the link before F.
 
         Args:

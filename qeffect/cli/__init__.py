@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None, *, before: Sequence[str] = ()) -> in
 
 def _occupy_standard_streams() -> None:
     """
-    Open /dev/null in the place of each closed standard stream: otherwise a file of the command
-    would get its number, and a library's message for standard error would go into that file.
+    Open /dev/null for each closed standard stream. Otherwise a file that the command opens would
+    get the stream's number, and a library's message for standard error would go into that file.
     """
     for number in range(3):
         try:
@@ -169,14 +169,17 @@ def _ending(given: list[str]) -> Outcome | str | None:
         return brief(str(error), given)
     except KeyboardInterrupt:
         return None
-    except (MemoryError, RecursionError, UnicodeError) as error:  # what input may ask for
+    except (MemoryError, RecursionError, UnicodeError) as error:  # extreme input raises these
         return brief(f"unusable input: {_said(error)}", given)
-    except Exception as error:  # a fault of ours; Python's own exit code would say violation
+    except Exception as error:  # a bug of QEffect; Python's exit code 1 would mean a violation
         if sys.flags.dev_mode:
             traceback.print_exception(error)
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
-        said = f"internal error at {place}: {_said(error)}; python -X dev shows more"
+        said = (
+            f"internal error at {place}: {_said(error)}; run the command with "
+            "python -X dev -m qeffect to see the traceback"
+        )
         return brief(said, given)
     finally:
         end_line()
@@ -184,7 +187,7 @@ def _ending(given: list[str]) -> Outcome | str | None:
 
 def _attached(given: Sequence[str]) -> list[str]:
     """
-    Attach a list that begins with a dash to its option; argparse would take it for an option.
+    Attach a list that begins with a dash to its option; argparse would read the list as an option.
 
     >>> _attached(["check", "--te-order", "-1,1"])
     ['check', '--te-order=-1,1']
@@ -205,7 +208,7 @@ def _said(error: BaseException) -> str:
 def _text(outcome: Outcome, as_json: bool) -> str:
     if as_json:
         return json.dumps(outcome.record())
-    # A name in the input may hold what moves a cursor, or what the terminal cannot spell.
+    # A name in the input may hold control characters, or characters that the terminal lacks.
     text = "\n".join(escaped(decoded(line)) for lines in outcome.text for line in lines.split("\n"))
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
@@ -218,7 +221,7 @@ def _print(text: str) -> OSError | None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         print(text, flush=True)
     except OSError as error:
-        # What is left in the buffer goes nowhere: the interpreter flushes it at its end.
+        # The interpreter flushes the rest of the buffer at its end: send that to /dev/null.
         with suppress(AttributeError, OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
@@ -242,7 +245,7 @@ def _unusable(line: str, as_json: bool) -> int:
 
 def _interrupted(as_json: bool) -> int:
     if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("RANK", "0") != "0":
-        return int(Exit.INTERRUPTED)  # the first of torchrun's ranks says it for all
+        return int(Exit.INTERRUPTED)  # torchrun's rank 0 reports the interrupt for all ranks
     if as_json:
         _print(json.dumps({"verdict": "interrupted"}))
     line = "interrupted"

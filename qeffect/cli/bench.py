@@ -41,7 +41,7 @@ class Bench:
     """Measure the kernel, and the layers above it where they are installed."""
 
     name = "bench"
-    help = "measure the guards, the explorer, the proofs and the replayer"
+    help = "measure the times of the guards, the explorer, the proofs and the replayer"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -190,7 +190,7 @@ def run_epochs(contract: Contract, epochs: int, *, managed: bool = False) -> dic
 
 
 def _refusal(rounds: int = 50, each: int = 50) -> float:
-    """Median microseconds until a caller has caught a refused check with its explanation."""
+    """Median microseconds from a check until its caller has caught the explained refusal."""
     contract = contract_of(4, 4)
     key = TapeKey(0, 0, 0)
     times = []

@@ -23,7 +23,15 @@ from ..schedule.trace import trace_json
 from ..schedule.transport import QUEUES, RENDEZVOUS
 from ..text import counted, decoded
 from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unused
-from .source import SHAPE, add_source, one_rank, read_source, read_transport, refuse_one_file
+from .source import (
+    PAIRING,
+    SHAPE,
+    add_source,
+    one_rank,
+    read_source,
+    read_transport,
+    refuse_one_file,
+)
 
 __all__ = ["Check"]
 
@@ -32,7 +40,7 @@ _FILES = ("--svg", "--trace", "--html")
 
 
 class Check:
-    """Check a schedule, the shipped ones, or random ones."""
+    """Check one schedule, all shipped schedules, or random schedules."""
 
     name = "check"
     help = "check a pipeline schedule against the contract"
@@ -51,7 +59,7 @@ class Check:
         rules.add_argument(
             "--pairing",
             choices=tuple(DISCIPLINES),
-            help="how the runtime pairs a dW with the work that a dI retained (default contract)",
+            help=PAIRING,
         )
         rules.add_argument(
             "--shared-pool",
@@ -67,8 +75,8 @@ class Check:
             "--html",
             type=Path,
             metavar="F",
-            help="HTML file for any browser: the timeline to step through and zoom, slots and "
-            "messages, and the reasons of a refusal; it needs no other file and no network",
+            help="HTML page with a timeline to step through and zoom, the slots and messages, and "
+            "the reasons for a refusal; opens in any browser without network",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -159,12 +167,12 @@ def _channels(verdict: Verdict) -> list[str]:
     lines = [
         f"  messages: check assumes one queue for {QUEUES[transport.queues]}, and {sends} "
         "(--queues, --rendezvous)",
-        f"    {'one queue for':{wide}}  messages   if a send holds its "
+        f"    {'one queue for':{wide}}  messages   the step, if a send holds its "
         f"{' / its '.join(RENDEZVOUS)} until received",
     ]
     for channel in verdict.channels:
         mark = ">" if channel.queues == transport.queues else " "
-        order = "in order" if channel.in_order else "exchanged"
+        order = "in order" if channel.in_order else "swapped"
         ends = " / ".join(
             "can deadlock" if channel.can_deadlock(held) else "ends" for held in RENDEZVOUS
         )
@@ -179,7 +187,7 @@ def _blocking(rows: list[dict[str, Any]]) -> Iterator[str]:
         return
     yield (
         f"Of {len(asked)} tables with messages, this many can deadlock under rendezvous semantics "
-        "(a send ends when its receive is posted):"
+        "(a send ends only when its receive is posted):"
     )
     for number, (queues, words) in enumerate(QUEUES.items()):
         counts = (
@@ -194,7 +202,7 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     refuse_unused(
         args,
         (*SHAPE, *_FILES),
-        "--fixtures checks every shipped table as it is and draws nothing",
+        "--fixtures checks every shipped table unchanged and draws nothing",
     )
     pairing = _pairing(args)
     rows: list[dict[str, Any]] = []
@@ -227,7 +235,7 @@ def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
     refuse_unused(
         args,
         (*SHAPE, "--pairing", "--shared-pool", *_FILES),
-        "--random makes its own schedules and checks them under the contract alone",
+        "--random makes its own schedules and checks them with --pairing contract only",
     )
     args.seed = 0 if args.seed is None else args.seed
     for entry in entry_points(group="qeffect.random"):

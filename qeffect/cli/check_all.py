@@ -20,15 +20,16 @@ from ..schedule.tables import read_table
 from ..schedule.transport import QUEUES, Transport
 from ..text import decoded
 from .command import PLACE, Outcome, Progress, UnusableError, brief
+from .source import PAIRING
 
 __all__ = ["CheckAll"]
 
 
 class CheckAll:
-    """Check many tables, each for itself."""
+    """Check many tables, independently of each other."""
 
     name = "check-all"
-    help = "check all schedule tables of a repository, such as before a commit"
+    help = "check all schedule tables of a repository, for example before a commit"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -36,14 +37,14 @@ class CheckAll:
             "tables",
             nargs="+",
             metavar="FILE",
-            help="torch schedule table, a folder of which all *.csv below are checked, or a "
-            "pattern such as 'schedules/**/*.csv'",
+            help="torch schedule table, a folder (all *.csv files below it), or a pattern such as "
+            "'schedules/**/*.csv'",
         )
         parser.add_argument(
             "--pairing",
             choices=tuple(DISCIPLINES),
             default="contract",
-            help="how the runtime pairs a dW with the work that a dI retained (default contract)",
+            help=PAIRING,
         )
         parser.add_argument(
             "--queues",
@@ -55,12 +56,13 @@ class CheckAll:
             "--html",
             type=Path,
             metavar="DIR",
-            help="folder for an HTML page of each refused table, as of qeffect check --html",
+            help="folder for one HTML page per refused table, as qeffect check --html writes it",
         )
         parser.add_argument(
             "--github",
             action="store_true",
-            help="print each refusal as an annotation of GitHub Actions, at the table's line",
+            help="also print each refused or unusable table as a GitHub Actions annotation, on the "
+            "line of the rank",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -92,10 +94,10 @@ class CheckAll:
 
 def _files(given: Sequence[str]) -> list[Path]:
     """
-    Return the tables that were named, each once, in the order of their naming.
+    Return each named table once, in the order in which they were named.
 
     Raises:
-        UnusableError: A folder or a pattern has no table.
+        UnusableError: A folder or a pattern contains no table.
     """
     found: dict[Path, None] = {}
     for name in given:
@@ -107,7 +109,10 @@ def _files(given: Sequence[str]) -> list[Path]:
         else:
             below = [path]
         if not below:
-            raise UnusableError(f"{name}: no table there; expected files that end in .csv")
+            raise UnusableError(
+                f"{name}: expected files that end in .csv, found none; name a table, or a folder "
+                "or pattern with tables"
+            )
         found.update(dict.fromkeys(file for file in below if not file.is_dir()))
     return list(found)
 
@@ -164,7 +169,7 @@ def _annotation(row: dict[str, Any]) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """Return text in which nothing ends a command of GitHub Actions."""
+    """Escape the characters that would end a workflow command of GitHub Actions."""
     for character in f"%\r\n{more}":
         text = text.replace(character, f"%{ord(character):02X}")
     return text

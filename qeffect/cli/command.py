@@ -35,13 +35,13 @@ __all__ = [
     "refuse_unused",
 ]
 
-#: What every refusal says in JSON, whichever command found it.
+#: Keys that every refusal has in JSON, in every command.
 PLACE = ("clause", "rank", "step", "action")
 #: The longest value and the longest path that an error line repeats whole.
 _VALUE, _PATH = 60, 240
-#: Seconds between two drawings of a line that stays.
+#: Seconds between two drawings of a line that is redrawn in place.
 _REDRAWN_S: Final = 0.1
-#: The stream whose last line stays and is not ended, if there is one.
+#: The stream whose last line is redrawn in place and has no newline yet, if there is such a stream.
 _HELD: Final[list[TextIO]] = []
 
 
@@ -86,14 +86,14 @@ class Outcome:
         """
         The JSON object.
 
-        A refusal always says which clause, rank, step and action; None where that has no meaning.
+        A refusal always has clause, rank, step and action; None if one of them has no meaning.
         """
         place = dict.fromkeys(PLACE) if self.verdict == "refused" else {}
         return {"verdict": self.verdict, **place, **self.data}
 
 
 class Command(Protocol):
-    """A subcommand; upper layers register theirs in the ``qeffect.commands`` entry points."""
+    """A subcommand; upper layers register theirs as ``qeffect.commands`` entry points."""
 
     name: str
     help: str
@@ -111,7 +111,7 @@ class Command(Protocol):
 
 
 class Group(Protocol):
-    """Commands below one word, such as those of ``qeffect runtime``."""
+    """A group of commands under one name, such as ``qeffect runtime``."""
 
     name: str
     help: str
@@ -123,10 +123,10 @@ class Group(Protocol):
 @frozen
 class Progress:
     """
-    Lines on standard error while long work runs: one a second, or on a terminal one that stays.
+    Progress of long work on standard error: a line per second, or one redrawn line on a terminal.
 
-    A line that cannot be written is lost, and the work goes on: the reader of a pipe may have
-    ended, or the disk of a file may be full.
+    If a line cannot be written, for example to a closed pipe or a full disk, the line is dropped
+    and the work continues.
     """
 
     stream: TextIO = field(factory=lambda: sys.stderr)
@@ -142,9 +142,9 @@ class Progress:
 
     def stay(self, line: str) -> None:
         """
-        Show a line in the place of the last one on a terminal; elsewhere as `__call__`.
+        Redraw the last line on a terminal; elsewhere do the same as `__call__`.
 
-        The place is redrawn at most ten times a second. A longer line than the terminal is cut.
+        The line is redrawn at most ten times a second, and cut to the width of the terminal.
         """
         if not (self.enabled and self.stays):
             return self(line)
@@ -157,13 +157,13 @@ class Progress:
 
     @property
     def stays(self) -> bool:
-        """Whether the stream is a terminal that can draw a line again."""
+        """Whether the stream is a terminal that can redraw a line."""
         return self.stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def note(self, line: str) -> None:
-        """Show a line that is worth showing however soon it comes, such as a first finding."""
+        """Show an important line at once, such as a first finding, however recent the last line."""
         if self.enabled:
-            # In one piece: an interrupt's line may come from beside.
+            # In one write: an interrupt's line may come from another thread.
             clear = "\r\x1b[K" if _HELD else ""
             _HELD.clear()
             self._write(f"{clear}{line}\n")
@@ -178,8 +178,8 @@ class Progress:
 
 def _discard(stream: TextIO) -> None:
     """
-    Drop what a stream holds and could not write: Python would write it again at the end of the
-    process, fail, and change the exit code.
+    Drop the buffered text that a stream could not write. Otherwise Python would try to write the
+    text again at the end of the process, fail, and change the exit code.
     """
     with suppress(OSError, ValueError):
         number = stream.fileno()
@@ -194,7 +194,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def end_line() -> None:
-    """Leave the line that `Progress.stay` has drawn, before another one is printed."""
+    """End the line that `Progress.stay` has drawn, before another line is printed."""
     for stream in _HELD:
         Progress(stream)._write("\n")
     _HELD.clear()
@@ -210,10 +210,10 @@ def refuse_unused(
         args: The parsed arguments; an option that was not given is None or False.
         options: The options as a user types them.
         why: Why they have no effect.
-        wants: What to add so that they do, if anything.
+        wants: What to add so that they have an effect, if anything.
 
     Raises:
-        UnusableError: One of them was given; the message says to leave it out, or what to add.
+        UnusableError: Such an option was given; the message says what to leave out or to add.
     """
     values = {option: getattr(args, option.lstrip("-").replace("-", "_")) for option in options}
     given = {o: value for o, value in values.items() if value is not None and value is not False}
@@ -226,14 +226,14 @@ def refuse_unused(
 
 def brief(message: str, values: Iterable[str] = ()) -> str:
     """
-    Make one printable line of a message, with the middle of every very long value left out.
+    Return a message as one printable line; very long values lose their middle.
 
     >>> brief("--hidden wants less than " + "9" * 5000)
     '--hidden wants less than 9999999999999999999999999999999999999999...99999999999999999'
 
     Args:
-        message: The message; a long word of it is a value.
-        values: Further values that it may repeat, blanks and all.
+        message: The message; each of its long words counts as a value.
+        values: Further values that the message may repeat; they may contain blanks.
     """
     for value in values:
         if len(value) > _VALUE and any(c.isspace() for c in value):
@@ -252,7 +252,7 @@ def needs(extra: str, load: Callable[[], Any]) -> Any:
     Import a module that an optional extra installs.
 
     Raises:
-        UnusableError: It is not installed; the message says how to get it.
+        UnusableError: The extra is not installed; the message says how to install it.
     """
     try:
         return load()

@@ -24,7 +24,7 @@ class Faults:
     help = "inject the fault table's seven violations and show where each is refused"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """It takes none of its own."""
+        """Declare no options."""
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Run every injection through the public API."""
@@ -36,7 +36,7 @@ class Faults:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """A block of lines for each injection, none wider than the terminal or 100 columns."""
+    """A block of lines for each injection, at most as wide as the terminal and 100 columns."""
     width = min(shutil.get_terminal_size((_WIDEST, 0)).columns, _WIDEST)
     lines: list[str] = []
     for row in rows:

@@ -3,7 +3,7 @@ Ctrl-C: one line on standard error, every child process ended, exit code 130 wit
 
 A solver in C handles SIGINT itself and loses it, a worker process answers it with a traceback, and
 Python raises ``KeyboardInterrupt`` in whatever destructor runs at that moment. So SIGINT is blocked
-in every thread, which child processes inherit, and one thread waits for it.
+in every thread, and one thread waits for it; child processes inherit the block.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..startup import unblock_interrupts
 
 __all__ = ["INTERRUPTED", "INTERRUPTED_RUNS", "Interrupts", "descendants"]
 
-#: The exit code after SIGINT, as shells have it: 128 and the signal's number.
+#: The exit code after SIGINT, as in shells: 128 plus the signal's number.
 INTERRUPTED: Final = 130
 INTERRUPTED_RUNS: Final[list[Callable[[], str]]] = []
-"""Each says in one line whether its run may be resumed; the last one's line is printed."""
+"""Functions that say in one line whether a run may be resumed; the last function's is printed."""
 #: Seconds that the main thread has to unwind and to remove its unfinished files.
 _GRACE_S: Final = 1.0
 #: Wakes the main thread; by default a process ignores this signal.
@@ -51,10 +51,10 @@ class Interrupts:
         """
         Return what some work returns; on SIGINT end the process with code 130 instead.
 
-        SIGINT stays ignored where the shell ignores it, as for jobs in the background of a script.
+        If the shell ignores SIGINT, as for background jobs of a script, SIGINT stays ignored.
 
         Args:
-            work: The work; ``KeyboardInterrupt`` is raised in it, and may be lost in it.
+            work: The work; ``KeyboardInterrupt`` is raised in it, and the work may swallow that.
         """
         if (
             _WAKE is None
@@ -68,7 +68,7 @@ class Interrupts:
         _keep_blocked()
         waiting = threading.Thread(target=self._wait, name="qeffect-interrupts", daemon=True)
         waiting.start()
-        # A thread that started before may have SIGINT unblocked, and then takes it.
+        # An earlier thread may receive SIGINT, if it does not block the signal: pass it on.
         signal.signal(
             signal.SIGINT, lambda *_: signal.pthread_kill(waiting.ident or 0, signal.SIGINT)
         )
@@ -88,7 +88,7 @@ class Interrupts:
         return self._last_word.acquire(blocking=False)
 
     def _wait(self) -> None:
-        """Announce the end, end all children, and let the main thread unwind for a moment."""
+        """Announce the interrupt, end all children, and give the main thread time to unwind."""
         signal.sigwait({signal.SIGINT})
         self._ending.set()
         if self.last_word():
@@ -113,8 +113,8 @@ def _keep_blocked() -> None:
     """
     Keep multiprocessing from unblocking SIGINT in this thread when its first process starts.
 
-    It blocks these signals itself while it starts its resource tracker, and then unblocks them
-    whatever they were before; workers would inherit that and answer Ctrl-C with a traceback.
+    Multiprocessing blocks these signals while it starts its resource tracker, then unblocks them
+    even if they were blocked before. Workers would inherit that and answer Ctrl-C with a traceback.
     """
     from multiprocessing import resource_tracker
 
@@ -132,7 +132,7 @@ def _silence() -> None:
 
 
 def _end_children() -> None:
-    """Kill every descendant; each is stopped first, so that none reacts to another's end."""
+    """Kill every descendant; all are stopped first, so that none reacts to another's end."""
     found: dict[int, None] = {}
     for _ in range(4):  # until no stopped process can have started another one
         fresh = [process for process in descendants(os.getpid()) if process not in found]
@@ -155,7 +155,7 @@ def descendants(ancestor: int) -> list[int]:
     Return the process ids of all descendants of a process, parents before their children.
 
     Args:
-        ancestor: A process id; it is not among them.
+        ancestor: A process id; the result does not contain it.
     """
     children: dict[int, list[int]] = {}
     for process, parent in _processes():
@@ -167,7 +167,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Yield each process of this machine with its parent, where the system lists processes."""
+    """Yield each process of this machine with its parent, as far as the system lists processes."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             # The name stands in parentheses and may hold blanks and parentheses.

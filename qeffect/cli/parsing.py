@@ -1,5 +1,5 @@
 """
-The parser of the command line: errors of one line, and help that keeps names whole.
+The parser of the command line: errors of one line, and help that never splits a name at a hyphen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .command import UnusableError
 
 __all__ = ["Parser", "missing_commands"]
 
-#: What an option of a type takes, as a message names it.
+#: By the type of an option, the name of the expected value in an error.
 _EXPECTED: Final = {int: "a whole number", float: "a number"}
 _EXIT_CODES: Final = (
     "exit codes: 0 everything kept the contract; 1 a violation was found; 2 the input cannot be "
@@ -43,9 +43,9 @@ class Parser(argparse.ArgumentParser):
         own = {"allow_abbrev": False, "formatter_class": _Help, "epilog": _EXIT_CODES}
         super().__init__(*args, **{**own, **kwargs})
 
-        #: Declares the arguments once they are needed; a command may import much to do so.
+        #: Declares the arguments once they are needed, since a command may import much for that.
         self.declare: Callable[[], None] | None = None
-        #: Why commands of these names may be missing, by name.
+        #: By the name of a command, why it may be missing.
         self.missing: dict[str, str] = {}
 
     def fill(self) -> None:

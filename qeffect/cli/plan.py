@@ -20,13 +20,13 @@ from ..schedule.steptime import Span, StepTime, step_time
 from ..schedule.timeline import timeline
 from ..schedule.trace import timed_trace_json
 from ..schedule.transport import Transport
-from ..text import decoded
+from ..text import counted, decoded
 from .command import Outcome, Progress, UnusableError, refuse_unused
 from .source import add_source, one_rank, read_source, read_transport, refuse_one_file
 
 __all__ = ["Plan"]
 
-#: No size of a layer is larger; byte counts beyond it would not even be printed.
+#: The largest size of a layer; Python could not print byte counts far beyond it.
 _MOST = 1 << 32
 #: How many names at each end of a stretch of the critical path are printed.
 _SHOWN = 8
@@ -89,8 +89,8 @@ class Plan:
         findings = check_ranks(schedule, transport)
         if findings:
             raise UnusableError(
-                "only a schedule that keeps the contract can be planned; this one breaks it: "
-                f"{findings[0]}"
+                "only a schedule that keeps the contract can be planned; this schedule breaks the "
+                f"contract: {findings[0]}"
             )
         planned = plan(schedule, layers)
         lines = [
@@ -111,7 +111,7 @@ class Plan:
                     + (f", {stage.held_by_sends} held by sends" if stage.held_by_sends else "")
                 )
         lines.append(
-            "live: a slot for each tape that is live at once; paper: one for each microbatch"
+            "live: one slot per tape that is live at once; paper: one slot per microbatch"
             + ("; add --hidden N to count bytes" if layers is None else "")
         )
         lines += one_rank(schedule)
@@ -136,11 +136,11 @@ def _time(args: argparse.Namespace, schedule: Schedule, transport: Transport) ->
 
 
 def _times(timed: StepTime) -> Iterator[str]:
-    """Lines for a step's time, each rank's share of it, and its critical path."""
+    """Lines for a step's time, for each rank's use of that time, and for the critical path."""
     step, bound, unit = float(timed.time), float(timed.bound), timed.unit
-    over = f", {step / bound:.3f} times that" if bound else ""
+    over = f": the step takes {step / bound:.3f} times as long" if bound else ""
     yield f"step time {step:.4g} {unit}; the busiest rank computes for {bound:.4g} {unit}{over}"
-    yield f"rank  busy {unit:>3}  idle {unit:>3}  bubble  before / inside / after its computation"
+    yield f"rank  busy {unit:>3}  idle {unit:>3}  bubble  idle before / inside / after computation"
     for rank in timed.ranks:
         idle = " / ".join(f"{float(t):.4g}" for t in (rank.before, rank.inside, rank.after))
         yield (
@@ -151,7 +151,7 @@ def _times(timed: StepTime) -> Iterator[str]:
     for span in timed.critical:
         shares[span.what] = shares.get(span.what, 0.0) + float(span.end - span.start)
     parts = ", ".join(f"{what} {time:.4g}" for what, time in shares.items() if time)
-    yield f"critical path, {len(timed.critical)} long: {parts or 'nothing'} {unit}"
+    yield f"critical path of {counted(len(timed.critical), 'part')}: {parts or 'nothing'} {unit}"
     for where, group in groupby((s for s in timed.critical if s.end > s.start), key=_where):
         spans = list(group)
         names = [span.name for span in spans]

@@ -134,7 +134,7 @@ def in_turns(
     Compare pairs of contracts: every round runs every pair, and both sides of a pair in turns.
 
     Every round makes new contracts. In a random half of the rounds one side is made first, and in a
-    random half one side runs first, since either changes a time by about one percent.
+    random half one side runs first, since either order changes a time by about one percent.
 
     Args:
         pairs: The pairs.
@@ -247,20 +247,20 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
 
 def lines(data: Mapping[str, Any]) -> list[str]:
     """
-    Return a report's prices as text: those of relations, and of the three most expensive guards.
+    Return a report's prices as text: of every relation, and of the three most expensive guards.
+
+    A line gives the microseconds that a part adds to an action, with a confidence interval, and the
+    ratio of the times with the part and without it.
 
     Args:
         data: ``relation_prices``, and ``clause_prices`` where clauses were priced.
     """
-    found = [
-        f"  with {name} over without: {_actions(own)}"
-        for name, own in data["relation_prices"].items()
-    ]
+    found = [f"  added by {name}: {_actions(own)}" for name, own in data["relation_prices"].items()]
     if "clause_prices" in data:
         clauses = data["clause_prices"]
-        found.append(f"  with every guard over without any: {_actions(clauses['every_guard'])}")
+        found.append(f"  added by all guards: {_actions(clauses['every_guard'])}")
         for row in dearest(clauses["guards"])[:_NAMED]:
-            found.append(f"  {row['clause']} of {row['action']}: {spelled(row)}")
+            found.append(f"  added by {row['clause']} to {row['action']}: {spelled(row)}")
     return found
 
 

@@ -25,7 +25,7 @@ class Replay:
     """Replay an event log through the transition functions that guard the runtime."""
 
     name = "replay"
-    help = "replay an event log through the contract, or those of all ranks together"
+    help = "replay an event log, or the logs of all ranks together, through the contract"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -34,8 +34,8 @@ class Replay:
             type=Path,
             nargs="+",
             metavar="LOG",
-            help="event log or rank log in JSON Lines; give the logs of all ranks of one job to "
-            "replay them together, and all files of a log that was written in several",
+            help="event log or rank log in JSON Lines; to replay the ranks of a job together, give "
+            "the logs of all of them; if a log has several files, give all its files",
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -76,7 +76,7 @@ class Replay:
 
 def _replay_ranks(paths: Sequence[Path]) -> Any:
     """
-    Take rank logs through the model of ranks, which lies in a layer above the kernel.
+    Replay rank logs through the model of ranks, which is in a layer above the kernel.
 
     Raises:
         LogError: A file is not a rank log, or a rank's log is missing.
@@ -90,5 +90,5 @@ def _replay_ranks(paths: Sequence[Path]) -> Any:
 
 
 def _truncated(report: ReplayReport | JointReport) -> bool:
-    """Whether a log's only fault is an early end; all its events kept the contract."""
+    """Whether a log ends too early, but all its events kept the contract."""
     return report.clause == "log.closing" and report.expected == "a closing line"

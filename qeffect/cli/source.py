@@ -17,10 +17,23 @@ from ..schedule.megatron import MESSAGES
 from ..schedule.transport import QUEUES, RENDEZVOUS, Transport
 from .command import UnusableError, refuse_unused
 
-__all__ = ["SHAPE", "add_source", "one_rank", "read_source", "read_transport", "refuse_one_file"]
+__all__ = [
+    "PAIRING",
+    "SHAPE",
+    "add_source",
+    "one_rank",
+    "read_source",
+    "read_transport",
+    "refuse_one_file",
+]
 
 #: The file name that stands for standard input.
 STDIN = "-"
+#: Help of ``--pairing``.
+PAIRING = (
+    "which retained work the runtime gives a dW. contract: its own (default). fifo: its stage's "
+    "oldest. latest: its stage's newest. global: its rank's oldest"
+)
 _DRAWN = ("--svg", "--trace", "--html")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
 #: Options that shape a schedule, each with the options that name such a schedule.
@@ -30,7 +43,7 @@ _USERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--messages", "--group"): ("--megatron",),
     ("--stages",): ("--deepspeed CLASS",),
 }
-#: Options that shape the schedule that another one names, or say how its messages are carried.
+#: Options that shape the schedule that another option names, or say how its messages are carried.
 SHAPE = (*(option for options in _USERS for option in options), "--microbatches", *_TRANSPORT)
 
 
@@ -88,7 +101,7 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
         "--group",
         type=int,
         metavar="N",
-        help="consecutive microbatches of a virtual stage, Megatron-core's "
+        help="number of consecutive microbatches of a virtual stage, as Megatron-core's "
         "microbatch_group_size_per_vp_stage (default: the number of ranks)",
     )
     schedule.add_argument(
@@ -104,21 +117,21 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--defer-receives",
         action="store_true",
-        help="place each receive just before its use, torch's defer_pp_recv (needs --comms)",
+        help="place each receive just before its use, as torch's defer_pp_recv (needs --comms)",
     )
     schedule.add_argument(
         "--max-outstanding-sends",
         type=int,
         metavar="N",
-        help="limit of sends per rank that are posted and not yet awaited; with --torch and "
-        "--comms, torch makes the table with this limit (torch 2.15; default unlimited)",
+        help="maximum number of sends that a rank has posted and not yet awaited (default no "
+        "limit); with --torch and --comms, torch 2.15 makes the table under this limit",
     )
     schedule.add_argument(
         "--queues",
         choices=tuple(QUEUES),
-        help="which messages share a queue and so arrive in the order of their sends. pair: one "
-        "queue for each pair of ranks (default). direction: two queues for each pair, for "
-        "activations and for gradients (torch 2.14's pipeline_per_direction_p2p). edge: one "
+        help="which messages share a queue and therefore arrive in the order of their sends. "
+        "pair: one queue for each pair of ranks (default). direction: two queues for each pair, "
+        "for activations and for gradients (torch 2.14's pipeline_per_direction_p2p). edge: one "
         "queue for each sender and receiver (torch 2.15's pipeline_per_edge_p2p). "
         "edge-direction: two queues for each sender and receiver, for activations and for "
         "gradients",
@@ -126,8 +139,8 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     schedule.add_argument(
         "--rendezvous",
         choices=RENDEZVOUS,
-        help="a send waits until its receive is posted; meanwhile it blocks its queue or its "
-        "whole rank; a table that can then deadlock is refused (default: sends are buffered)",
+        help="assume that a send waits until its receive is posted, and blocks its queue or its "
+        "whole rank meanwhile; refuse a table that can then deadlock (default: sends are buffered)",
     )
     schedule.description = (
         "--pp and --vpp apply to --torch and --megatron, --comms and --defer-receives to --torch, "
@@ -279,14 +292,14 @@ def one_rank(schedule: Schedule) -> list[str]:
     if schedule.complete:
         return []
     return [
-        "  the row of one rank alone: the other ranks' stages, and messages to and from them, "
-        "are not checked"
+        "  the row of one rank alone: the stages of other ranks, and messages to and from other "
+        "ranks, are not checked"
     ]
 
 
 def refuse_one_file(args: argparse.Namespace) -> None:
     """
-    Refuse two pictures in one file, a picture that overwrites its input, and an unusable place.
+    Refuse two pictures in one file, a picture that overwrites its input, or an unwritable file.
 
     Two paths to one file count as equal. This is tested before any check.
 

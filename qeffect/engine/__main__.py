@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return 1
             print("the composed transitions are current")
             return 0
-        print(f"written: {', '.join(write()) or 'nothing, all was current'}")
+        print(f"written: {', '.join(write()) or 'nothing; all files were current'}")
     except (CompositionError, OSError) as error:
         print(f"cannot write {FOLDER.name}: {error}", file=sys.stderr)
         return 2

@@ -48,14 +48,14 @@ def _written(st: Any, a: Arguments) -> int:
 
 
 def _spoiled(st: Any, a: Arguments) -> int:
-    """Return the spoiled stage: the call's own, or the stage that shares with it."""
+    """Return the spoiled stage: the call's own, or the stage that shares a destination with it."""
     stage = int(stage_of(st, a))
     sharer = int(st.sharer_of[stage])
     return stage if st.spoiled[stage] == st.weight_epoch[stage] else sharer
 
 
 def _unwritten(st: Any, a: Arguments) -> int:
-    """Return the stage that lacks a dW: the stage to finalize, or the stage that shares with it."""
+    """Return the stage that lacks a dW: the stage to finalize, or its sharer."""
     stage = int(a["stage"])
     return stage if st.wgrads[stage] != st.cells[stage] else int(st.sharer_of[stage])
 

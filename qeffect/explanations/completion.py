@@ -14,7 +14,7 @@ __all__ = ["EXPLANATIONS"]
 
 
 def _end(st: Any, a: Arguments) -> tuple[int, int, int]:
-    """Return the link of a slot's latest transfer end, its piece of work, and what was joined."""
+    """Return the link of a slot's latest transfer end, its piece of work, and the pieces joined."""
     slot = slot_of(a)
     on = st.ended_on[slot]
     return on, st.ended_at[slot], st.joined[on]
@@ -55,8 +55,7 @@ def _unwaited_links(st: Any) -> list[int]:
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "capture.out-of-order": lambda st, a: (
         f"{a['key']} in slot {slot_of(a)}, the graph captured at place {_captured(st, a)}, after "
-        "the "
-        f"graph captured at place {st.cursor[st.pool_of[slot_of(a)]]}",
+        f"the graph captured at place {st.cursor[st.pool_of[slot_of(a)]]}",
         "graphs of one memory pool replayed in the order of capture while a tape is live in it",
     ),
     "completion.wrong-stream": lambda st, a: (
@@ -76,18 +75,18 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a replay on slot {slot_of(a)}, whose last transfer or copy was on link {_end(st, a)[0]}, "
         "as piece "
         f"{_end(st, a)[1]} of its caller's work",
-        f"a join of that link since; the graph stream has waited for {_end(st, a)[2]}",
+        f"a join of that link since; the graph stream has waited for pieces up to {_end(st, a)[2]}",
     ),
     "completion.two-ends": lambda st, a: (
-        f"the end of a transfer, or a copy, on link {a['link']}, after one on link "
+        f"the end of a transfer, or a copy, on link {a['link']}, after an earlier one on link "
         f"{_end(st, a)[0]}",
         f"a join of link {_end(st, a)[0]} in between; the graph stream has waited for "
         f"{_end(st, a)[2]} of its caller's {_end(st, a)[1]} pieces of work",
     ),
     "completion.slot-not-awaited": lambda st, a: (
         f"a caller that waited up to replay {st.waited[a['link']]}",
-        f"a wait at or after replay {st.vacated[slot_of(a)]}, the last of slot {slot_of(a)}'s "
-        "tenant",
+        f"a wait at or after replay {st.vacated[slot_of(a)]}, the last replay of slot "
+        f"{slot_of(a)}'s tenant",
     ),
     "completion.wrong-consumer": lambda st, a: (
         f"link {a['link']}, of caller {st.caller_at[a['link']]}",

@@ -32,7 +32,7 @@ def _bucket(st: Any, a: Arguments) -> str:
 
 
 def _asked(a: Arguments) -> str:
-    """Say what was asked for during an update, or of half-updated weights."""
+    """Say which call was made during an update, or over half-updated weights."""
     return _ASKED.get(a["transition"], "an action")
 
 
@@ -51,7 +51,7 @@ _ASKED: Final[Mapping[str, str]] = {
 
 
 def _epoch(st: Any, a: Arguments) -> int:
-    """Return the epoch that a call names, or that of its stage's weights."""
+    """Return the epoch that a call names, or the epoch of its stage's weights."""
     return int(a["epoch"] if "epoch" in a else st.weight_epoch[a["stage"]])
 
 
@@ -98,13 +98,13 @@ def _unweighed(st: Any) -> tuple[str, str]:
 
 
 def _parts(st: Any, a: Arguments) -> tuple[str, str]:
-    """Say in how many parts a weight was counted, and in how many the earlier ones."""
+    """Say in how many parts a weight was counted, and in how many the earlier weights were."""
     counted_in = st.parts[st.slot_stage[a["slot"]]]
     return (
         f"a weight of {a['weight']} of {counted(a['parts'], 'part')}"
         if a["parts"] > 0
         else "no readable weight in the report of dI",
-        f"a weight counted in {counted(counted_in, 'part')}, as the earlier ones of the epoch"
+        f"a weight of {counted(counted_in, 'part')}, like the earlier weights of the epoch"
         if counted_in
         else "(numerator, denominator), a numerator of at least 0 over a denominator of at least 1",
     )
@@ -153,7 +153,10 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"{st.wgrads[a['stage']]} weight gradients{with_skipped(st, [a['stage']])}",
         f"{st.cells[a['stage']]}, one for every configured key",
     ),
-    "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
+    "epoch.already-final": lambda st, a: (
+        f"another finalize of stage {a['stage']}",
+        "one finalize of a stage in an epoch",
+    ),
     "epoch.not-final": lambda st, a: (
         f"stages that are not final: {other_indices(st.final, _epoch(st, a))}",
         f"{'every stage' if 'epoch' in a else 'the stage'} finalized in epoch {_epoch(st, a)}",
@@ -174,7 +177,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "epoch.sole-writer": lambda st, a: (
         asked(a),
-        "a key whose destinations the first key that writes them still fills",
+        "a key that is not the first writer of its destinations",
     ),
     "epoch.not-begun": lambda st, a: (
         f"a fault of epoch {a['epoch']} in stage {a['stage']}",
@@ -193,7 +196,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         "no action in flight",
     ),
     "persistence.half-updated": lambda st, a: (
-        "weights of which an update failed half way",
+        "weights that a failed update left half updated",
         "weights restored from a checkpoint after the failed update",
     ),
     "persistence.mid-epoch": lambda st, a: (

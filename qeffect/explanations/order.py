@@ -82,14 +82,14 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
             if st.epoch_scales[domain_of(st, a)]
             else "which move with each F and dI"
         ),
-        "one movement for each update, of a domain whose scales move once an epoch",
+        "one movement per update, only for a domain whose scales move once an epoch",
     ),
     "order.scales-not-moved": lambda st, a: (
         f"the commit of an update before the scales of domain {other_indices(st.gathered)} moved",
         "one movement for each domain whose scales move once an epoch",
     ),
     "order.scales-moved": lambda st, a: (
-        f"{a['key']} over live scales of the F at token {st.rolled_at[domain_of(st, a)]}",
+        f"{a['key']} with live scales of the F at token {st.rolled_at[domain_of(st, a)]}",
         f"the scales of its own F, at token {st.scaled_at[slot_of(a)]}",
     ),
     "order.wrong-scales": lambda st, a: (
@@ -113,7 +113,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "order.declared": lambda st, a: (
         asked(a),
-        f"a domain without a declared order; domain {domain_of(st, a)} declares one",
+        f"a domain without a declared order; domain {domain_of(st, a)} declares its order",
     ),
     "order.incomplete": lambda st, a: (
         f"{counted(st.forwards[a['stage']], 'forward')} and "

@@ -90,7 +90,7 @@ def _fed(st: Any, a: Arguments) -> str:
 
 
 def _other_cell(st: Any, a: Arguments) -> Any:
-    """Return the cell whose read a receive within the process waits for."""
+    """Return the cell whose tape a receive within the process reads."""
     return (st.input_of if a["message"] == IN_BIT else st.gradient_of)[a["key"].cell]
 
 
@@ -104,7 +104,7 @@ def _whereabouts(st: Any, cell: Any) -> str:
     """Spell where a cell's tape is."""
     slot = st.slot_of[cell]
     spoiled = st.spoiled[cell[0]] == st.weight_epoch[cell[0]]
-    told = _tape(st, slot) if slot >= 0 else "it has no tape"
+    told = _tape(st, slot) if slot >= 0 else "this key has no tape"
     return f"{told}; the epoch of stage {cell[0]} is spoiled" if spoiled else told
 
 
@@ -145,10 +145,13 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a slot of stage {a['key'].stage}; slot {a['slot']} belongs to stage "
         f"{st.slot_stage[a['slot']]}",
     ),
-    "ownership.slot-busy": lambda st, a: (f"{a['key']}", f"a free slot; {_tape(st, a['slot'])}"),
+    "ownership.slot-busy": lambda st, a: (
+        f"{a['key']} in slot {a['slot']}",
+        f"a free slot; {_tape(st, a['slot'])}",
+    ),
     "ownership.key-live": lambda st, a: (
         f"{a['key']} in slot {a['slot']}" if "slot" in a else asked(a),
-        f"a key that is not live; it is live in slot {st.slot_of[a['key'].cell]}",
+        f"a key without a live tape; this key has one in slot {st.slot_of[a['key'].cell]}",
     ),
     "ownership.generation-exhausted": lambda st, a: (
         f"generation {st.generation[a['slot']]} of slot {a['slot']}",
@@ -171,7 +174,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.no-such-reader": lambda st, a: (
         f"{mask_text(a['bit'])} of {a['key']}",
-        _tape(st, a["ref"].slot),
+        f"a reader that the tape waits for: {_tape(st, a['ref'].slot)}",
     ),
     "ownership.read-not-begun": lambda st, a: (
         f"the end of a {_transfers(a['bit'])} of {a['key']}",
@@ -185,7 +188,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.receive-duplicate": lambda st, a: (
         f"another {_transfers(a['message'])} of {a['key']}",
-        f"one receive of it; under way {_transfers(st.moving[slot_of(a)])}, arrived "
+        f"one receive of this message; under way: {_transfers(st.moving[slot_of(a)])}; arrived: "
         f"{_transfers(st.arrived[slot_of(a)])}",
     ),
     "ownership.receive-not-posted": lambda st, a: (
@@ -230,13 +233,13 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.unknown-ticket": lambda st, a: (
         f"ticket {a['ticket']} of {_redeems(a)} on slot {a['slot']}",
-        f"ticket {st.held[a['slot']] or 'none'} in flight there"
+        f"the ticket in flight there: {st.held[a['slot']] or 'none'}"
         + (", of another action" if st.held[a["slot"]] == a["ticket"] else "")
         + f"; {_tape(st, a['slot'])}",
     ),
     "ownership.work-not-queued": lambda st, a: (
         f"deferred work for {a['queued'] or 'no matrix'}",
-        f"work queued for {st.matrices[stage_of(st, a)]}",
+        f"deferred work for {st.matrices[stage_of(st, a)]}",
     ),
     "ownership.matrix-coverage": lambda st, a: (
         f"gradients of {a['covered'] or 'no matrix'}",
@@ -248,7 +251,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.skipped": lambda st, a: (
         asked(a),
-        f"a key that the walk takes; it leaves out "
+        f"a key that the walk takes; the walk leaves out "
         f"{counted(skipped_keys(st, a['key'].stage), 'key')} of stage {a['key'].stage}",
     ),
     "ownership.walk-begun": lambda st, a: (
@@ -257,7 +260,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "ownership.repeated-forward": lambda st, a: (
         f"{a['key']} again",
-        f"each key forwarded once in an epoch, also after its release or abort; the weight epoch "
-        f"is {st.weight_epoch[a['key'].stage]}",
+        f"each key forwarded once in an epoch, even if its tape was released or aborted; the "
+        f"weight epoch is {st.weight_epoch[a['key'].stage]}",
     ),
 }

@@ -15,7 +15,7 @@ __all__ = ["EXPLANATIONS"]
 
 
 def _epoch(epoch: int) -> str:
-    return "no epoch" if epoch == NEVER else f"epoch {epoch}"
+    return "no known epoch" if epoch == NEVER else f"epoch {epoch}"
 
 
 def _weights(epoch: int) -> str:
@@ -26,7 +26,7 @@ def _weights(epoch: int) -> str:
 EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     "version.wrong-epoch": lambda st, a: (
         f"{a['key']}",
-        f"weight epoch {st.weight_epoch[stage_of(st, a)]}",
+        f"a key of weight epoch {st.weight_epoch[stage_of(st, a)]}",
     ),
     "version.stale-cache": lambda st, a: (
         f"{a['key'] if 'key' in a else asked(a)} over a weight cache of "
@@ -48,7 +48,7 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "version.in-flight": lambda st, a: (
         asked(a),
-        "no refresh in flight, alone or in an F; in flight (stage: ticket) "
+        "no refresh in flight, neither alone nor within an F; in flight (stage: ticket) "
         + (
             ", ".join(filter(None, (nonzero_entries(st.refreshing), nonzero_entries(st.filling))))
             or "none"
@@ -59,8 +59,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"ticket {ticket}" if (ticket := st.refreshing[a["stage"]]) else "no refresh in flight",
     ),
     "version.fill-missing": lambda st, a: (
-        f"caches filled of {a['filled'] or 'no matrix'}",
-        f"each of {st.matrices[stage_of(st, a)]} exactly once",
+        f"filled caches of {a['filled'] or 'no matrix'}",
+        f"the cache of each of {st.matrices[stage_of(st, a)]} filled exactly once",
     ),
     "version.wrong-fill": lambda st, a: (
         f"a cache filled from {_weights(a['fill_epoch'])}",
@@ -75,6 +75,6 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
     ),
     "version.left-out": lambda st, a: (
         f"{a['transition']} of stage {a['stage']}",
-        "no call about a weight cache: these stages leave version out",
+        "no call about a weight cache: these stages leave out the relation version",
     ),
 }

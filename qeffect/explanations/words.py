@@ -86,7 +86,7 @@ def nonzero_entries(column: Any) -> str:
 
 
 def other_indices(column: Any, usual: int = 0) -> str:
-    """Spell the indices whose entry is not the usual one; by default, of flags that are set."""
+    """Spell the indices whose entry differs from the usual; by default, those of set flags."""
     return ", ".join(str(index) for index, value in entries_of(column) if value != usual) or "none"
 
 

@@ -73,7 +73,7 @@ class Epochs:
         return index, self.reader(index)
 
     def reader(self, index: int) -> int:
-        """Return the link of the named reader of a bucket's gradients, else the first caller's."""
+        """Return the link of the reader named for a bucket's gradients, or of the first caller."""
         st = self._runner.memory
         stage = st.stage_at[index]
         named = st.named[0] == st.weight_epoch[stage]
@@ -92,7 +92,7 @@ class Epochs:
 
     def other_stream(self, transition: str, stage: int, link: int) -> None:
         """
-        Record that a read of weights or gradients on a stream of its own starts or has ended.
+        Record that a read of weights or gradients on a separate stream starts or has ended.
 
         Raises:
             TypeError, ValueError: No stage or link has that number.

@@ -48,8 +48,8 @@ class ExpectedCounts:
     Attributes:
         awaited: Expected counts of the last commit, until they are presented; None if no commit
             awaits counts.
-        writes: By slot, how and where the dW that was checked last writes: the graph that has to
-            run.
+        writes: By slot, how and where the dW that was checked last writes; this names the graph
+            that has to run.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class ExpectedCounts:
         self.awaited = None
 
     def checked(self, cell: Cell, slot: int, writes: int) -> None:
-        """Note the dW that was checked last in a slot: which graph has to run."""
+        """Note the dW that was checked last in a slot, that is, which graph has to run."""
         self.writes[slot] = writes, self._destinations.get(cell, 0)
 
     def ran(self, action: str, place: int) -> None:

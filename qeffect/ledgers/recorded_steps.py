@@ -64,16 +64,16 @@ class RecordedSteps:
         return None
 
     def _moment(self) -> tuple[int, int]:
-        """Until a ticket is issued or a restore happens, this stays the same."""
+        """Return numbers that change when a ticket is issued or a restore happens."""
         memory = self._runner.memory
         return memory.incarnation[0], memory.serial[0]
 
     def withdraw(self) -> None:
-        """Forget that a step was checked: it was not run."""
+        """Forget that a step was checked, because it was not run."""
         self._checked = None
 
     def require_none(self, transition: str) -> None:
-        """Require that no step was checked and may be under way; its update writes the weights."""
+        """Require that no checked step may be under way, since its update writes the weights."""
         if self._checked is not None and self._checked == self._moment():
             raise refused(
                 "persistence.action-in-flight",
@@ -145,6 +145,6 @@ class RecordedSteps:
             self._counted.ran_step(step.folds, step.counted)
             self._counted.committed()
         observer = self._runner.observer
-        # Without an observer the look at its methods would cost every step some microseconds.
+        # None is asked first: the look-up of an observer's methods costs some microseconds a step.
         if observer is not None and isinstance(observer, StepObserver):
             observer.repeat_step(step)

@@ -76,7 +76,7 @@ class Streams:
             return self._links[caller, domain]
         except (KeyError, TypeError):
             raise ValueError(
-                f"no link of caller {shown(caller)} and domain {shown(domain)}; there are "
+                f"no link of caller {shown(caller)} and domain {shown(domain)}; expected one of "
                 f"{list(self._links)}"
             ) from None
 
@@ -91,7 +91,7 @@ class Streams:
             return 0 if caller is None else self.callers.index(caller)
         except ValueError:
             raise ValueError(
-                f"{call}: no caller {shown(caller)}; there are {list(self.callers)}"
+                f"{call}: no caller {shown(caller)}; expected one of {list(self.callers)}"
             ) from None
 
     def submit(self, caller: Hashable) -> None:
@@ -100,7 +100,7 @@ class Streams:
             own = self._links_of[caller]
         except (KeyError, TypeError):
             raise ValueError(
-                f"submit: no caller {shown(caller)}; there are {list(self.callers)}"
+                f"submit: no caller {shown(caller)}; expected one of {list(self.callers)}"
             ) from None
         for link in own:
             self._submit(self._memory, link)

@@ -1,12 +1,12 @@
 """
 Event logs and rank logs of one run, compared with each other.
 
-A worker writes both: its contract writes the event log, its channels, consent, checkpoints and
-launches write the rank log. So both tell of the same commits and restores in the same order, and of
-the same receives, in the same slots, between two of them.
+A worker writes both: its contract writes the event log; its channels, consent, checkpoints and
+launches write the rank log. So both record the same moves (commits and restores) in the same order,
+and between two moves the same receives in the same slots.
 
 A log may end early if its process was killed. An event log, whose lines are written in blocks, is
-then compared as far as it goes. A rank log, whose lines are written at once, may lack only the move
+then compared up to its end. A rank log, whose lines are written at once, may lack only the move
 that was under way.
 """
 
@@ -30,11 +30,11 @@ from .rotation import CONTINUES
 
 __all__ = ["compare_beside"]
 
-#: What the events of a rank log that change the epoch are in an event log.
+#: By event of a rank log that changes the epoch, the same event of an event log.
 _MOVES: Final[Mapping[str, str]] = {"commit": "commit", "rebuilt": "restore", "load": "restore"}
 _REMEDY: Final = (
-    "Give logs of one run. If they are, one of them was changed, or the process acted past its "
-    "contract."
+    "Give logs of one run. If they are of one run, a log was changed, or the process acted without "
+    "asking its contract."
 )
 
 
@@ -45,9 +45,9 @@ def compare_beside(
     """
     Compare each event log with the rank log of the same worker: commits, restores, receives.
 
-    A rank may have several rank logs, for example of the runs before a resume. One of them has to
-    fit; the refusal is about the log that fits longest. An event log that names no rank is not
-    compared.
+    A rank may have several rank logs, for example of the runs before a resume. One of them must
+    agree with the event log; a refusal is about the log that agrees longest. An event log that
+    names no rank is not compared.
 
     Args:
         logs: The files of each event log, oldest first. A replay has accepted each log, or found
@@ -55,7 +55,7 @@ def compare_beside(
         rank_logs: The rank logs, which a replay has accepted.
 
     Returns:
-        The first difference, as a refusal; None without one.
+        The first difference, as a refusal; None if there is no difference.
     """
     told: dict[int, list[_RankRecord]] = {}
     for lines in joined(rank_logs):
@@ -76,11 +76,11 @@ def compare_beside(
 @attrs.frozen
 class _Span:
     """
-    What ends with a commit or a restore.
+    The part of a log that ends with a commit or a restore.
 
     Args:
         seq: Sequence number of the line that ends it.
-        name: ``commit``, ``restore``, ``closed``, or empty at an end without either.
+        name: ``commit``, ``restore``, ``closed``, or empty if the log ends without these.
         epoch: The epoch that was committed or restored; -1 at an end.
         receives: The receives that were posted: stage of the sender, microbatch, whether it is a
             gradient, slot, generation. None if a launch posted them.
@@ -128,7 +128,7 @@ def _spans(
 @attrs.frozen
 class _RankRecord:
     """
-    What a rank log says of its worker's contract.
+    What a rank log records about its worker's contract.
 
     Args:
         name: Its path.
@@ -218,7 +218,7 @@ def _first_unlike(
     Return the first difference between an event log and a rank log of one worker.
 
     If the beginning of a log was rotated away, the logs are compared from each place where the
-    first move of one is a move of the other; the difference is that of the place that fits longest.
+    first move of one is a move of the other; the place that agrees longest gives the difference.
     """
     found: list[_Unlike] = []
     for own, others in _alignments(spans, whole, told):
@@ -232,7 +232,7 @@ def _first_unlike(
 def _alignments(
     spans: Sequence[_Span], whole: bool, told: _RankRecord
 ) -> Iterator[tuple[Sequence[_Span], Sequence[_Span]]]:
-    """Yield the parts of two logs that may tell of the same moves; at least one pair."""
+    """Yield the parts of two logs that may record the same moves; at least one pair."""
     others = told.spans
     yield spans, others if whole else others[max(0, len(others) - len(spans)) :]
     for log, other, late in ((others, spans, not whole), (spans, others, not told.first)):

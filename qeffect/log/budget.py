@@ -1,5 +1,5 @@
 """
-What a header may ask for: a contract whose memory is made in seconds, whoever wrote the header.
+Limits of a header: its contract's memory must be made in seconds, even if the header is hostile.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ __all__ = ["CELLS", "DECLARED", "PLACED", "STAGES", "require_affordable"]
 
 #: Most slots, most cells and most links that a header may configure.
 CELLS: Final = 1 << 18
-#: Most destinations that it may have looked through, over all cells: each is compared with each of
-#: its stage's cells, microbatches and matrices.
+#: Maximum sum over all cells of the destinations that are searched for the cell: each destination
+#: is compared with each of its stage's cells, microbatches and matrices.
 PLACED: Final = 1 << 20
-#: Most stages; and most cells that it may have looked through, over all domains that declare an
-#: order.
+#: Maximum number of stages; and maximum sum, over all domains that declare an order, of the cells
+#: that are searched for the domain.
 STAGES: Final = 1 << 10
 DECLARED: Final = 1 << 24
 
@@ -24,14 +24,14 @@ def require_affordable(header: Mapping[str, Any]) -> None:
     """
     Refuse a header whose contract would cost more time or memory than replaying it is worth.
 
-    A few bytes configure a number of slots, and three numbers are multiplied into one of cells; so
-    neither the header's length nor any single number of it bounds what it asks for.
+    A few bytes can configure many slots, and a number of cells is a product of three numbers. So
+    neither the header's length nor any single number limits the size of the contract.
 
     Args:
         header: A header of the right shape.
 
     Raises:
-        ValueError: It asks for too much; the message says what, how much, and the most.
+        ValueError: The header exceeds a limit; the message names the number and the limit.
     """
     stages = header["stages"]
     domains = len(dict.fromkeys(stage["domain"] for stage in stages))

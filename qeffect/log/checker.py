@@ -1,5 +1,5 @@
 """
-The checks behind every complaint about the shape of an event log's lines.
+Checks of the shape of an event log's lines; an error names the line and the field.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def parse(body: bytes, where: str) -> dict[str, Any]:
         pairs = enumerate(zip(text, spelled, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(spelled)))
         raise LogError(
-            f"{where} is not spelled as a log spells it: at character {at + 1} found "
+            f"{where} is not spelled as a recorder spells it: at character {at + 1} found "
             f"{shown(text[at : at + 20])}; expected {shown(spelled[at : at + 20])}"
         )
     return value

@@ -54,8 +54,8 @@ MARKS: Final[Mapping[str, tuple[str, ...]]] = {
     "repeat_step": ("step",),
 }
 
-#: The last fields of some lines. A line ends with the last of them that was reported (a weight with
-#: its parts), and older logs lack them.
+#: The optional last fields of some lines. A line ends with the last such field that was reported (a
+#: weight with its parts); older logs lack all of them.
 OPTIONAL: Final = ("draws", "weight", "parts")
 
 #: Whether a parsed value has a field's shape.
@@ -191,11 +191,11 @@ class Field:
 
     Args:
         accepts: Whether a parsed value has the field's shape.
-        expected: What the shape is, for a complaint.
+        expected: The expected shape in words, for an error.
         spelled: Regular expression for the recorder's usual spelling, in a line that is known to be
             JSON, which already refuses leading zeros. The checker accepts more: escapes and names
             beyond ASCII, and destinations in full. Such lines take the reader's slow path.
-        choices: The only values, if they are few; empty otherwise.
+        choices: The allowed values, if they are few; empty otherwise.
     """
 
     accepts: Check

@@ -99,8 +99,8 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
 #: Columns of the first version that no longer exist, that described stages instead of buckets, or
 #: that did not count the optimizer's update as device work or the loss of a cache as a failure.
 COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
-#: Columns that a log may lack, since it was recorded before they existed: the header configures
-#: them, or configures nothing that writes them.
+#: Columns that a log may lack because it was recorded before they existed: the header configures
+#: them, or configures no part that writes them.
 COLUMNS_ADDED: Final = frozenset(
     {
         "target_of",
@@ -149,7 +149,7 @@ SINCE_SECOND: Final = frozenset(
         *MARKS,
     }
 )
-#: Columns that the closing line of the first two versions lacks; none is in force in their logs.
+#: Columns that the closing line of the first two versions lacks; their logs use none of them.
 COLUMNS_SINCE_SECOND: Final = frozenset(
     {
         "evaluating",
@@ -213,8 +213,8 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
     header = header_of(contract, rank)
     if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
         raise ValueError(
-            "a log begins with its contract: attach the recorder before the first transition, "
-            "which may be a restore"
+            "a log has every transition of its contract: attach the recorder before the first "
+            "transition (a restore is a transition too)"
         )
     return header
 

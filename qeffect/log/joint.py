@@ -45,7 +45,7 @@ from .rotation import CONTINUES
 
 __all__ = ["JointReport", "moves_of", "replay_together"]
 
-#: How an event stands in a table: what computes, and messages by their bit.
+#: How a table writes an event: computations by their transition, messages by their bit.
 _COMPUTED = {"check_forward": "F", "check_dgrad": "I", "check_wgrad": "W"}
 _SENT = {OUT_BIT: "SEND_F", GRAD_BIT: "SEND_B"}
 _RECEIVED = {IN_BIT: "RECV_F", BACK_BIT: "RECV_B"}
@@ -59,8 +59,8 @@ class JointReport:
     Args:
         verdict: ``accepted`` or ``refused``.
         ranks: The replay of each rank's log alone, in the order of the logs.
-        epochs: Epochs that every rank committed and that were compared.
-        messages: Messages between ranks in these epochs.
+        epochs: Number of epochs that every rank committed and that were compared.
+        messages: Number of messages between ranks in these epochs.
         rank: Rank of the refused event. This and all fields below are None if nothing was refused.
         epoch: Epoch of the refused event.
         clause: Clause of the refusal.
@@ -95,7 +95,7 @@ class JointReport:
         if self.clause is None:
             return (
                 f"accepted: {counted(len(self.ranks), 'rank')} together, "
-                f"{counted(self.epochs, 'epoch')} that all committed, "
+                f"{counted(self.epochs, 'epoch')} committed by all, "
                 f"{counted(self.messages, 'message')}"
             )
         epoch = "" if self.epoch is None else f", epoch {self.epoch}"
@@ -126,7 +126,9 @@ def replay_together(paths: Sequence[_Files]) -> JointReport:
         LogError: A file is not an event log, or the logs are not those of one whole pipeline.
     """
     if isinstance(paths, str | os.PathLike) or not paths:
-        raise LogError("expected the paths of the logs of all ranks, found one path or none")
+        raise LogError(
+            "expected the paths of the logs of all ranks, found one path or none; name every log"
+        )
     every = [_files(given) for given in paths]
     reports = tuple(replay(*files) for files in every)
     for number, report in enumerate(reports):
@@ -187,7 +189,7 @@ class _Step:
         """
         The step as two rows of a table, each entry with its place in the log.
 
-        In the first a receive stands where it ended, in the second where it was posted.
+        In the first row a receive is placed where it ended, in the second where it was posted.
         """
         ended: list[tuple[int, str]] = []
         posted: list[tuple[int, str]] = []
@@ -204,7 +206,7 @@ class _Step:
                 if target == homes[stage]:
                     continue
                 name = f"{stage}{_SENT[bit]}{microbatch}"
-            # Blocks and invocations of one execution stand as one.
+            # All blocks and invocations of an execution are one entry.
             if (transition, name) in seen:
                 continue
             seen.add((transition, name))
@@ -401,7 +403,7 @@ def _uneven(logs: Sequence[_Log]) -> JointReport | None:
                 f"{_span(ours)}: all ranks must commit, or none.",
                 expected=_span(ours),
                 found=_span(theirs),
-                remedy="Commit only with the consent of all ranks; stop all if one cannot commit.",
+                remedy="Commit only with the consent of all ranks; if one cannot commit, stop all.",
             )
     return None
 

@@ -1,8 +1,8 @@
 """
 The machine behind ``qeffect.log.replayer``: hashes, parses and applies one line after the other.
 
-The way of a good line is short. Whatever stumbles on it is looked at again, slowly, to say what is
-wrong; so nothing on the short way needs to know why it failed, only that it cannot pass.
+A valid line takes a fast path. A line that fails there is examined again, slowly, to say what is
+wrong; so the fast path only needs to notice that a line failed, not why.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _BEGIN: Final = b'{"qeffect":"event-log",'
 _MARK: Final = b',"digest":"'
 _TAIL: Final = b'"}\n'
 _END: Final = len(_MARK) + 2 * DIGEST_BYTES + len(_TAIL)
-#: What a line of the second version may hold that this version writes otherwise, or that the second
-#: version lacks.
+#: Transitions in a line of the second version that this version writes in another way, or that the
+#: second version lacks.
 _CHANGED: Final = re.compile(
     rb'"transition":"(?:commit_epoch|%s)"' % b"|".join(sorted(n.encode() for n in SINCE_SECOND))
 )
 _SEALED: Final = re.compile(rb',"digest":"[0-9a-f]{16}"}\n')
-#: What a line of the wrong shape may provoke in the functions that read or apply it.
+#: Exceptions of the functions that read or apply a line, if the line has the wrong shape.
 _STUMBLES: Final = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
-#: What a header may provoke beyond that, in a process with little memory.
+#: The same for a header, with those that a lack of memory or a huge number causes.
 _TOO_MUCH: Final = (*_STUMBLES, MemoryError, OverflowError)
 
 
@@ -98,8 +98,8 @@ class Player:
 
     Args:
         name: What to call the log in a message.
-        before: The finished replay of the file that this one continues; None takes on trust the
-            state with which a continuing file begins.
+        before: The finished replay of the file that this file continues. None: the state with which
+            a continuing file begins is taken on trust.
 
     Attributes:
         events: Events accepted so far, those of earlier files included.
@@ -238,7 +238,7 @@ class Player:
 
         Raises:
             LogError: The other file is of another log, or is not the file before this one.
-            Violation: The file begins with another state than the other one ended with.
+            Violation: The file does not begin with the state with which the other file ended.
         """
         assert self.contract is not None
         assert before.contract is not None
@@ -341,7 +341,7 @@ class Player:
         self.digest = _digest(sealed)
 
     def _join(self, before: Player, steps: StepReplay, converters: Converters) -> None:
-        """Require the recorded steps of the files before, and take their incarnations."""
+        """Require the recorded steps of the earlier files, and take over their incarnations."""
         assert before.steps is not None
         assert before.converters is not None
         converters.begun |= before.converters.begun
@@ -351,7 +351,7 @@ class Player:
                 1,
                 f"{CONTINUES}.steps",
                 "other recorded steps",
-                "the steps that the files before keep",
+                "the recorded steps that the earlier files keep",
             )
 
     # A log of a former version
@@ -397,7 +397,7 @@ class Player:
         return {**event, "transition": "check_update", "result": serial}
 
     def _of_bucket(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return a reduction of a stage as one of its bucket, on the stream that finalized it."""
+        """Return a stage's reduction as its bucket's, on the stream that finalized the stage."""
         assert self.contract is not None
         early = {"seq": event["seq"], "transition": event["transition"]}
         if event.keys() - early.keys() - {"digest"} != {"stage"}:
@@ -407,13 +407,13 @@ class Player:
         return {**early, "bucket": bucket, **at}
 
     def _with_caller(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return a commit as one whose update ran where the gradients were awaited."""
+        """Return a commit with its caller: the stream that waited for the gradients."""
         assert self.contract is not None
         if [*event] != ["seq", "transition", "epoch"]:
             raise ValueError(f"its fields are {[*event]}")
         return {**event, "caller": self.contract.memory.consumer[0]}
 
-    # The long way: what is wrong with a line that could not pass
+    # The slow path: what is wrong with a line that failed
 
     def _broken(self, number: int, line: bytes, sealed: bytes) -> NoReturn:
         if not line.endswith(b"\n"):
@@ -548,7 +548,7 @@ class Player:
 
 
 def _field(clause: str, event: Mapping[str, Any]) -> str:
-    """Return the field to look at first; the transition, if no field is wrong but the moment is."""
+    """Return the field to look at first; the transition if the call came at the wrong time."""
     argument = CLAUSES[clause].argument
     for name in (argument.partition(".")[0], argument.rpartition(".")[2]):
         if name in event:

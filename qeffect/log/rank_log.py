@@ -7,10 +7,10 @@ their parts of checkpoints, and how they stopped. Every line is written at once,
 a killed process ends with what the process did last. `qeffect replay` takes the logs of all ranks
 through the model of ranks.
 
-A log may be written in several files, each of which begins behind a commit. Ranks begin further
-files at the same epochs. A rank removes a file only when it has committed twice more. By then every
-rank has begun its further file, so that the files that stay have a place in common. `RankPlace`
-says what the header of a further file tells; `qeffect.log.rank_series` joins the files.
+A log may be written in several files; each later file begins after a commit. All ranks begin their
+later files at the same epochs. A rank removes an old file only two commits after it began the next
+file. By then every rank has begun that file, so the remaining files have a place in common.
+`RankPlace` is the state in the header of a later file; `qeffect.log.rank_series` joins the files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["RANK_MAGIC", "RankLines", "RankLog", "is_rank_log"]
 
 RANK_MAGIC: Final = "rank-log"
 _VERSION: Final = 1
-#: Commits of a rank after which every rank has written the commit before them.
+#: After so many further commits of a rank, every rank has written the commit before them.
 _KNOWN_TO_ALL: Final = 2
 
 
@@ -108,7 +108,7 @@ class RankLog:
                 self._rotate(self._rotation, line)
 
     def _rotate(self, files: Rotation, event: Mapping[str, Any]) -> None:
-        """Behind a commit, remove a file that no longer stays, and perhaps begin a further one."""
+        """After a commit, remove a file that is no longer kept, and begin the next if it is due."""
         again = self._place.again
         committed = self._place.take(event)
         if again != self._place.again:  # commits of an earlier beginning may be undone
@@ -161,7 +161,7 @@ class RankLog:
                 self._end(error)
 
     def _end(self, error: OSError) -> None:
-        """Note that the log cannot be written: a stop must not fail for its log."""
+        """Note that the log cannot be written; stopping a run must not fail because of its log."""
         self.ended, self.problem = True, error.strerror or str(error)
         if self.ends is not None:
             self.ends(error)
@@ -173,7 +173,7 @@ class RankLines:
     A rank log that was read.
 
     Args:
-        name: Its path; of a log in several files that of the first.
+        name: The path of the log, or of its first file.
         header: Its header.
         events: Its events, each with the fields of its kind.
         last: The digest of its last line.
@@ -187,7 +187,7 @@ class RankLines:
     files: tuple[tuple[int, str], ...] = ()
 
     def where(self, seq: int) -> tuple[str, int]:
-        """Return the path and the line of an event, or of the end behind the last event."""
+        """Return the path and the line of an event, or of the end after the last event."""
         begun = (one for one in reversed(self.files) if one[0] <= seq)
         first, name = next(begun, self.files[0])
         return name, seq - first + 2
@@ -195,7 +195,7 @@ class RankLines:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RankLines:
         """
-        Read a log. A last line without its newline is left out: the process was killed in it.
+        Read a log. A last line without a newline is left out: the process was killed in mid-line.
 
         Raises:
             LogError: The file is not a rank log, or a line is damaged.

@@ -1,5 +1,5 @@
 """
-Where a rank stands behind an event of its log: what a file that begins there has to say.
+The state of a rank after an event of its log, as the header of a file that begins there has it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class RankPlace:
     Args:
         epoch: The weight epoch.
         again: How often the worker has begun again, in place or from a checkpoint.
-        launches: Whether steps are one launch here. Behind a commit the last launch is then under
+        launches: Whether steps are one launch here. After a commit the last launch is then under
             way, and its votes are still to be read.
         wrote: The epoch of the rank's newest part of a checkpoint; -1 before the first.
-        stepped: Whether a guarded step began since the worker began: a later load begins again.
+        stepped: Whether a guarded step began since the worker began; a load then counts in `again`.
 
     >>> place = RankPlace(4)
     >>> place.take({"event": "commit", "epoch": 4}), place.epoch
@@ -47,10 +47,10 @@ class RankPlace:
 
     def take(self, event: Mapping[str, Any]) -> bool:
         """
-        Move behind an event.
+        Move past an event.
 
         Returns:
-            Whether the event is a commit, behind which a file may begin.
+            Whether the event is a commit, after which a file may begin.
         """
         what = event["event"]
         if what == "commit":

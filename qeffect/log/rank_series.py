@@ -1,9 +1,9 @@
 """
 Rank logs in several files: joined to one log each, and begun at a place that all ranks have.
 
-If the first files of a log were removed, the log begins in mid-run. What its header says of the
-ranks' state there is taken on trust. The logs of one attempt may then begin at different places, if
-a rank was killed. So those that begin earlier are cut at the first commit that all logs have.
+If the first files of a log were removed, the log begins in mid-run. The ranks' state there, which
+its header states, is taken on trust. If a rank was killed, the logs of one attempt may begin at
+different places. Logs that begin earlier are then cut at the first commit that all logs have.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def joined(paths: Iterable[str | os.PathLike[str]]) -> list[RankLines]:
 
 
 def _own(log: RankLines) -> str:
-    """What the headers of one log's files have in common."""
+    """The part of the header that all files of one log have in common."""
     return repr([(k, v) for k, v in log.header.items() if k not in (CONTINUES, "digest")])
 
 
@@ -78,7 +78,7 @@ def _join(files: Sequence[RankLines]) -> RankLines:
 
 def begun_together(logs: Sequence[RankLines]) -> list[RankLines]:
     """
-    Let the logs of one attempt begin at one place, if a log lacks its first file.
+    If a log lacks its first file, cut the logs of one attempt so that all begin at the same place.
 
     Args:
         logs: The log of each rank.
@@ -99,8 +99,8 @@ def begun_together(logs: Sequence[RankLines]) -> list[RankLines]:
     if not common:
         ends = min(zip(logs, places, strict=True), key=lambda pair: max(pair[1], default=(0, 0)))
         raise LogError(
-            f"{latest.name} begins in epoch {start[1]}, and no commit from there on is in the logs "
-            f"of all ranks, as in {ends[0].name}; give the earlier files too"
+            f"{latest.name} begins in epoch {start[1]}; expected a commit from there on that the "
+            f"logs of all ranks have, found none in {ends[0].name}; give the earlier files too"
         )
     return [_cut(log, *own[min(common)]) for log, own in zip(logs, places, strict=True)]
 

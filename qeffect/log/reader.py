@@ -183,7 +183,7 @@ class Converters:
         self.begun.add(incarnation)
 
     def allowed(self, transition: str, field: str) -> frozenset[int]:
-        """Return the values that a field may have; a claim of a slot may also name no slot."""
+        """Return the values that a field may have; a call that claims a slot may name none."""
         claims = field == "slot" and transition in ("reserve", "check_forward")
         return self.members[field] | ({NO_SLOT} if claims else set())
 
@@ -194,7 +194,7 @@ class Converters:
         return key
 
     def claiming_key(self, raw: Any) -> Any:
-        """Convert a key without a reference beside it, which no guard compares with a tape."""
+        """Convert the key of a call without a reference; no guard compares it with a tape's key."""
         key = self.key(raw)
         if key.cell not in self.cells:
             raise ValueError(raw)

@@ -50,10 +50,10 @@ class Recorder:
     """
     Writes a contract's event log while it is attached.
 
-    A line is written after its transition was accepted. An error in writing it, a full disk for
-    example, reaches the caller of that transition, which has then happened: the ticket of a check
-    is among ``Contract.outstanding()``, and the log is not whole. If `ends` is set, the log ends
-    there instead, and the caller goes on.
+    A line is written after its transition was accepted. If writing fails, for example on a full
+    disk, the caller of the transition gets the error. The transition has then happened: the ticket
+    of a check is among ``Contract.outstanding()``, and the log is incomplete. If `ends` is set, the
+    log ends there instead, and the caller gets no error.
 
     Args:
         contract: The contract to observe, before its first transition.
@@ -153,7 +153,7 @@ class Recorder:
                 self._rotate()
 
     def begin_step(self) -> int:
-        """Write that a step begins which will be recorded; return the line's sequence number."""
+        """Write that a recorded step begins; return the line's sequence number."""
         self("begin_step", (), None)
         if self._rotation is not None:
             self._recorded, self._start = [], columns_of(self.contract.memory)
@@ -178,7 +178,7 @@ class Recorder:
         self._rotate()
 
     def drop_step(self, began: int) -> None:
-        """Write that the step which began is not kept."""
+        """Write that the step that began is not kept."""
         self("drop_step", (), None)
         self._recorded = None
         self._rotate()

@@ -30,7 +30,7 @@ class ReplayReport:
 
     Args:
         verdict: ``accepted`` or ``refused``.
-        events: Events that were replayed and accepted.
+        events: Number of events that were replayed and accepted.
         epoch: Weight epoch after them.
         rank: Rank that the header names.
         clause: Clause of the refusal. This and all fields below are None if nothing was refused.
@@ -43,8 +43,8 @@ class ReplayReport:
         cause: The likely cause.
         remedy: What to do.
         file: The refused file, in a log of several files; otherwise None.
-        trusted: Events before the first file that was given, as it says itself. None of them was
-            replayed, and the contract's state after them is taken on trust.
+        trusted: Number of events before the first file that was given, according to that file. They
+            were not replayed, and the contract's state after them is taken on trust.
         trusted_epoch: The weight epoch of that state; None if nothing is taken on trust.
     """
 
@@ -79,8 +79,8 @@ class ReplayReport:
             return (
                 f"{said}. The beginning of this log was rotated away: the state after its first "
                 f"{counted(self.trusted, 'event')}, at weight epoch {self.trusted_epoch}, is taken "
-                "on trust, as the first file given states it; nothing is known of how the log came "
-                "to that state, nor whether a restore reuses an incarnation from before"
+                "on trust from the first file given. Not checked: how the log reached that state, "
+                "and whether a restore reuses an earlier incarnation"
             )
         action = f", {self.action}" if self.action else ""
         file = "" if self.file is None else f"{self.file}, "

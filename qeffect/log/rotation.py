@@ -42,12 +42,12 @@ _MOST: Final = 1 << 64
 @frozen
 class Rotation(os.PathLike[str]):
     """
-    Where an event log goes that is written in several files.
+    The files of an event log that is written in several files.
 
     Args:
         path: The first file; file n is beside it, with n in five digits before the suffix.
         steps: Committed steps per file.
-        keep: Files that stay, the one being written included; 0 keeps all.
+        keep: Number of files to keep, including the file being written; 0 keeps all.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class Rotation(os.PathLike[str]):
         return self.path.with_name(f"{self.path.stem}.{number:05d}{self.path.suffix}")
 
     def clear(self) -> None:
-        """Remove the further files of an earlier log of this path."""
+        """Remove the later files that an earlier log left at this path."""
         stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
         named = re.compile(rf"{stem}\.[0-9]{{5,}}{suffix}")
         for path in self.path.parent.iterdir():
@@ -77,7 +77,7 @@ class Rotation(os.PathLike[str]):
                 path.unlink()
 
     def forget(self, newest: int) -> None:
-        """Remove the files that no longer stay once a newest one was begun."""
+        """Remove the files that are no longer kept once a newest file was begun."""
         if self.keep and newest >= self.keep:
             with suppress(FileNotFoundError):
                 self.part(newest - self.keep).unlink()
@@ -89,7 +89,7 @@ def columns_of(memory: Memory, since: Mapping[str, list[Any]] | None = None) -> 
 
     Args:
         memory: The memory.
-        since: Columns of another moment; only those that differ are returned.
+        since: Columns of another moment; only columns that differ from these are returned.
     """
     found = {}
     for name in memory._names:

@@ -20,8 +20,8 @@ def series_of(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
     """
     Group paths into logs.
 
-    A file belongs to the log of the files whose header is the same, but for what it continues. A
-    file that cannot be read as an event log stands alone, so that its replay says what is wrong.
+    Files whose headers are equal, except for the field ``continues``, belong to one log. A file
+    that cannot be read as an event log stands alone, so that its replay says what is wrong.
 
     Args:
         paths: Files of event logs, in any order.

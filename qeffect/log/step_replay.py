@@ -1,9 +1,9 @@
 """
 Steps that a log writes in one line: kept when they were recorded, expanded where they are repeated.
 
-A contract that commits a recorded step as one (`qeffect.steps`) tells its log one line. For this
-line the replayer runs every transition of the recorded step, one by one, with every guard. It does
-not use the comparison by which the contract itself saves them.
+A contract that commits a recorded step as one (`qeffect.steps`) writes one line to its log. For
+this line the replayer runs every transition of the recorded step, one by one, with every guard. It
+does not use the comparison that lets the contract skip the transitions.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StepReplay:
     def begin(self, st: Memory) -> None:
         """Begin to record a step."""
         if self.events is not None:
-            raise RepeatError("log.step", "a second step begins", "that the first one ends before")
+            raise RepeatError("log.step", "a second step begins", "the end of the first step first")
         self.events, self._start, self._began = [], st.copy(), self._seq()
 
     def drop(self, st: Memory) -> None:
@@ -123,7 +123,7 @@ class StepReplay:
         self.events = None
 
     def keep(self, st: Memory) -> None:
-        """Keep the step that is being recorded; older ones than the last few are forgotten."""
+        """Keep the step that is being recorded; only the last few kept steps are remembered."""
         if self.events is None or self._start is None:
             raise RepeatError("log.step", "a step is kept that never began", "a step that began")
         events, self.events = tuple(self.events), None

@@ -12,8 +12,8 @@ from .constants import READ_BITS, RESERVED, WGRAD_BIT, State
 
 #: ``cursor`` is the capture rank of the pool's latest replay. ``tenants`` counts the tapes that
 #: keep memory in the pool: live tapes from the check of their F on, aborted tapes while read.
-#: Configured are ``pool_of``, the pool of a slot, and the capture ranks of the slot's three graphs
-#: in that pool. A pool serves the slots of one state domain.
+#: ``pool_of``, the pool of a slot, and the capture ranks of the slot's three graphs in that pool
+#: are configured. A pool serves the slots of one state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
 

@@ -32,7 +32,7 @@ class Column:
 
     @property
     def number(self) -> int:
-        """The initial value; without one 0 for a link or caller, else -1 (no member)."""
+        """The initial value; if that is None, 0 for a link or caller, else -1 (no member)."""
         if self.initial is not None:
             return self.initial
         return 0 if self.values in ("link", "caller") else -1
@@ -58,9 +58,9 @@ CONFIG = {
     "dgrad_at": Column("cell", "int", None),  # declared position of the cell's dI
     "destination_of": Column("cell", "opaque", None),
     "buffer_of": Column("cell", "buffer", None),
-    "keeper_of": Column("buffer", "cell", None),  # its writer that no walk leaves out
-    "shared_of": Column("buffer", "buffer", None),  # the one that a sharer writes too, or itself
-    "sharer_of": Column("stage", "stage", None),  # the stage that writes it too, or itself
+    "keeper_of": Column("buffer", "cell", None),  # its first writer, which no walk leaves out
+    "shared_of": Column("buffer", "buffer", None),  # the buffer shared with a stage, or itself
+    "sharer_of": Column("stage", "stage", None),  # the stage that shares a buffer, or itself
     "pool_of": Column("slot", "pool", None),
     "forward_rank": Column("slot", "int", None),
     "dgrad_rank": Column("slot", "int", None),
@@ -70,7 +70,9 @@ CONFIG = {
     "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's live scales
     "carried_scales": Column("stage", "flag", None),  # 1: dI reports whose F's scales it used
     "reports_draws": Column("stage", "flag", None),  # 1: F reports where it began to draw
-    "recomputes_draws": Column("stage", "flag", None),  # 1: dI reports it of the recomputed F
+    "recomputes_draws": Column(
+        "stage", "flag", None
+    ),  # 1: dI reports where its recomputation draws
     "reports_weights": Column("stage", "flag", None),  # 1: dI reports its gradient's weight
     "stage_at": Column("bucket", "stage", None),  # the stage whose gradients the bucket holds
     "tied_at": Column("bucket", "stage", None),  # the other stage that writes it, or itself

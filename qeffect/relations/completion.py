@@ -14,20 +14,20 @@ from .constants import BACK_BIT, COPY_BIT, NEVER, State
 #: waited for. ``replays`` counts the graph stream's work, ``waited`` how much of this work the
 #: caller has waited for, and ``undrained`` is 1 until the host has seen the work finish. A failed
 #: action may have enqueued work, so it counts as a replay.
-#: ``produced`` is the number of the replay that last wrote a slot, ``landed`` that of a stage's
-#: latest dW, and ``vacated`` that of the replay after which the slot's last tenant is done.
+#: ``produced`` is the number of the replay that last wrote a slot, ``landed`` the number of a
+#: stage's latest dW, and ``vacated`` the number of the last replay of the slot's last tenant.
 #: ``ended_on`` is the link on which the slot's latest transfer ended, or its input's copy was
 #: enqueued; ``ended_at`` is the number of that end in the link's ``submitted``.
 #: ``consumer`` is the caller whose stream reads the gradients, ``named`` the last epoch in which a
 #: call named that stream. ``updater`` is the caller whose stream ran the latest optimizer update,
 #: and ``unawaited`` is 1 until the graph stream has waited for that update. ``unseen`` is 1 until
 #: the link's caller has waited for the graph stream after that.
-#: ``gradients_read`` is 1 while a stream of its own reads a stage's gradients. The consumer and the
+#: ``gradients_read`` is 1 while a separate stream reads a stage's gradients. The consumer and the
 #: stage's graph stream wait for its end.
 #: ``unwaited`` is 1 from an evaluation until the consumer has waited for the graph stream; a
 #: ``finalize`` of one of the domain's stages judges it anew, for the consumer that it names.
-#: ``weights_read`` is 1 while a stream of its own reads a stage's weights. The stream of the update
-#: waits for its end, and is named like the one that waits for the gradients.
+#: ``weights_read`` is 1 while a separate stream reads a stage's weights. The stream of the update
+#: waits for the end of that read, and is named like the stream that waits for the gradients.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),

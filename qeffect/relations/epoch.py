@@ -10,12 +10,12 @@ from .columns import Column
 from .constants import NEVER, State
 
 #: ``weight_epoch`` counts a stage's optimizer updates, ``walk`` the walks of the epoch that are
-#: over, and ``wgrads`` the dW of the walk under way with those left out; ``spoiled`` and ``final``
-#: are the last epoch in which a stage was spoiled or finalized. ``optimizing`` is the ticket of the
-#: update in flight, or 0; ``half_updated`` is 1 from a failed update, or a late fault of an epoch
-#: whose update began, until the next restore. ``evaluating`` is the ticket of a stage's evaluation
-#: in flight, or 0. The weights of a stage's dI are counted in ``parts``, 0 before the first of the
-#: epoch; ``unweighed`` is how many of them no dI of the epoch had yet.
+#: over, and ``wgrads`` the dW of the walk under way, including those left out; ``spoiled`` and
+#: ``final`` are the last epoch in which a stage was spoiled or finalized. ``optimizing`` is the
+#: ticket of the update in flight, or 0; ``half_updated`` is 1 from a failed update, or a late fault
+#: of an epoch whose update began, until the next restore. ``evaluating`` is the ticket of a stage's
+#: evaluation in flight, or 0. The weights of a stage's dI are counted in ``parts``, 0 before the
+#: first dI of the epoch; ``unweighed`` counts the parts that no dI of the epoch has had yet.
 #:
 #: While an update is in flight, every action of the epoch ran. So other clauses refuse each F, dI
 #: and dW. A refresh and a bind need guards here, for a stage that leaves out order or the arena.

@@ -10,11 +10,11 @@ from .columns import Column
 from .constants import NEVER, State
 
 #: ``busy`` is the serial of the F, dI, refresh or evaluation in flight on a domain, or 0;
-#: ``position`` counts the updates of this walk, and ``dgrads`` its dI with those left out;
+#: ``position`` counts the updates of this walk, and ``dgrads`` its dI, including those left out;
 #: ``forwards`` counts the F of the epoch. ``rolled_at`` is the token at which the domain's scales
-#: moved last: with its latest F, or in an update; ``scaled_at`` is its value for a tape's F.
+#: moved last: with its latest F, or in an update; ``scaled_at`` is that token for a tape's F.
 #: ``drawn_at`` is the position of the random generator at which a tape's F began to draw, ``drawn``
-#: that of the domain's latest F.
+#: the same position for the domain's latest F.
 #: ``gathered`` is 1 from an F of a domain whose scales move once an epoch until they move; every
 #: dI comes in between.
 STATE = {

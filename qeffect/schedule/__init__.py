@@ -2,9 +2,9 @@
 Pipeline schedules: how tables are read, and what is checked before anything runs.
 
 `tables`, `torch_tables`, `megatron`, `deepspeed`, `te_order` and `infer` read, and `tables` writes;
-`ranks` checks what needs no kernel (under a `transport`, which says how the runtime carries
-messages), `check` drives the contract through every action, under a `pairing` of dW with retained
-work; `plan` analyses; `grid`, `timeline` and `trace` show.
+`ranks` makes the checks that need no kernel (under a `transport`, which says how the runtime
+carries messages); `check` drives the contract through every action, under a `pairing` of dW with
+retained work; `plan` counts resources; `grid`, `timeline` and `trace` show a schedule.
 
 >>> from qeffect.schedule.check import check
 >>> from qeffect.schedule.tables import read_fixture

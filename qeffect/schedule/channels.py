@@ -1,5 +1,5 @@
 """
-The ways to carry messages under which a table is right, whatever its runtime is assumed to use.
+Whether a table is right, for each way to carry messages and not only for the way that is assumed.
 
 For each way to share queues (`qeffect.schedule.transport.QUEUES`) two questions are answered. Does
 every receive get the message that it names, if a queue's messages arrive in the order of their
@@ -80,7 +80,7 @@ def channels(schedule: Schedule, findings: tuple[Finding, ...]) -> tuple[Channel
 
     Returns:
         An answer for each of `QUEUES`; empty if the table names no messages, lacks ranks, or has
-        another finding, with which it is wrong under every way.
+        another finding, which makes the table wrong for every way.
     """
     if not schedule.complete or not schedule.has_comms:
         return ()

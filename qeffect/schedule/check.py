@@ -18,8 +18,8 @@ is received long before its forward. The rank's row then runs as in a runtime:
 The row runs for two optimizer steps: a table is run repeatedly, so a step must leave the contract
 ready for the next one.
 
-Under another pairing than `contract`, dW presents the reference that the discipline would pick, and
-the contract refuses a wrong one.
+Under another pairing than `contract`, dW presents the reference that the pairing would pick, and
+the contract refuses a wrong reference.
 """
 
 from __future__ import annotations
@@ -161,9 +161,8 @@ def check(
 
     Raises:
         ScheduleError: An argument has the wrong type; the pairing is unknown; `steps` is below one;
-            outstanding sends are limited,
-            but the table does not say when its sends end; or sends block, but the table does not
-            name them.
+            outstanding sends are limited, but the table does not say when its sends end; or sends
+            block, but the table does not name them.
     """
     if not isinstance(schedule, Schedule):
         schedule = read_object(schedule)
@@ -226,7 +225,7 @@ class _Process:
         self.picked: Work | None = None
         self.posted: set[tuple[Work, bool]] = set()
         self.refs: dict[Work, TapeRef] = {}
-        #: By slot, the tape that took it last.
+        #: By slot, the tape that took the slot last.
         self.tenants: dict[int, Work] = {}
         receives = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in RECEIVES}
         sends = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in SENDS}

@@ -1,5 +1,5 @@
 """
-DeepSpeed's instruction streams, as tables: its schedule classes are asked, its engine is not run.
+DeepSpeed's instruction streams as tables; its schedule classes give them, and no engine is run.
 
 `deepspeed.runtime.pipe.schedule.PipeSchedule.steps()` yields the instructions of one rank, and each
 instruction names a buffer, not a microbatch. So this reader follows what the buffers hold:
@@ -14,8 +14,8 @@ names, so a write into a buffer that still holds a tape is `ownership.slot-busy`
 
 `phase=1` of an instruction means the second stage of a rank (DualPipeV): stage
 `2 * stages - 1 - rank`. With CommitP2P, sends and receives are queued; they are in the table at the
-CommitP2P that launches them, sends first, since no message of a batch waits for another one. What
-is queued and never launched is not in the table.
+CommitP2P that launches them, sends first, since no message of a batch waits for another one.
+Messages that are queued and never launched are not in the table.
 
 Instructions are known by the name of their class or of a base class, so subclasses are read too.
 ReduceGrads reduces all stages of the rank. ReduceTiedGrads is not in the table.
@@ -67,7 +67,7 @@ def deepspeed_schedule(name: str | type, *, stages: int, microbatches: int) -> S
         if type(number) is not int or number < 1:
             raise ScheduleError(f"DeepSpeed: {what} must be at least 1, not {number}")
     if stages * microbatches * 2 > MAX_ENTRIES:
-        raise ScheduleError(f"DeepSpeed: more than {MAX_ENTRIES} entries, the limit")
+        raise ScheduleError(f"DeepSpeed: more than the limit of {MAX_ENTRIES} entries")
     if isinstance(name, str):
         cls = import_class(
             name if ":" in name else f"{MODULE}:{name}",
@@ -138,7 +138,7 @@ class _Stream:
                 total += len(step) + 1
                 if total > MAX_ENTRIES:
                     raise ScheduleError(
-                        f"{self.source}: more than {MAX_ENTRIES} entries, the limit"
+                        f"{self.source}: more than the limit of {MAX_ENTRIES} entries"
                     )
                 read.append([self._known(number, instruction) for instruction in step])
             buffers = int(made.num_pipe_buffers())
@@ -198,7 +198,7 @@ class _Stream:
                 self._at = (number, name)
                 if updated and name in _BUFFERED:
                     raise self._error(
-                        number, name, "expected nothing of the step after OptimizerStep"
+                        number, name, "expected no instruction of the step after OptimizerStep"
                     )
                 if name in _MESSAGES:
                     (batch if queued else row).append(self._message(name, given))

@@ -57,7 +57,7 @@ class Durations:
         unit: The unit of every time: s, ms or us.
         stages: By stage, times that differ there: `F`, `I`, `W`, `refresh`, `reduce`.
         ranks: By rank, times that differ there: `update`, `host`, `launch`.
-        links: By directed pair of ranks, the time of a message there.
+        links: By directed pair of ranks, the time of a message between them, if it differs.
     """
 
     times: Mapping[str, Time]
@@ -71,7 +71,7 @@ class Durations:
         return self.stages.get(stage, {}).get(kind.value, self.times[kind.value])
 
     def refresh(self, stage: int) -> Time:
-        """Time of a stage's refresh: it quantizes its weights before its first F of a step."""
+        """Time in which a stage quantizes its weights, before its first F of a step."""
         return self.stages.get(stage, {}).get("refresh", self.times.get("refresh", 0))
 
     def message(self, source: int, target: int) -> Time:

@@ -22,7 +22,7 @@ _ROLE_MARKS = {
 
 _LEGEND = {
     ">": "the refused entry, marked >..<",
-    "+": "the expected entry, the first one of two, or one that is needed",
+    "+": "the expected entry, the first of two entries, or a needed entry",
     "!": "the entry taken instead, or another entry that waits",
 }
 

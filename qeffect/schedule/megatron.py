@@ -30,7 +30,7 @@ Megatron gives messages no names. A send is named by the F or B that made its te
 by the F or B that later takes its tensor out of Megatron's lists. With two ranks both neighbours
 are the same rank, so the order within an exchange decides which tensor a receive gets.
 
-The tables equal those that Megatron-core 0.16.1 and 0.19.2 were recorded to run. Not covered:
+The tables equal recorded runs of Megatron-core 0.16.1 and 0.19.2. Not covered:
 `overlap_moe_expert_parallel_comm` and forward-only runs.
 """
 
@@ -97,8 +97,8 @@ def _notes(shape: _Shape) -> list[str]:
     ]
     if shape.pp == 2 and shape.vpp > 1 and shape.messages == "batched":
         notes.append(
-            "with two ranks a batch holds a send each way, and both neighbours are one rank, so "
-            "the order decides which tensor arrives; set overlap_p2p_comm=True and "
+            "with two ranks both neighbours are the same rank, and a batch has a send to each of "
+            "them: their order decides which tensor arrives; set overlap_p2p_comm=True and "
             "batch_p2p_comm=False (--messages overlapped)"
         )
     return notes
@@ -162,7 +162,9 @@ class _Shape:
             )
         # F, B and at most two sends and two receives for each stage and microbatch.
         if self.pp * self.vpp * self.microbatches * 6 > MAX_ENTRIES:
-            raise ScheduleError(f"Megatron-core {self}: more than {MAX_ENTRIES} entries, the limit")
+            raise ScheduleError(
+                f"Megatron-core {self}: more than the limit of {MAX_ENTRIES} entries"
+            )
         if self.vpp == 1:
             self._check_plain()
         else:
@@ -191,7 +193,7 @@ class _Shape:
         if 0 < rest < self.pp:
             raise ScheduleError(
                 f"Megatron-core refuses {self}: the last group has {rest} of {self.group} "
-                f"microbatches; expected none left over, or at least pp={self.pp}"
+                f"microbatches; expected a full last group, or at least pp={self.pp} in it"
             )
 
 
@@ -252,7 +254,7 @@ class _Rank:
             recv_next: Whether a gradient is received from the forward neighbour.
 
         Returns:
-            The receive of an input, and that of a gradient.
+            The receive of an input, and the receive of a gradient.
         """
         to_next = None if output is None else Action(Kind.SEND_F, *output)
         to_prev = None if gradient is None else Action(Kind.SEND_B, *gradient)

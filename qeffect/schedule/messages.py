@@ -1,5 +1,5 @@
 """
-Checks of messages: every input arrives before it is used, every send is received, in one order.
+Checks of messages: inputs arrive before use, sends are received, and queues keep their order.
 
 A forward input of stage s comes from stage s-1, a gradient from stage s+1. If that stage is on the
 same rank, the tensor needs no message. Otherwise a compute+comms table shows a send and a receive.
@@ -146,7 +146,7 @@ def check_message_order(index: Index) -> Iterator[Finding]:
             yield finding(
                 "message-order",
                 f"rank {target} receives {atom.action} where rank {source} sends "
-                f"{send.atom.action} (step {send.atom.step}): the tensors would be exchanged",
+                f"{send.atom.action} (step {send.atom.step}): the tensors would be swapped",
                 rank=target,
                 atom=atom,
                 expected=name,

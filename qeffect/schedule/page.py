@@ -1,12 +1,12 @@
 """
 A verdict on a schedule as one HTML file: the timeline to step through and zoom, and the reasons.
 
-The file needs nothing else: no network, no other file, and no script to be read. The picture is
-that of `qeffect.schedule.timeline`, drawn whole, with an element for each action, messages and
-reductions included. Its script moves through the actions in the order of the picture, shows which
-tape each slot holds at that moment, and names an action's slot and its message's other end.
+The file needs no network and no other file, and can be read without its script. The picture is
+the whole picture of `qeffect.schedule.timeline`, with an element for each action, including
+messages and reductions. The script moves through the actions in the order of the picture, shows
+which tape each slot holds at that moment, and names an action's slot and its message's other end.
 
-The file also holds what the checker said, as JSON: the same object as ``qeffect check --json``.
+The file also holds the checker's result as JSON: the same object as ``qeffect check --json``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def page(schedule: Schedule, said: Mapping[str, Any], finding: Finding | None = 
 
     Args:
         schedule: The schedule.
-        said: What the checker said, as plain data; it is embedded as it is.
+        said: The checker's result as plain data; it is embedded unchanged.
         finding: The finding to mark; without it the page says that nothing was refused.
 
     Raises:
@@ -135,7 +135,7 @@ class _Facts:
                 way = "from" if leaf.kind in RECEIVES else "to"
                 lines.append(f"{way} rank {other[0]}, step {other[1]}: {found}")
         if not entry.ran:
-            lines.append("never runs: its rank waits before it")
+            lines.append("never runs: its rank waits forever at an earlier action")
         return lines
 
 
@@ -170,7 +170,7 @@ class _Interactive(Picture):
         return f' id="{_id(entry.rank, entry.step)}" class="action{state}" tabindex="0"{mark}'
 
     def _instant(self, entry: TimedEntry) -> Iterator[str]:
-        """Draw what takes no time as a tick below its rank's row, beside others of its time."""
+        """Draw an entry that takes no time as a tick below its row, beside ticks of equal time."""
         here = (entry.rank, entry.start)
         number = self.drawn.get(here, 0)
         self.drawn[here] = number + 1
@@ -212,7 +212,8 @@ class _Page:
         yield '<div id="picture">'
         yield from self.picture.lines()
         yield "</div>"
-        yield '<div id="below"><pre id="about">Point at an action, or step through them.</pre>'
+        hint = "Point at an action, or step through the actions."
+        yield f'<div id="below"><pre id="about">{hint}</pre>'
         yield '<div id="slots"></div></div>'
         yield _embedded("said", self.said)
         yield _embedded("actions", list(self._actions()))

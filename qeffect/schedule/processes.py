@@ -48,7 +48,7 @@ class Processes(Generic[E]):
         Run processes until each has ended or waits for an event that never happens.
 
         Returns:
-            By the position of a process that has not ended, in rising order, the event that it
+            For each process that has not ended, in rising order, its position and the event that it
             waits for.
         """
         every = list(processes)

@@ -9,9 +9,10 @@ the same row, does not block: other checks report it. So ranks that stop early w
 and following one rank's wait leads into a cycle.
 
 The run takes time linear in the table. It also yields start times: F, I and W take one unit each,
-as in torch's visualizer, and messages take none. torch's runtime posts its receives and waits where
-they are used, so its times are those of a run that does not block on receives. A schedule that also
-ends with blocking receives is safe on NCCL, which runs the messages of a pair of ranks in order.
+as in torch's visualizer, and messages take none. torch's runtime posts a receive and waits only
+where its tensor is used, so a run that does not block on receives has torch's times. A schedule
+that also ends with blocking receives is safe on NCCL, which runs the messages of a pair of ranks in
+order.
 """
 
 from __future__ import annotations

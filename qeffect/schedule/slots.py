@@ -4,7 +4,7 @@ The slot of each tape, and the peak of live tapes: one walk for every planner.
 A tape is live from its forward, or from the receive of its input into its slot, until its last
 reader has run. The caller names the readers: always the weight gradient, a send of the output if
 the table shows messages, the next local stage if one stage feeds another. Slots belong to a stage,
-because a slot's captured graphs do.
+because the captured graphs of a slot belong to a stage.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ The time and the critical path of one step of a schedule, from the durations of 
 A dry run gives a time to every action and message (`step_time`). It assumes:
 
 * A rank computes its row in order, one F, I or W at a time; B is I, then W, and an overlap is its
-  parts, one after the other. A computation begins `launch` after the computation before it on its
-  rank has ended and its inputs have arrived. Stages of one rank hand over in no time.
+  parts, one after the other. A computation waits until the computation before it on its rank has
+  ended and its inputs have arrived, and then takes `launch` to begin. Stages of one rank hand over
+  in no time.
 * A stage's `refresh` comes before its first F in the row, and waits for no message.
 * A message takes no computation time. It is sent at its place in the row. If its place directly
   follows the entry that computes it, it is sent as soon as it is computed: the input gradient of a

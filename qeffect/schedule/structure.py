@@ -164,7 +164,7 @@ def check_reductions(index: Index) -> Iterator[Finding]:
             if stage in schedule.stage_to_rank:
                 yield finding(
                     "reduction-missing",
-                    f"stage {stage} has no REDUCE_GRAD, but other stages have",
+                    f"stage {stage} has no REDUCE_GRAD, but other stages have one",
                     rank=schedule.stage_to_rank[stage],
                     expected=f"{stage}REDUCE_GRAD after the stage's last weight gradient",
                     found="no REDUCE_GRAD",

@@ -128,7 +128,7 @@ def parse_table(
             entries += len(record)
             if entries > MAX_ENTRIES or rank >= MAX_RANKS:
                 raise ScheduleError(
-                    f"{source}: more than {MAX_RANKS} ranks or {MAX_ENTRIES} entries, the limits"
+                    f"{source}: more than the limits of {MAX_RANKS} ranks or {MAX_ENTRIES} entries"
                 )
             rows.append([parse_entry(entry, rank, step) for step, entry in enumerate(record)])
     except csv.Error as error:

@@ -41,7 +41,7 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
     if not entries:
         raise ScheduleError(f"{source}: empty; expected entries such as 1,1,-1,-1")
     if len(entries) > MAX_ENTRIES:
-        raise ScheduleError(f"{source}: more than {MAX_ENTRIES} entries, the limit")
+        raise ScheduleError(f"{source}: more than the limit of {MAX_ENTRIES} entries")
     steps = [_entry(entry, step) for step, entry in enumerate(entries)]
     deferred = {chunk for kind, chunk in steps if kind is Kind.WGRAD}
     counts: Counter[tuple[Kind, int]] = Counter()
@@ -57,7 +57,7 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
         source=source,
         num_stages=max(chunk for _, chunk in counts) + 1,
         complete=False,
-        notes=("microbatches are counted, not named, in this format",),
+        notes=("this format does not name microbatches; they are counted for each chunk",),
     )
 
 

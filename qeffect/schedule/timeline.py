@@ -62,7 +62,7 @@ _NARROW, _WIDE, _MARK = 28, 36, 9
 _CHARACTERS = 0.146
 _LEAST = 780
 _LEGEND_TOP, _LEGEND_LINE = 53, 18
-#: Of a picture to scale: the width of a computation, unless the step is wider than the most.
+#: In a picture to scale: the mean width of a computation, and the maximum width of the step.
 _MEAN, _MOST, _TICK, _SMALLEST = 30.0, 2400.0, 70.0, 4.0
 
 

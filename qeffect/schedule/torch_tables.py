@@ -160,7 +160,7 @@ def _check_arguments(
         )
     # Three computations per stage and microbatch, and about as many messages.
     if pp * vpp * microbatches * 8 > MAX_ENTRIES:
-        raise ScheduleError(f"{what}: more than {MAX_ENTRIES} entries, the limit")
+        raise ScheduleError(f"{what}: more than the limit of {MAX_ENTRIES} entries")
 
 
 def _check_options(cls: type[Any], version: str, cls_name: str, options: dict[str, Any]) -> None:
@@ -173,8 +173,8 @@ def _check_options(cls: type[Any], version: str, cls_name: str, options: dict[st
                 "no release so far" if cls_name in SINGLE else f"torch {_SINCE[option]} and later"
             )
             raise ScheduleError(
-                f"torch {version}'s {cls_name} has no {option}; {since} has it: leave it out, or "
-                "read a table that was saved with it"
+                f"torch {version}'s {cls_name} has no {option}; {since} has it: leave the option "
+                "out, or read a table that was saved with the option"
             )
 
 

@@ -13,9 +13,10 @@ share a queue, when a send ends, and how many sends may be under way. Four ways 
 * `edge-direction`: activations from one rank to another, and in another queue gradients.
 
 The messages of a queue are received in the order in which they are sent. With buffered sends, a
-table's correctness depends on this order alone, and one queue for both ways equals a queue each
-way. Under rendezvous semantics a send ends only when its receive is posted, and until then nothing
-behind it in its queue moves. Then the two differ: a rank's own receives can block its sends.
+table's correctness depends on this order alone, and one queue for both directions gives the same
+verdict as one queue per direction. Under rendezvous semantics a send ends only when its receive is
+posted, and until then nothing behind it in its queue moves. Then the verdicts can differ: in a
+queue for both directions, a rank's own receives can block its sends.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class Transport:
         ):
             raise ScheduleError(
                 f"{schedule.source}: rendezvous needs a table of all ranks that names its "
-                "messages (SEND_F, RECV_F, SEND_B, RECV_B; torch's with comms); leave it out"
+                "messages (SEND_F, RECV_F, SEND_B, RECV_B; torch's with comms); leave out "
+                "rendezvous"
             )
         if self.max_outstanding_sends is None or schedule.awaits_sends:
             return

@@ -10,22 +10,22 @@ Why this gives the same result as running the transitions one by one:
 
 * *The entries read determine the step.* A transition is a function of the columns and of its
   arguments. Entries that no transition of the step reads before it writes them have no influence.
-* *The entries read are the recorded start, moved.* Each entry of `counters.COUNTERS` belongs to a
+* *The entries read equal the recorded start, moved.* Each entry of `counters.COUNTERS` belongs to a
   family whose numbers are counted from one counter: epochs, tickets, effect tokens, replays, work
-  of a caller, generations. All entries of a family may have moved by one amount, that of the
+  of a caller, generations. All entries of a family may have moved by the same amount as the
   family's counter; every other entry must be unchanged. The arguments move alike: epochs of keys,
-  generations of references, tokens and tickets. Any other difference makes it another step.
+  generations of references, tokens and tickets. With any other difference it is another step.
 * *Moving a family changes no guard's decision.* Transitions compare a family's numbers with each
   other, copy them, and add one. Beyond that they compare epochs and tickets with the number for
-  "none", which does not move and lies below all others (counters never fall), and generations with
-  their maximum, which a step must not reach. So every guard decides as before, and every write is
-  the recorded write, moved.
+  "none", and generations with their maximum. The number for "none" does not move and lies below all
+  others, since counters never fall; a step must not reach the maximum. So every guard decides as
+  before, and every write is the recorded write, moved.
 
 The last point is proved for every path of every transition that a step may contain, each family and
 any amounts (`qeffect.verification.proofs.recurring`). It is also tried: when a step is made, its
 transitions, the functions in force, run again from starts that are moved far apart. They must be
-accepted and must end in the recorded end, moved alike. The contract's state beside its memory (free
-slots, reservations, device counts) is compared and written in the same way.
+accepted and must end in the recorded end, moved by the same amounts. The contract's state outside
+its memory (free slots, reservations, device counts) is compared and written in the same way.
 
 A start that differs may be just as good: the caller waited once more, or another tape used a slot
 before. The step's transitions then run one by one over a copy of the state, and the step is

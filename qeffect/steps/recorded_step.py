@@ -69,7 +69,7 @@ RECUR: Final = frozenset(
     }
 )
 
-#: How far the starts are moved from which a new step is tried.
+#: How far the counters of a start are moved when a new step is tried from that start.
 _FAR: Final = (1, 1_000_003)
 
 
@@ -138,7 +138,7 @@ class RecordedStep:
         ):
             raise ValueError(
                 "cannot record a step whose F report where they draw random numbers: each step "
-                "draws other numbers"
+                "draws different numbers"
             )
         seen = TracedMemory(start.memory, transitions.columns)
         for transition, given in events:

@@ -123,7 +123,7 @@ class Recording:
         return step
 
     def _tell_dropped(self) -> None:
-        """Tell the observer once, if it still hears the contract, that the step is not kept."""
+        """Tell the observer once, if it still observes the contract, that the step is not kept."""
         observer, self.observer = self.observer, None
         if observer is not None and self._contract.observer is observer:
             observer.drop_step(self._began)

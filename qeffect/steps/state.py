@@ -1,5 +1,5 @@
 """
-What a step is compared with: a contract's state at one moment, and a difference from it.
+The state that a recorded step is compared with, and a difference between the two.
 """
 
 from __future__ import annotations

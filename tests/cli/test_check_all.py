@@ -90,7 +90,10 @@ def test_a_place_without_tables_is_unusable(
     code, out, err = told(capsys, tables / name)
 
     assert (2, "") == (code, out)
-    assert err == f"qeffect: {tables / name}: no table there; expected files that end in .csv\n"
+    assert err == (
+        f"qeffect: {tables / name}: expected files that end in .csv, found none; name a table, or "
+        "a folder or pattern with tables\n"
+    )
 
 
 def test_the_rules_are_those_of_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_outcomes(ran: tuple[str, dict[str, Any]], test: str, outcome: str) -> N
         "bad.csv: rank 0, step 4 (0B1): schedule.duplicate-action: 0I1 occurs again",
         "expected: 0I1 once",
         ">0B1<",
-        "expected a refusal by schedule.message-order, but it was accepted",
+        "expected a refusal by schedule.message-order, but the schedule was accepted",
         "test_other_refusal: expected a refusal by schedule.message-order",
         "is not a clause; did you mean schedule.message-order?",
         "check_schedule: rank 0, step 1: entry 'oops' is not an action",

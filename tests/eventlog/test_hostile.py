@@ -63,7 +63,7 @@ class TestSpelling:
         said = complaint(sealed(header(), body))
 
         assert "line 2" in said
-        assert "occurs twice" in said or "not spelled as a log spells it" in said
+        assert "occurs twice" in said or "not spelled as a recorder spells it" in said
 
     def test_a_header_has_one_spelling(self) -> None:
         """Likewise a header: blanks, escapes, and a configuration in other words."""

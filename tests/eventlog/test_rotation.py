@@ -92,9 +92,8 @@ def test_without_its_beginning_a_log_says_what_it_cannot_show(tmp_path: Path) ->
     assert report.trusted > 0
     assert report.summary().endswith(
         f"The beginning of this log was rotated away: the state after its first {report.trusted} "
-        "events, at weight epoch 6, is taken on trust, as the first file given states it; nothing "
-        "is known of how the log came to that state, nor whether a restore reuses an incarnation "
-        "from before"
+        "events, at weight epoch 6, is taken on trust from the first file given. Not checked: how "
+        "the log reached that state, and whether a restore reuses an earlier incarnation"
     )
     alone = replay(files[1])
     assert (alone.verdict, alone.trusted_epoch) == ("accepted", 9)

@@ -110,7 +110,9 @@ class TestLinks:
 
     def test_work_of_an_unknown_caller_is_not_forgotten_in_silence(self) -> None:
         """Work of a caller that was never named is not silently forgotten."""
-        with pytest.raises(ValueError, match=r"^submit: no caller 'side'; there are \['main'\]$"):
+        with pytest.raises(
+            ValueError, match=r"^submit: no caller 'side'; expected one of \['main'\]$"
+        ):
             Rig().contract.submit("side")
 
 

@@ -105,7 +105,10 @@ class TestTheReservation:
         rig.contract.finish_read(rig.key(0), ref, link=main)
         rig.contract.wait(loader)
         with refused(
-            rig, "completion.two-ends", "a copy, on link 1, after one on link 0", "a join of link 0"
+            rig,
+            "completion.two-ends",
+            "a copy, on link 1, after an earlier one on link 0",
+            "a join of link 0",
         ):
             rig.contract.reserve(rig.key(1), link=loader)
         rig.contract.join(main)

@@ -18,7 +18,7 @@ class TestFinalize:
         rig.microbatch(0)
         rig.finish()
 
-        with refused(rig, "epoch.already-final", "stage 0 again", "one finalize"):
+        with refused(rig, "epoch.already-final", "another finalize of stage 0", "one finalize"):
             rig.contract.finalize(0)
 
     def test_incomplete_without_an_arena(self) -> None:

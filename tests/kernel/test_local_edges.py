@@ -83,7 +83,7 @@ class TestTheWrongProgram:
             rig,
             "ownership.input-not-made",
             "F of microbatch 1 of stage 1 in epoch 0 before F of microbatch 1 of stage 0",
-            "it has no tape",
+            "this key has no tape",
         ):
             rig.check_forward(1, 1)
         rig.forward(0, 1)
@@ -192,7 +192,7 @@ class TestTheGradient:
         rig = Rig(stage(0, feeds=1), stage(1), omit=("order", "completion"))
         ref = rig.forward(0, 0)
         prepared(rig)
-        with refused(rig, "ownership.gradient-not-made", "", "it has no tape"):
+        with refused(rig, "ownership.gradient-not-made", "", "this key has no tape"):
             rig.contract.check_dgrad(rig.key(0, 0), ref)
         rig.check_forward(0, 1)
         with refused(rig, "ownership.gradient-not-made", "", "which waits for its forward"):

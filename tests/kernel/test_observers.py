@@ -320,7 +320,9 @@ def test_a_refusal_of_evidence_is_not_lost() -> None:
         raise _FullError
 
     rig.contract.observer = full
-    with pytest.raises(Refused, match=r"ownership\.work-not-queued.*queued for") as caught:
+    with pytest.raises(
+        Refused, match=r"ownership\.work-not-queued.*expected deferred work for"
+    ) as caught:
         rig.contract.commit(ticket, MATRICES[:1])
 
     assert isinstance(caught.value.__cause__, _FullError)

@@ -78,7 +78,7 @@ class TestEach:
         """Without version nothing is stale, and there is nothing to refresh or to invalidate."""
         rig = Rig(omit={"version"})
         for attempt in (rig.contract.check_refresh, rig.contract.invalidate):
-            with refused(rig, "version.left-out", "of stage 0", "leave version out"):
+            with refused(rig, "version.left-out", "of stage 0", "leave out the relation version"):
                 attempt(0)
 
         assert rig.contract.check_forward(rig.key(0)).serial == 1

@@ -79,7 +79,7 @@ class TestSlots:
             rig,
             "ownership.key-live",
             "microbatch 0 of stage 0 in epoch 0",
-            f"live in slot {ref.slot}",
+            f"this key has one in slot {ref.slot}",
         ):
             rig.check_forward(0)
         with refused(rig, "ownership.key-live", "microbatch 0 of stage 0 in epoch 0"):

@@ -51,7 +51,7 @@ class TestRedeemed:
             rig,
             f"{family}.unknown-ticket",
             f"ticket {ticket.serial}",
-            "no refresh in flight" if action == "refresh" else "ticket none",
+            "no refresh in flight" if action == "refresh" else "in flight there: none",
         ):
             redeem[second](ticket)
 
@@ -131,7 +131,7 @@ class TestForged:
             rig,
             "ownership.unknown-ticket",
             f"issued by incarnation {foreign.incarnation:016x}",
-            f"issued by {rig.contract.incarnation:016x}",
+            f"issued by incarnation {rig.contract.incarnation:016x}",
         ):
             getattr(rig.contract, end)(foreign)
 

@@ -306,7 +306,7 @@ class TestRanks:
     def test_no_way_to_the_other_rank(self) -> None:
         """A tied weight that is alone in its process needs a bucket that is named."""
         for options in ({}, {"reduces": True}):
-            with pytest.raises(ValueError, match="must leave in a bucket that both ranks name"):
+            with pytest.raises(ValueError, match="be reduced in a bucket that both ranks name"):
                 Contract([_stage(0, **options)])
 
     def test_two_buckets(self) -> None:

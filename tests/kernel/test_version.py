@@ -73,7 +73,7 @@ class TestCache:
     def test_the_first_forward_refreshes(self) -> None:
         """With a stale cache F is refused unless it refreshes; afterwards it must not."""
         rig = Rig()
-        with refused(rig, "version.stale-cache", "of no epoch", "of epoch 0"):
+        with refused(rig, "version.stale-cache", "of no known epoch", "of epoch 0"):
             rig.check_forward(0, refresh=False)
         rig.forward(0, refresh=True)
         with refused(rig, "version.already-fresh", "refresh of stage 0", "already holds epoch 0"):
@@ -97,7 +97,7 @@ class TestCache:
         rig.contract.drain()
         rig.contract.restore(checkpoint)
 
-        with refused(rig, "version.stale-cache", "of no epoch"):
+        with refused(rig, "version.stale-cache", "of no known epoch"):
             rig.check_forward(0, refresh=False)
 
     def test_refresh_as_an_action(self) -> None:

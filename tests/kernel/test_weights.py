@@ -251,7 +251,7 @@ class TestReport:
             backward(of, TapeKey(0, 0, 1), (2, 4))
 
         assert "a weight of 2 of 4 parts" == caught.value.found
-        assert "a weight counted in 2 parts, as the earlier ones of the epoch" == (
+        assert "a weight of 2 parts, like the earlier weights of the epoch" == (
             caught.value.expected
         )
 

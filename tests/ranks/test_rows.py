@@ -89,7 +89,7 @@ def test_deferred_receives_that_exchange_tensors_are_never_walked(release: str) 
     """torch moves receives on one side only, and runs this table without an error."""
     name = "ScheduleZBVZeroBubble_pp2_vpp2_m4.defer.comms.csv"
     given = read_table(TABLES / release / name)
-    with pytest.raises(ScheduleRefusedError, match="the tensors would be exchanged") as refused:
+    with pytest.raises(ScheduleRefusedError, match="the tensors would be swapped") as refused:
         walked(given)
     assert refused.value.finding.clause == "schedule.message-order"
 

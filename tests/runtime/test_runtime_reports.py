@@ -137,7 +137,7 @@ class Row:
 def filled_but(left_out: str) -> str:
     """What a refusal found where one matrix of four was not filled."""
     names = (f"layers.0.{n}.weight" for n in ("fc1", "fc2", "proj", "qkv") if n != left_out)
-    return f"caches filled of {tuple(names)}"
+    return f"filled caches of {tuple(names)}"
 
 
 ROWS = {

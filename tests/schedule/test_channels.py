@@ -302,9 +302,9 @@ class TestCommand:
             "(--queues, --rendezvous)" == said[start]
         )
         assert [
-            "> a pair of ranks exchanged can deadlock / can deadlock",
+            "> a pair of ranks swapped can deadlock / can deadlock",
             "a pair of ranks and kind of message in order can deadlock / can deadlock",
-            "a directed pair of ranks exchanged ends / can deadlock",
+            "a directed pair of ranks swapped ends / can deadlock",
             "a directed pair of ranks and kind of message in order ends / can deadlock",
         ] == [" ".join(line.split()) for line in said[start + 2 :]]
 

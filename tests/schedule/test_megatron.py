@@ -143,7 +143,7 @@ def test_the_groups_are_those_of_megatron() -> None:
         ({"group": 5}, "at most microbatches=4"),
         ({"group": 1}, "at least pp=2"),
         ({"microbatches": 5}, "the last group has 1 of 2 microbatches"),
-        ({"microbatches": 10**6}, "entries, the limit"),
+        ({"microbatches": 10**6}, "more than the limit of 1000000 entries"),
     ],
 )
 def test_what_megatron_refuses_is_said_in_one_line(given: dict[str, Any], said: str) -> None:

@@ -171,7 +171,7 @@ def test_both_actions_of_a_refusal_are_marked() -> None:
         (a.get("href") or "")[1:] for tag, a in shown.elements if tag == "a"
     }
     for words in (
-        "the tensors would be exchanged",
+        "the tensors would be swapped",
         "the message received instead",
         "Between two ranks, messages of a queue are received in the order of their sends.",
         "usual cause",

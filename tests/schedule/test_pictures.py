@@ -90,7 +90,7 @@ class TestGrid:
             "Step 24:        1W3",
             "",
             "  >  the refused entry, marked >..<",
-            "  +  the expected entry, the first one of two, or one that is needed",
+            "  +  the expected entry, the first of two entries, or a needed entry",
             "  !  the entry taken instead, or another entry that waits",
         ] == lines
 

@@ -98,5 +98,5 @@ class TestUnusable:
         """A list above the limit is refused."""
         monkeypatch.setattr("qeffect.schedule.te_order.MAX_ENTRIES", 3)
 
-        with pytest.raises(ScheduleError, match="more than 3 entries"):
+        with pytest.raises(ScheduleError, match="more than the limit of 3 entries"):
             te_order([1, 1, -1, -1])

@@ -67,7 +67,7 @@ def test_verdict(path: Path) -> None:
     if path.name in EXCHANGED:
         assert "schedule.message-order" == verdict.clause
         assert verdict.finding is not None
-        assert "the tensors would be exchanged" in verdict.finding.message
+        assert "the tensors would be swapped" in verdict.finding.message
     else:
         assert ("accepted", ()) == (verdict.verdict, verdict.findings)
         assert 2 * 3 * schedule.num_stages * schedule.num_microbatches == verdict.actions

@@ -153,7 +153,7 @@ class TestRefused:
             ("Interleaved1F1B", {"pp": 2, "microbatches": 5}, "torch refuses .*multiple of"),
             ("GPipe", {"pp": 0, "microbatches": 2}, "must be at least 1"),
             ("GPipe", {"pp": 2, "microbatches": 0}, "must be at least 1"),
-            ("GPipe", {"pp": 10**5, "microbatches": 10**5}, "entries, the limit"),
+            ("GPipe", {"pp": 10**5, "microbatches": 10**5}, "more than the limit of 1000000"),
             ("ZBVZeroBubble", {"pp": 2, "microbatches": 4, "drawn": True}, "have a drawn table"),
             (
                 "GPipe",

@@ -281,7 +281,7 @@ def test_the_command_prints_prices_in_lines() -> None:
 
     lines = bench._lines(data)
 
-    assert "  with arena over without: F 0.500 µs (0.500 to 0.500), 1.25x; dI" in "\n".join(lines)
-    assert "  arena.unbound of dI: 0.250 µs (0.250 to 0.250), 1.12x" in lines
+    assert "  added by arena: F 0.500 µs (0.500 to 0.500), 1.25x; dI" in "\n".join(lines)
+    assert "  added by arena.unbound to dI: 0.250 µs (0.250 to 0.250), 1.12x" in lines
     assert not [line for line in lines if "{" in line or "_prices" in line]
     assert bench._lines({"environment": data["environment"]})
