@@ -29,7 +29,7 @@ __all__ = [
 
 def finalize(st, stage, link):
     """
-    After a stage's last dW: declares its gradients whole.
+    After a stage's last dW: declares the stage's gradients complete.
 
     Guards: order, arena, completion, epoch.
     Writes: completion, epoch.
@@ -130,7 +130,7 @@ def finish_reduction(st, bucket, link):
 
 def fail_reduction(st, bucket):
     """
-    After a reduction failed: spoils its stages' epoch.
+    After a reduction failed: spoils the epoch of the bucket's stages.
 
     Guards: reduction.
     Writes: reduction, epoch.
@@ -151,8 +151,8 @@ def fail_reduction(st, bucket):
 
 def start_weights_read(st, stage, link):
     """
-    Before a stream of its own reads the stage's weights, as a save or a broadcast does: the stream
-    starts behind the link's caller.
+    Before a separate stream reads the stage's weights, for example for a save or a broadcast: that
+    stream first waits for the link's caller.
 
     Guards: completion, epoch.
     Writes: completion.
@@ -198,8 +198,8 @@ def finish_weights_read(st, stage, link):
 
 def start_gradients_read(st, stage, link):
     """
-    Before a stream of its own reads the stage's final and reduced gradients, as a norm or a save
-    does: the stream starts behind the link's caller.
+    Before a separate stream reads the stage's final and reduced gradients, for example for a norm
+    or a save: that stream first waits for the link's caller.
 
     Guards: epoch, completion, reduction.
     Writes: completion.
@@ -346,8 +346,8 @@ def check_update(st, epoch, caller):
 
 def move_scales(st, stage, updates):
     """
-    In an update, after the scales of the stage's domain moved: only where scales move once an
-    epoch. `updates` counts how often they moved.
+    In an update, after the scales of the stage's domain moved; only if they move once an epoch.
+    `updates` counts how often they moved.
 
     Guards: order.
     Writes: order.
@@ -367,7 +367,7 @@ def move_scales(st, stage, updates):
 
 def commit_update(st, epoch, ticket):
     """
-    After the update was enqueued whole: starts every stage's next epoch.
+    After the whole update was enqueued: starts every stage's next epoch.
 
     Guards: epoch, order.
     Writes: ownership, order, completion, reduction, epoch.
@@ -424,9 +424,9 @@ def abort_update(st, epoch, ticket):
 
 def fail(st, stage, epoch):
     """
-    When a fault of an earlier action is seen late. A fault of the current epoch spoils it; after a
-    fault of an epoch that was committed, or whose update is in flight, the weights are half updated
-    until a restore.
+    When a fault of an earlier action is seen late. A fault of the current epoch spoils that epoch;
+    after a fault of an epoch that was committed, or whose update is in flight, the weights are half
+    updated until a restore.
 
     Guards: epoch.
     Writes: epoch.

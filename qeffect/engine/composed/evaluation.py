@@ -15,7 +15,7 @@ __all__ = ["abort_evaluation", "check_evaluation", "commit_evaluation"]
 def check_evaluation(st, stage, link, cached):
     """
     Before a forward that trains nothing: reserves the stage and its domain. `cached` says whether
-    it reads the weight cache.
+    the evaluation reads the weight cache.
 
     Guards: version, order, completion, epoch.
     Writes: order, epoch, tickets.
@@ -57,8 +57,8 @@ def check_evaluation(st, stage, link, cached):
 
 def commit_evaluation(st, stage, ticket, fill_epoch, updates):
     """
-    After an evaluation: nothing of the epoch has changed. `fill_epoch` names the weights that it
-    filled the cache from, and `updates` counts how often it updated the scales.
+    After an evaluation: leaves the epoch unchanged. `fill_epoch` names the epoch of the weights if
+    the evaluation filled the cache, and `updates` counts how often it updated the scales.
 
     Guards: epoch, version, order.
     Writes: order, completion, epoch.

@@ -58,8 +58,8 @@ def check_refresh(st, stage, link):
 
 def commit_refresh(st, stage, ticket, filled, fill_epoch):
     """
-    After a refresh: the cache is current. `filled` names the caches that were filled, and
-    `fill_epoch` the weights they were filled from.
+    After a refresh: the cache is current. `filled` names the matrices whose caches were filled, and
+    `fill_epoch` the epoch of the weights that they were filled from.
 
     Guards: version.
     Writes: version, order, completion.

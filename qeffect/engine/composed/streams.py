@@ -51,8 +51,7 @@ def wait(st, link):
 
 def drain(st, domain):
     """
-    The host has seen the domain's device work finish. Each transfer still ends by its own call, and
-    each stream still waits by its own.
+    The host has seen the domain's device work finish. Ends no transfer and makes no stream wait.
 
     Guards: none.
     Writes: completion.

@@ -14,7 +14,7 @@ __all__ = ["bind", "drop", "invalidate", "reserve", "skip"]
 
 def reserve(st, key, slot, link):
     """
-    Before a receive: claims a slot for a key's F.
+    Before an input is received or copied: claims a slot for a key's F.
 
     Guards: ownership, version, completion, epoch.
     Writes: ownership, completion.
@@ -110,7 +110,7 @@ def skip(st, key):
 
 def bind(st, key, destination):
     """
-    Before dI: binds the destination of its gradients.
+    Before dI: binds the key to the destination of its gradients.
 
     Guards: version, arena, epoch.
     Writes: arena.
