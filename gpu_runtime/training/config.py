@@ -55,10 +55,10 @@ __all__ = [
 _PART_SEED = 2**47 - 1
 """Largest seed from which the seeds of a model's parts are derived (`ends.drawn`)."""
 _DEFAULT = Limits()
-_TIMES = "may change; if left out, those of the checkpoint are used"
+_TIMES = "may change; if left out, the times of the checkpoint are used"
 _WEIGHTS = "may change; weights come from the checkpoint"
 _SEED = "may change; weights come from the checkpoint, and dropout draws other numbers"
-_DECAY = "may change; 0 keeps those of the run that began"
+_DECAY = "may change; 0 keeps the number of the first start"
 _RULE = 'may change, except with `scales = "epoch"` of `[model]`'
 _REPLICAS = (
     'may change only if `replicas` of `[checkpoint]` is `"modulo"`, or `amax` is `"replicas"`'
@@ -71,42 +71,45 @@ class Model:
     Table `[model]`: the dimensions of the model.
 
     Args:
-        vocabulary: Tokens of the vocabulary; a multiple of 16.
+        vocabulary: Size of the vocabulary; a multiple of 16.
         layers: Transformer layers of the whole model.
         hidden: Width of the model; a multiple of 16 and of `heads`.
         ffn: Width of the MLPs; a multiple of 16.
-        heads: Attention heads of a layer.
-        kv_heads: Heads of keys and values; `heads` must be a multiple. Several heads of queries
-            then share one of them (grouped-query attention). 0 takes as many as `heads`.
+        heads: Attention heads per layer.
+        kv_heads: Key and value heads per layer; must divide `heads`. If they are fewer than
+            `heads`, several query heads share one of them (grouped-query attention). 0 means as
+            many as `heads`.
         norm: The norm before attention, MLP and head: `layernorm`, or `rmsnorm`, which has no bias.
-        activation: What an MLP computes between its products. With `swiglu` its first product has
-            twice `ffn` rows: gates, and what they multiply.
-        positions: How a token gets its position: `learned` adds a table to the embedding; `rotary`
+        activation: Function between the two matrix products of an MLP. With `swiglu` the first
+            product has twice `ffn` rows: the gates, and the values that they multiply.
+        positions: How tokens get positions: `learned` adds a table to the embedding; `rotary`
             rotates queries and keys in every layer.
-        bias: Whether the products of layers have a bias.
-        sequence: Tokens of a window.
+        bias: Whether the matrix products of layers have a bias.
+        sequence: Tokens per window (training sequence).
         seed: Seed of the initial parameters, and of dropout.
-        start: File of the weights that a run begins with, as `qeffect runtime export` writes it;
-            empty draws them from the seed. Names, shapes and types must be those of the model.
-        start_names: The names that the weights have in that file: empty for the model's own, `gpt2`
-            for those of transformers' GPT2LMHeadModel, or the path of a file of lines `OURS =
-            THEIRS`, as for `qeffect runtime export --names`.
-        history: Entries of each amax history.
-        tied: Whether the token embedding and the head are one weight. A tied weight does not decay.
+        start: File with the initial weights, as `qeffect runtime export` writes it; if empty, they
+            are drawn from the seed. Names, shapes and types must equal those of the model.
+        start_names: Names of the weights in the file of `start`: empty for the model's own names,
+            `gpt2` for the names of transformers' GPT2LMHeadModel, or the path of a file with lines
+            `OURS = THEIRS`, as for `qeffect runtime export --names`.
+        history: Length of each amax history (FP8 delayed scaling).
+        tied: Whether the token embedding and the head are one weight. A tied weight has no weight
+            decay.
         dropout: Probability with which each layer drops elements of its two residual branches, in
-            training and not in evaluations. Only the reference backend has dropout; it draws on the
-            host, so a GPU needs `mode = "eager"`. Which elements are dropped follows from `seed`,
-            from the replica and from the rank's first stage; a run with dropout resumes with the
-            same `pp`. With `scales = "epoch"` it follows from `seed`, replica, layer, microbatch
-            and step, and `pp` may change.
-        head: What computes the head: `te` takes an FP8 product with delayed scaling, as in the
-            layers of either backend; `torchao` takes TorchAO's `Float8Linear`, with dynamic
-            scaling; `bf16` takes a product of bf16, without FP8.
-        scales: When scales move: `action` at the end of every F and dI, as Transformer Engine does;
-            `epoch` once a step. With `epoch` the bits of training depend neither on the schedule
-            nor on the mapping onto ranks; the first step begins with walks that calibrate the
-            scales. It needs `[run] deterministic`, and a table whose dI and dW run in the order of
-            microbatches, or another `rule` than `accumulate`.
+            training only. Only the reference backend has dropout; it draws on the host, so a GPU
+            needs `mode = "eager"`. The dropped elements depend on `seed`, the replica and the
+            rank's first stage, so a run with dropout must resume with the same `pp`. With
+            `scales = "epoch"` they depend on `seed`, replica, layer, microbatch and step, and `pp`
+            may change.
+        head: How the head (the output layer) is computed: `te`, an FP8 product with delayed
+            scaling, as in the layers of either backend; `torchao`, TorchAO's `Float8Linear`, with
+            dynamic scaling; `bf16`, a product in bf16, without FP8.
+        scales: When FP8 scales are updated: `action`, at the end of every F and dI, as Transformer
+            Engine does; `epoch`, once per step. With `epoch` the bits of training depend neither on
+            the schedule nor on the mapping onto ranks, and walks that calibrate the scales come
+            before the first step. `epoch` needs `deterministic` of `[run]`. With
+            `rule = "accumulate"` it also needs a schedule whose dI and dW run in the order of
+            microbatches.
     """
 
     vocabulary: int = whole(32768, 16, 2**31, unit="tokens", resume=SAME)
@@ -134,7 +137,7 @@ class Model:
         Return the dimensions of a layer.
 
         Args:
-            batch: Windows per microbatch; FP8 fits the default whatever a window's length.
+            batch: Windows per microbatch; the default fits FP8 for windows of any length.
 
         Raises:
             ValueError: The dimensions do not fit each other, or FP8.
@@ -161,39 +164,40 @@ class Parallel:
     Args:
         schedule: The pipeline schedule: a short name, or a schedule class of torch.
         pp: Ranks of the pipeline.
-        vpp: Stages per rank; 0 takes 1 for 1F1B and GPipe, 2 for other schedules.
+        vpp: Stages per rank; 0 means 1 for 1F1B and GPipe, and 2 for other schedules.
         dp: Replicas of the pipeline (data parallelism).
         microbatches: Microbatches per step and replica, over all walks.
-        walks: Walks over the schedule in a step. With 2, each walk takes half of the microbatches,
-            and gradients accumulate over both before the update. More than one needs
-            `rule = "accumulate"`, and no step is one launch.
+        walks: Walks (passes over the schedule) per step. With 2, each walk takes half of the
+            microbatches, and gradients accumulate over both walks before the update. More than one
+            walk needs `rule = "accumulate"`, and excludes steps as one launch.
         batch: Windows per microbatch.
         cut: How layers are divided into stages. `even` gives every stage the same number of layers,
-            or one more; `balanced` uses the two costs below; `measured` uses times; a list gives
-            the number of layers of each stage.
+            or one more; `balanced` uses `embedding_cost` and `head_cost`; `measured` uses measured
+            times; a list gives the number of layers of each stage.
         embedding_cost: Cost of the embedding relative to a layer, for `cut = "balanced"`; refused
             with another cut.
         head_cost: Cost of the head relative to a layer, for `cut = "balanced"`; refused with
             another cut.
         embedding_time: Time of the embedding's F, dI and dW together, for `cut = "measured"`; given
             only together with `layer_times`.
-        layer_times: Time of F, dI and dW together of each layer, for `cut = "measured"`. If left
-            out, all three times are measured before the first step, and written to the log and the
-            report under these names.
-        head_time: Time of the final norm, the head and the loss, F, dI and dW together, for `cut =
-            "measured"`; given only together with `layer_times`.
+        layer_times: Time of each layer's F, dI and dW together, for `cut = "measured"`. If left
+            out, `embedding_time`, `layer_times` and `head_time` are measured before the first step,
+            and written to the log and the report under these names.
+        head_time: Time of F, dI and dW together of the final norm, the head and the loss, for
+            `cut = "measured"`; given only together with `layer_times`.
         rule: Where dW writes: `accumulate` adds all microbatches in one buffer per matrix;
             `per_microbatch` keeps one buffer per matrix and microbatch; `copied` copies each
-            microbatch's gradient out of the library's own memory. The last two are summed at the
-            end of the step.
-        provisioning: How many slots a stage has: `live`, as many as tapes are live at once;
-            `static`, one for each microbatch.
+            microbatch's gradient out of the library's own memory. With `per_microbatch` and
+            `copied` the gradients are summed at the end of the step.
+        provisioning: Number of slots per stage: `live`, the largest number of tapes that are live
+            at once; `static`, one slot per microbatch.
         mode: How a step runs. `replays` replays one CUDA graph per action; `one launch` runs a
             whole step as one graph, in which the devices decide whether to update; `eager` uses no
-            graphs. A CPU always runs eager. If no step can be one launch, steps run as replays, and
-            the log says why. The older flags `captured` and `one_launch` are accepted instead.
-        amax: Which amax the scales come from: that of each `replica`, or the largest of all
-            `replicas`, which then share their scaling state.
+            graphs. A CPU always runs eager. If steps cannot run as one launch, they run as replays,
+            and the log says why. The older flags `captured` and `one_launch` are still accepted in
+            place of `mode`.
+        amax: Whose amaxes set the scales: `replica`, each replica's own; `replicas`, the largest
+            over all replicas, which then share their scaling state.
     """
 
     schedule: str = schedule("zbv")
@@ -242,16 +246,16 @@ class Optimizing:
     Args:
         rate: Learning rate at the end of the warm-up.
         warmup: Steps of the linear warm-up.
-        decay_steps: Steps until the learning rate is at its minimum, warm-up included. 0 takes
-            `[run] steps`; a run that resumes then takes those of the run that began, so that a
-            longer run keeps its curve.
-        least_rate: Learning rate at the end of the cosine; at most `rate`.
+        decay_steps: Steps until the learning rate is at its minimum, warm-up included. 0 means
+            `steps` of `[run]` at the first start; a resume with more steps keeps this number, and
+            so the curve.
+        least_rate: Learning rate at the end of the cosine decay; at most `rate`.
         weight_decay: Weight decay of matrices; norms, biases and embeddings have none.
         master: Whether the optimizer keeps fp32 copies of the parameters.
-        clip_norm: Limit of the norm of all ranks' gradients; 0 for no limit.
+        clip_norm: Limit of the gradient norm over all ranks; 0 for no limit.
         skip_nonfinite: Whether every rank skips an update whose gradient norm is not finite.
-        stop_after_skips: Skipped updates in a row after which the run ends as diverged, with exit
-            code 1; 0 never ends it.
+        stop_after_skips: Number of skipped updates in a row after which the run ends as diverged,
+            with exit code 1; 0 for no limit.
     """
 
     rate: float = number(1e-3, positive=True)
@@ -277,27 +281,28 @@ class Run:
             `transformer-engine`.
         log: File for the log, in JSON lines; must be new, or written by an earlier run. Steps are
             counted from 0. Empty for no log.
-        log_every: Steps between two collections of the losses; each step still has its own line.
+        log_every: Steps after which the losses of all ranks are collected and logged; each step
+            still has its own line in the log.
         evaluate_every: Steps between two evaluations; 0 evaluates only after the last step.
         evaluate_windows: Held-out windows per evaluation.
-        look_every: Steps between two looks at all weights, moments and scales; the last look is
-            after the last step. A value that is not finite ends the run as diverged, with exit code
-            1. 0 looks only before a checkpoint and after a resume.
+        look_every: Steps between two checks that all weights, optimizer moments and scales are
+            finite; the last check is after the last step. A value that is not finite ends the run
+            as diverged, with exit code 1. 0 checks only before a checkpoint and after a resume.
         tensorboard: Folder for TensorBoard; empty for none.
-        event_logs: Folder for the event log and the rank log of each rank; empty for none. Logs
-            that are there are moved to `before-0001` and so on below it.
-        event_log_steps: Steps per file of an event log and of a rank log; the next file then
-            continues it. 0 writes one file.
-        event_log_keep: Files of an event log that stay per rank, the one being written included;
-            the oldest is removed when a further one begins. The oldest file of a rank log is
-            removed two steps later, when every rank has a further one. Of the logs of processes
-            before, only the last one's then stay. 0 keeps all.
+        event_logs: Folder for the event log and the rank log of each rank; empty for none.
+            Existing logs are moved to its subfolders `before-0001` and so on.
+        event_log_steps: Steps per file of an event log and of a rank log; a new file then continues
+            the log. 0 writes one file.
+        event_log_keep: Number of event log files to keep per rank, the current file included; the
+            oldest file is removed when a new file begins. The oldest file of a rank log is removed
+            two steps later, when every rank has a new file. Of the folders `before-0001` and so on,
+            only the newest is then kept. 0 keeps all.
         deterministic: Whether libraries may only use CUDA kernels that give the same bits each
-            time. If not, a run that resumes may end with other bits than a run that never stopped.
-            `--compare` always asks for such kernels.
-        retries: How often in a row a stopped step is started again, if all ranks survived the stop.
-        max_seconds: Time of the run from the meeting of its ranks on, after which it finishes its
-            step, saves and ends; 0 for no limit.
+            time. If false, a run that resumes may end with other bits than a run that never
+            stopped. `--compare` always asks for deterministic kernels.
+        retries: How often in a row a stopped step is repeated, if all ranks survived the stop.
+        max_seconds: Time limit of the run, counted from when all ranks have met; the run then
+            finishes its step, saves and ends. 0 for no limit.
     """
 
     steps: int = whole(20, 1, COUNT, unit="steps")
@@ -325,15 +330,17 @@ class Checkpointing:
     Args:
         folder: Folder of the checkpoints; empty for none.
         every: Steps between two checkpoints; 0 saves only after the last step.
-        keep: Checkpoints that stay; the oldest is removed once a newer one is whole.
-        keep_every: Milestones: checkpoints after a multiple of this number of steps stay beside
-            `keep`, for ever. 0 keeps none.
+        keep: Number of newest checkpoints to keep; the oldest is removed once a new checkpoint is
+            complete.
+        keep_every: Checkpoints after a multiple of this number of steps are kept for ever, in
+            addition to `keep`. 0 keeps no checkpoint for ever.
         asynchronous: Whether the files of a checkpoint are written during the next steps.
         replicas: What happens if the checkpoint has another number N of replicas, each with its own
-            scaling state: `same` refuses it; with `modulo`, replica r loads the state of replica r
-            modulo N.
-        run: Identity of the run, which every checkpoint records; empty draws one at the start.
-            `--resume` refuses a checkpoint of another identity, unless `--adopt` is given.
+            scaling state: `same` refuses the checkpoint; with `modulo`, replica r loads the state
+            of replica r modulo N.
+        run: Identity of the run, which every checkpoint records; if empty, an identity is drawn at
+            the first start. `--resume` refuses a checkpoint with another identity, unless `--adopt`
+            is given.
     """
 
     folder: str = text("", unit="path", resume="names the folder to resume from")
@@ -342,7 +349,7 @@ class Checkpointing:
     keep_every: int = whole(0, 0, COUNT, unit="steps")
     asynchronous: bool = flag(False)
     replicas: str = one_of("same", "same", "modulo")
-    run: str = name("", resume="must stay the same, if it is given, except with `--adopt`")
+    run: str = name("", resume="must stay the same if given, unless `--adopt` is given")
 
 
 @attrs.frozen(kw_only=True)
@@ -354,7 +361,8 @@ class Waiting:
 
     Args:
         start_s: Time for all ranks to meet, and to meet again after a stop.
-        message_s: Time for one message of the pipeline or of replicas that the host waits for.
+        message_s: Time for one message between pipeline ranks or between replicas, if the host
+            waits for the message.
         commit_s: Time for all ranks to reach a commit, and for a rank's device to finish the work
             that the commit reads.
         grace_s: Time for all ranks to say why they stopped.
@@ -371,15 +379,15 @@ class Waiting:
 @attrs.frozen(kw_only=True)
 class Guarding:
     """
-    Table `[guard]`: what a run keeps to find silent corruption.
+    Table `[guard]`: checks that find silent corruption.
 
     Args:
-        digests: Whether the log has a digest of each gradient of every step, before the update.
-            `qeffect runtime bisect` compares the digests of two logs.
+        digests: Whether the log has a digest (hash) of each gradient of every step, taken before
+            the update. `qeffect runtime bisect` compares the digests of two logs.
         replay_every: Steps from one step that runs twice to the next. Both runs begin with the same
-            weights, scales and random numbers; the device compares digests of all gradients, and no
-            rank updates if they differ. An error that both runs share is not seen, such as a bit of
-            a weight that flipped before them. 0 runs no step twice.
+            weights, scales and random numbers. The device compares digests of all gradients; if
+            they differ, no rank updates. An error that is in both runs is not seen, such as a bit
+            of a weight that flipped before them. 0 runs no step twice.
         on_mismatch: What happens if the two runs differ: `stop` ends the run with exit code 1;
             `again` restarts the step, and ends the run after three mismatches in a row.
     """
@@ -403,7 +411,7 @@ class Config:
         run: Length, device, log and evaluation.
         checkpoint: Saves.
         limits: How long ranks wait for one another.
-        guard: What the run keeps to find silent corruption.
+        guard: Checks that find silent corruption.
     """
 
     source: Path = Path("train.toml")

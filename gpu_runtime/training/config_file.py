@@ -38,7 +38,7 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
 
     Raises:
         UnusableError: The file is missing or not TOML, a table or field is unknown, a value is not
-            allowed, or other fields leave a given field without use.
+            allowed, or a given field has no effect beside the other fields.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -58,7 +58,7 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         homes = [table for table, kind in TABLES.items() if name in attrs.fields_dict(kind)]
         raise UnusableError(
             f"{path}: {name}: expected fields below the name of a table, found {name} before the "
-            f"first one; move it below {' or '.join(f'[{home}]' for home in homes or TABLES)}"
+            f"first table; move it below {' or '.join(f'[{home}]' for home in homes or TABLES)}"
         )
     tables: dict[str, Any] = {}
     for name, kind in TABLES.items():
@@ -73,15 +73,15 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         if name == "run":
             _require_moved(path, found)
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
-        if over:  # a bad value of the file is refused also where the command line replaces it
+        if over:  # a bad value in the file is refused even if the command line replaces it
             _table(path, name, kind, {**over, **found})
         tables[name] = _table(path, name, kind, {**found, **over})
     cut = tables["parallel"].cut
     for name in ("embedding_cost", "head_cost"):
         if cut != "balanced" and name in given.get("parallel", {}):
             raise UnusableError(
-                f"{path}: [parallel] {name}: costs are for cut = 'balanced', found cut = {cut!r}; "
-                "leave it out, or set cut"
+                f"{path}: [parallel] {name}: expected cut = 'balanced' beside it, found cut = "
+                f"{cut!r}; leave {name} out, or set cut"
             )
     if tables["model"].start_names and not tables["model"].start:
         raise UnusableError(
@@ -97,20 +97,19 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             )
     if tables["guard"].digests and not run.log:
         raise UnusableError(
-            f"{path}: [guard] digests: digests are written to [run] log, which is not set; set "
-            "log, or leave digests out"
+            f"{path}: [guard] digests: expected [run] log, to which digests are written, found "
+            "none; set log, or leave digests out"
         )
     if tables["guard"].replay_every and not run.deterministic:
         raise UnusableError(
-            f"{path}: [guard] replay_every: expected [run] deterministic = true, because kernels "
-            "that are not deterministic give two runs different bits, found false; set it, or "
-            "leave replay_every out"
+            f"{path}: [guard] replay_every: expected [run] deterministic = true, found false: "
+            "other kernels may give the two runs of a step different bits; set it, or leave "
+            "replay_every out"
         )
     if tables["model"].scales == "epoch" and not run.deterministic:
         raise UnusableError(
-            f"{path}: [model] scales: expected [run] deterministic = true, because kernels that "
-            "are not deterministic may give every mapping other bits, found false; set it, or "
-            "leave scales out"
+            f"{path}: [model] scales: expected [run] deterministic = true, found false: other "
+            "kernels may give each mapping onto ranks different bits; set it, or leave scales out"
         )
     if "on_mismatch" in given.get("guard", {}) and not tables["guard"].replay_every:
         raise UnusableError(
@@ -148,13 +147,13 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 def _default(table: str, name: str) -> Any:
-    """The default of a field that a release before it did not write."""
+    """The default of a field that an earlier release did not write."""
     return getattr(TABLES[table](), name, None) if table in TABLES else None
 
 
 def current(tables: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the tables of a run of an earlier release with the fields of this one.
+    Return the tables of a run of an earlier release with the field names of this release.
 
     >>> current({"parallel": {"captured": False}, "run": {"steps": 4, "start_s": 60.0}})
     {'parallel': {'mode': 'eager'}, 'run': {'steps': 4}, 'limits': {'start_s': 60.0}}
@@ -193,12 +192,13 @@ def _with_mode(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
             )
     if "mode" in given:
         raise UnusableError(
-            f"{path}: [parallel] {old[0]}: mode says how a step runs; leave {old[0]} out"
+            f"{path}: [parallel] {old[0]}: expected mode alone, found {old[0]} beside it; leave "
+            f"{old[0]} out"
         )
     if given.get("one_launch") and not given.get("captured", True):
         raise UnusableError(
-            f"{path}: [parallel] one_launch: expected captured = true beside it, because one "
-            "launch is made of captured graphs, found captured = false; write mode instead"
+            f"{path}: [parallel] one_launch: expected captured = true beside it, found captured = "
+            "false: one launch is made of captured graphs; write mode instead"
         )
     new = translated(given)
     warnings.warn(
@@ -238,7 +238,7 @@ def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _
 def _expected(known: Mapping[str, Any], value: Any) -> str:
     said: str = known["expected"]
     if type(value) is str and "\0" in value and said == "a text":
-        return "a text without NUL, which no path has"
+        return "a text without NUL, which a path cannot contain"
     if known["most"] is not None and type(value) in (int, float) and value > known["most"]:
         return f"{said} and at most {known['most']:,}"
     return said

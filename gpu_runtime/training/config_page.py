@@ -27,9 +27,13 @@ _HEAD = """# The training file
 field is refused. Paths are relative to the file's folder. An
 [example](../gpu_runtime/training/examples/cpu.toml) runs on a CPU in two processes.
 
-*On resume* says what holds for `--resume`, which continues from the newest checkpoint. A field that
-must stay the same is compared with the checkpoint before any rank writes anything, and another
-value is refused. The log lists the fields that changed.
+The column *on resume* says whether a field may change when `--resume` continues from the newest
+checkpoint. A field that must stay the same is compared with the checkpoint before any rank writes
+anything; another value is refused. The log lists the fields that changed.
+
+F, dI and dW are a stage's forward, input gradient and weight gradient for one microbatch. A *tape*
+is what one F leaves in memory for its dI and dW; a *slot* is the memory of one tape. An *amax* is
+the largest absolute value of a tensor, from which its FP8 scale is computed.
 
 This page is generated from `gpu_runtime/training/config.py`:
 `python -m qeffect.gpu_runtime.training.config_page`.

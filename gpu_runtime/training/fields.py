@@ -1,5 +1,5 @@
 """
-The kinds of fields that a training file has: type, default, unit, allowed values, and resuming.
+The kinds of fields of a training file: type, default, unit, allowed values, and use on resume.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def _field(
     most: float | None = None,
 ) -> Any:
     """
-    A field.
+    A field with its type, default, unit and allowed values.
 
     Args:
         default: Its default; a list is copied for each table.
         kind: Its type, in TOML's words.
-        expected: What an error says that was expected.
-        allowed: What the page of all fields says that is allowed.
+        expected: The allowed values, as an error names them.
+        allowed: The allowed values, as docs/configuration.md names them.
         fits: Whether a value is allowed.
         unit: Its unit; empty without one.
-        resume: What holds for a run that resumes from a checkpoint.
+        resume: Whether a run that resumes from a checkpoint may change the field.
         most: Its upper limit, for the error.
     """
     known = {
@@ -114,13 +114,13 @@ def flag(default: bool, **known: Any) -> Any:
 
 
 def text(default: str, **known: Any) -> Any:
-    """A string, of paths here: any without NUL."""
+    """A string without NUL, such as a path."""
     fits = lambda v: type(v) is str and "\0" not in v  # noqa: E731 - one of many alike
     return _field(default, "string", "a text", "any without NUL", fits, **known)
 
 
 def name(default: str, **known: Any) -> Any:
-    """A short name, which fits into a line of a log."""
+    """A short name that fits into a line of a log."""
     fits = lambda v: type(v) is str and len(v) <= 64 and v.isprintable()  # noqa: E731
     expected, allowed = (
         "a printable text of at most 64 characters",
@@ -156,7 +156,7 @@ def cut(**known: Any) -> Any:
             return bool(value) and all(type(n) is int and 1 <= n <= SIZE for n in value)
         return value in ("even", "balanced", "measured")
 
-    expected = "'even', 'balanced', 'measured', or a list of layers a stage"
+    expected = "'even', 'balanced', 'measured', or a list of layers per stage"
     allowed = f"`even`, `balanced`, `measured`, or a list of each stage's layers, 1 to {SIZE:,}"
     return _field("even", "string or list of integers", expected, allowed, fits, **known)
 

@@ -83,9 +83,11 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
             for action in ACTIONS
         ),
         Figure("F, dI and dW pooled", data["guarded_action_us"], MICROSECONDS, 1.5),
-        Figure("the same with context managers", data["context_manager_us"], MICROSECONDS, 2.5),
+        Figure("the same, with context managers", data["context_manager_us"], MICROSECONDS, 2.5),
         Figure("a refusal, explained", data["refusal_us"], MICROSECONDS, 4),
-        Figure("an action with 4,096 slots over one with 4", data["slots_4096_over_4"], "{:.2f}x"),
+        Figure(
+            "an action with 4,096 slots over an action with 4", data["slots_4096_over_4"], "{:.2f}x"
+        ),
         *_memory(data),
         Figure("check of ZB-V, PP=8, M=64, two steps", data["check_zbv_pp8_m64_s"], SECONDS, 1),
         Figure("event log replay, events", data["replay_events_per_s"], RATE, 200_000, True),
@@ -102,7 +104,7 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
             10,
         ),
         Figure(
-            f"a mutant with the search for its states, mean over all {data['mutants']}",
+            f"a verdict on a mutant, with the search, mean over all {data['mutants']} mutants",
             data["mutant_s"],
             SECONDS,
             2,
@@ -137,7 +139,7 @@ def _memory(data: Mapping[str, Any]) -> list[Figure]:
             for slots in kept
         ),
         Figure(
-            f"both together in a full pool of {int(largest):,}",
+            f"memory of all of these, per slot, in a full pool of {int(largest):,}",
             kept[largest] + live[largest],
             BYTES,
             KIB,
@@ -182,7 +184,7 @@ def _five_million(report: Mapping[str, Any]) -> Figure:
 
 
 def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
-    """How many figures miss their goals, with what is known of the reasons."""
+    """How many figures miss their goals, with the known reasons."""
     goals, found = [row for row in rows if row.goal is not None], [r for r in rows if r.misses]
     if not found:
         return "Every figure meets its goal."
@@ -198,9 +200,9 @@ def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
         )
     if any(row.name.endswith("unbounded proofs") for row in found):
         text += (
-            f" Of the proofs' time the solver takes {data['proofs_solver_s']:.1f} s on one core, "
-            f"and at most {data['proofs_worst_s']:.1f} s for one proof; the proofs used "
-            f"{data['proofs_cpu_s']:.1f} s of processor time."
+            f" The proofs used {data['proofs_cpu_s']:.1f} s of processor time. The solver took "
+            f"{data['proofs_solver_s']:.1f} s of it on one core, and at most "
+            f"{data['proofs_worst_s']:.1f} s for one proof."
         )
     return text
 
@@ -213,8 +215,8 @@ def _why_actions(data: Mapping[str, Any]) -> str:
     )
     commit = data["environment"]["commit"][:12]
     return (
-        "A check is one flat function, and so is a commit; both contain the guards of all "
-        f"relations. At the measured commit `{commit}` check and commit together had: {counts}."
+        "A check and a commit are one flat function each, with the guards of all relations. At the "
+        f"measured commit `{commit}` check and commit together had: {counts}."
     )
 
 
@@ -224,7 +226,7 @@ SET_ON = "AMD EPYC"
 
 def conditions(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
     """
-    Report a machine other than the goals', or a commit other than the proofs'.
+    Caveats: another machine than the goals were set on, another commit than the proofs' report.
 
     Args:
         data: The bench report.
@@ -242,8 +244,8 @@ def conditions(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
         )
     if commit != theirs:
         said.append(
-            f"The proofs' report comes from another commit, `{theirs[:12]}`: the two kernels may "
-            "differ."
+            f"The proofs' report was made at another commit, `{theirs[:12]}`, so the two kernels "
+            "may differ."
         )
     return " ".join(said)
 
@@ -267,13 +269,14 @@ def cost(data: Mapping[str, Any]) -> str:
         f"`{row['clause']}` of {row['action']} {spelled(row)}" for row in dearest(guards)[:DEAREST]
     )
     return (
-        "The cost of a relation per action: time with the relation minus time without it, in the "
-        "same configuration, alternating within one run. A cell gives the median of the rounds' "
-        "differences, the 95 % confidence interval of that median, and the ratio with over "
-        "without. *nothing* compares the same contract with itself and shows the noise.\n\n"
+        "The cost of a relation per action is the time with the relation minus the time without "
+        "it. Both were measured alternately in one run, in the same configuration. A cell gives "
+        "the median difference over the rounds, its 95 % confidence interval, and the time with "
+        "the relation over the time without. The row *nothing* compares a contract with itself "
+        "and shows the noise.\n\n"
         + markdown(("relation", *ACTIONS), table)
         + f"\n\nThe {len(guards)} guards of F, dI and dW were also removed from the composed "
-        f"functions. All guards of an action cost: {every}. The most expensive single guards: "
-        f"{named}. The intervals of {unseen} of the {len(guards)} include zero. The report lists "
-        "each guard."
+        f"functions, singly and all at once. All guards of an action cost: {every}. The most "
+        f"expensive single guards: {named}. For {unseen} of the {len(guards)} guards the interval "
+        "includes zero. The report lists each guard."
     )

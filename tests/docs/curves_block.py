@@ -30,10 +30,10 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         f"pipeline: {first['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers of "
         f"hidden {model['hidden']}, PP={asked['parallel']['pp']}, {first['tokens_a_step']:,} "
         f"tokens per step, held-out text of {asked['windows']:,} windows of {model['sequence']} "
-        "tokens. Runs of one seed start from the same bits and read the same windows; they did not "
-        "alternate. *Loss* is the mean of the first ten steps and of the last ten; in brackets "
-        "last over first. A step time is the median over blocks that end with an idle device. "
-        "*Building* is making stages, warm-up and capture:"
+        "tokens. Runs of one seed start from the same bits and read the same windows; they were "
+        "not timed alternately. *Loss* is the mean of the first ten steps and of the last ten; in "
+        "brackets last over first. A step time is the median over blocks that end with an idle "
+        "device. *Building* is making stages, warm-up and capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
     header = (
@@ -66,7 +66,7 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         yield (
             "Seconds of training until the mean of ten losses is at or below the lowest loss that "
             "the report lists for both runs. The last column includes building; the first run of a "
-            "process builds what later runs reuse:"
+            "process also builds parts that later runs reuse:"
         )
         yield markdown(
             ("runs", "loss", "native, s", "this, s", "ratio", "ratio with building"), rows
@@ -127,7 +127,7 @@ def _same_bits(row: Mapping[str, Any], report: Report) -> str:
         f"{said}. Each stage sees "
         "its microbatches in the same order under both schedules, and an update of the library "
         "rolls only the histories of the layers that ran (tests/gpu/test_histories.py). A history "
-        f"had {history} entries, {whole} steps of {each} F per rank."
+        f"had {history} entries, {whole} steps (a step has {each} F per rank)."
     )
 
 
@@ -141,14 +141,14 @@ def _judged(row: Mapping[str, Any]) -> str:
     if row["ratio"] is None:
         return head + "not judged, because a held-out loss is not finite."
     said = (
-        f"perplexity is {row['ratio']:.4f} of the other's (geometric mean), "
+        f"the ratio of perplexities (geometric mean) is {row['ratio']:.4f}, "
         f"{'within' if row['within'] else 'NOT within'} the margin of {row['margin']:g}"
     )
     if row["upper"] is None:
         return head + said + "; one seed gives no variation."
     return head + (
-        f"{said}; the one-sided 95 % interval of runs paired by seed ends at {row['upper']:.4f}, "
-        f"{'below' if row['shown'] else 'NOT below'} the margin. Over the seeds, highest over "
-        f"lowest perplexity is {row['spread']:.4f} for {row['schedule']} and "
+        f"{said}; the one-sided 95 % confidence interval over runs paired by seed ends at "
+        f"{row['upper']:.4f}, {'below' if row['shown'] else 'NOT below'} the margin. The highest "
+        f"perplexity over the lowest, by seed, is {row['spread']:.4f} for {row['schedule']} and "
         f"{row['spread_against']:.4f} for {row['against']}."
     )

@@ -75,12 +75,12 @@ def _speed() -> list[str]:
         "*Native* and *TE's graphs* are the fastest column of each kind, by median; the ratio of "
         "such a column to itself is 1.00x. A *paired* ratio of two columns is the median of the "
         "ratios per round. It differs from the ratio of the medians, and can rank two columns in "
-        "another order. The *floor* of a column is the least kernel time among the library's "
+        "another order. The *floor* of a column is the smallest kernel time among the library's "
         "columns that form the same sum. A *whole-step graph* is the library's step as one graph, "
-        "with the same sum. A ratio over either names the library's column. No library column sums "
-        "like `copied` and `per_microbatch`, so their rows have no such ratio. At the *break-even "
-        "step* a column has caught up with native, construction, warm-up and capture included; "
-        "native itself, and a column that never catches up, have none.",
+        "with the same sum. A ratio over the floor or such a graph names the library's column. No "
+        "library column sums like `copied` and `per_microbatch`, so their rows have no such ratio. "
+        "At the *break-even step* a column has caught up with native, construction, warm-up and "
+        "capture included; native itself, and a column that never catches up, have a dash.",
         markdown(header, rows),
     ]
 
@@ -112,10 +112,10 @@ def host() -> list[str]:
             "Host time of guarding: `ours_accumulate` with and without guards, one row per report. "
             "A difference is the median and the range over the rounds; a range that includes zero "
             "is noise. The last column comes from other steps, in which each action was timed "
-            "alone and compared with the bare replay of its graph. It includes the handoff and the "
-            "copies, which the unguarded column makes too. A check with its commit takes "
-            f"{min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs of it, by the kernel's "
-            "figures on the kernel's machine.",
+            "alone and compared with the bare replay of its graph. This column includes the "
+            "handoff and the copies, which a step without guards makes too. A check with its "
+            f"commit takes {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs in the "
+            "bench of the kernel, on the machine of that bench.",
             markdown(header, sorted(rows, key=lambda row: row[0])),
         ]
     for name, report in dated("bench"):
@@ -177,13 +177,13 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
     )
     if not parts["copies"]:
         said = (
-            "The timer of that report missed the copies, which the unguarded runtime makes too: "
-            "they are counted as its own code. The timer has been mended since; the report was "
-            "not repeated:"
+            "The timer of that report missed the copies, which the unguarded runtime makes too, "
+            "and counted them as the runtime's own code. The timer has been mended since; the "
+            "report was not repeated:"
         )
     yield (
-        f"A guarded action of {cell['cell']} beyond its bare replay, by part ({name}; medians of "
-        f"single calls). {said}"
+        f"Host time of a guarded action of {cell['cell']} beyond its bare replay, by part ({name}; "
+        f"medians of single calls). {said}"
     )
     yield markdown(("part", "µs of host time"), rows)
 

@@ -1,4 +1,4 @@
-"""The table of what was found in others' software: a row for each text for upstream."""
+"""The table of defects found in other software: a row for each text for upstream."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def found() -> str:
         rows.append(
             (versions, f"[{what}]({place})", f"`{each.clause}`: {by}", _known(each.upstream))
         )
-    header = ("in others' software", "silent defect, with a reproducer", "refused by", "upstream")
+    header = ("software", "silent defect, with a reproducer", "refused by", "upstream")
     return markdown(header, rows)
 
 

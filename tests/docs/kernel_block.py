@@ -59,12 +59,12 @@ def failures_counted() -> str:
     counted = failures_counts()
     return (
         "Users of Transformer Engine, Megatron-LM, torch, DeepSpeed and others reported "
-        f"{counted['failures']} failures in public. The contract refuses {counted['refused']}: "
-        f"{counted['given_a_report']} of these only if the runtime supplies an optional report, "
-        f"and {counted['refused_by_guess']} under a cause that we guessed, because none was "
+        f"{counted['failures']} failures in public. The contract refuses {counted['refused']} of "
+        f"them: {counted['given_a_report']} only if the runtime supplies an optional report, and "
+        f"{counted['refused_by_guess']} under a cause that we guessed, because no cause was "
         f"published. {counted['not_caught']} are not caught; {counted['unexplained']} more were "
-        f"never explained. {counted['enacted']} failures are re-enacted; the others make the same "
-        "calls of the contract as a correct run."
+        f"never explained. {counted['enacted']} failures are re-enacted; the other failures make "
+        "the same calls of the contract as a correct run."
     )
 
 
@@ -117,15 +117,15 @@ def proof_counts(data: Mapping[str, Any]) -> str:
     if "questions" in data:
         text = (
             f"{data['unsat']:,} of {data['obligations']:,} obligations are proved in "
-            f"{data['seconds']:.1f} s, by {data['questions']:,} distinct questions to the solver, "
-            f"{data['unknown']} of them unknown ({data['implied']:,} obligations follow from "
-            f"another that is proved, {data['same_term']:,} compare a term with itself)"
+            f"{data['seconds']:.1f} s; {data['unknown']} are unknown. The solver answered "
+            f"{data['questions']:,} distinct questions ({data['implied']:,} obligations follow "
+            f"from another proved obligation, {data['same_term']:,} compare a term with itself)"
         )
     return (
-        f"{text}. No path of any transition breaks an invariant: with all relations and with each "
-        "optional relation left out, for any number of slots, microbatches and epochs. A refusal "
-        "changes no column of the state. After an accepted check, a commit with complete evidence "
-        "is never refused."
+        f"{text}. No path of any transition breaks an invariant, for any number of slots, "
+        "microbatches and epochs. This holds with all relations, and with each optional relation "
+        "left out. A refusal changes no column of the state. After an accepted check, a commit "
+        "with complete evidence is never refused."
     )
 
 
@@ -142,7 +142,7 @@ def proofs() -> str:
     text = (
         proof_counts(data)
         + further
-        + " (`make slow` proves it for all 64 choices of relations.) "
+        + " (`make slow` proves this for all 64 choices of relations.) "
         + _vacuity(data)
         + "\n\n"
     )
@@ -152,7 +152,8 @@ def proofs() -> str:
     )
     return (
         f"{text}Report: [proofs.json](proofs.json), measured on {where(data['environment'])}. "
-        "`qeffect prove` repeats the proofs; `--mutants`, `--seeds 40` and `--cvc5` add the rest."
+        "`qeffect prove` repeats the proofs; `--mutants` adds the mutants, `--seeds 40` adds other "
+        "seeds of Z3, and `--cvc5` adds the other solver."
     )
 
 
@@ -201,16 +202,16 @@ def _vacuity(data: Mapping[str, Any]) -> str:
 
 def _mutants(report: Mapping[str, Any]) -> str:
     rows = [(name, str(count)) for name, count in report["by_class"].items()]
-    same = "no effect: proved, with the guard that does the same work"
+    same = "no effect (proved; another guard does the same work)"
     rows.append((same, str(len(report["equivalent"]))))
     rows.append(("survived", str(len(report["survivors"]))))
     return (
         "Is every guard needed? Each mutant deletes one guard clause, one operand of a guard or "
         f"one state update of a transition, found in the syntax trees. {report['killed']} of "
-        f"{report['mutants']} mutants are killed, by a call in a state that the contract reaches "
-        f"({report['elsewhere']} of them only with a relation left out). The table says what then "
-        f"goes wrong. The search for states takes {report['setup_seconds']:.0f} s for all mutants, "
-        f"a verdict at most {report['slowest_seconds']:.1f} s:\n\n"
+        f"{report['mutants']} mutants are killed: after the deletion, a call in a reachable state "
+        f"goes wrong (for {report['elsewhere']} of them only with a relation left out). The table "
+        f"shows what goes wrong. The search for states takes {report['setup_seconds']:.0f} s for "
+        f"all mutants, and a verdict takes at most {report['slowest_seconds']:.1f} s:\n\n"
         + markdown(("effect of the deletion", "mutants"), rows)
         + "\n\n"
     )
@@ -227,7 +228,7 @@ def bench() -> str:
         + f"{prices}\n\n" * bool(prices)
         + "Times of an action are medians. Report: [bench.json](bench.json), measured on "
         f"{where(data['environment'])}; `qeffect bench` repeats it. The row about the run of the "
-        "proofs' report comes from that report, named above." + f"\n\n{under}" * bool(under)
+        "proofs' report comes from [proofs.json](proofs.json)." + f"\n\n{under}" * bool(under)
     )
 
 

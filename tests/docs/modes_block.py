@@ -1,4 +1,4 @@
-"""The page of swept modes: each row of each report, and why a row disagrees."""
+"""The page of swept modes: each row of each report, and why its bits or its guard differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BLOCKS", "EXPLAINED", "PAGE", "modes", "why"]
 PAGE = ROOT / "docs" / "modes.md"
 _FAILURES = "../tests/failures"
 
-#: Why rows disagree: framework, what the guard or the framework says, and the reason.
+#: Reasons for rows that do not end as same: framework, words of the guard or the framework, reason.
 EXPLAINED = (
     (
         "torch",
@@ -25,14 +25,14 @@ EXPLAINED = (
     (
         "torch",
         "reduction.missing",
-        f"a split backward [reduces nothing]({_FAILURES}/torch_replicas_not_reduced.md) over "
-        "replicas",
+        f"a split backward [reduces no gradient]({_FAILURES}/torch_replicas_not_reduced.md) "
+        "over replicas",
     ),
     (
         "torch",
         "reduction.incomplete",
-        "inferred shapes let the first backward [reduce]"
-        f"({_FAILURES}/torch_inferred_shapes_reduce_early.md) too",
+        "with inferred shapes the first backward already [reduces]"
+        f"({_FAILURES}/torch_inferred_shapes_reduce_early.md) gradients",
     ),
     (
         "torch",
@@ -70,7 +70,7 @@ EXPLAINED = (
     (
         "megatron",
         "does not support overlapping p2p communication",
-        "Megatron-core refuses it before it runs",
+        "Megatron-core refuses these options before the run",
     ),
     (
         "megatron",
@@ -81,7 +81,7 @@ EXPLAINED = (
 
 
 def why(framework: str, row: Mapping[str, Any]) -> str | None:
-    """Why a row disagrees; None if nobody knows, empty if it agrees in silence."""
+    """Why a row does not end as same; None without a known reason, empty if it ends as same."""
     if row["end"] == "same":
         return ""
     if row["end"] not in ("found", "refused"):

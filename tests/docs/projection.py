@@ -87,38 +87,39 @@ def page(report: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> str:
     return f"""# More ranks than were measured
 
 **Every number in the table is simulated; none is measured.** The simulator (`qeffect plan --durations`) takes its times from
-`lab/reports/{REPORT}`, measured over two ranks at `{commit}`: F, dI and dW of each stage alone, refreshes, updates, and
-the host time of a step. Each stage has one layer, each rank two stages, and a step `2 * ranks` microbatches (M). Message
+`lab/reports/{REPORT}`, measured over two ranks at commit `{commit}`: F, dI and dW of each stage alone, refreshes, updates,
+and the host time of a step. Each stage has one layer, each rank has two stages, and a step has `2 * ranks` microbatches (M). Message
 times are assumed, not measured: {links.inside_ms:g} ms and {links.inside_gb_s:g} GB/s within a host of {links.ranks_a_host} ranks, {links.between_ms:g} ms and {links.between_gb_s:g} GB/s between hosts.
 Times are in milliseconds:
 
 {markdown(HEADER, rows)}
 
-What limits a step over {RANKS[-1]} ranks, by these numbers:
+By these numbers, a step over {RANKS[-1]} ranks is limited as follows. A *step* is one launch with the assumed messages, as in column `step`:
 
-- *Messages between hosts*, if they are ten times slower than assumed: a step then takes {over_steps(most, "step, slow between hosts")} of its time. With the
-  assumed messages a step takes {over_steps(most, "step", base="step, messages free")} of a step with free messages.
-- *The host of guarded replays*: at the smaller cell a step of replays takes {over_steps(small, "step of guarded replays")} of a step, at the larger
-  cell {over_steps(large, "step of guarded replays")}.
-- *The host of one launch* is no limit: its time is {over_steps(most, "host of one launch")} of a step.
-- *Memory* for slots is not part of these times; see below.
+- *Messages between hosts* limit a step if they are ten times slower than assumed: it then takes {over_steps(most, "step, slow between hosts")} the time. With the
+  assumed messages a step takes {over_steps(most, "step", base="step, messages free")} the time of a step with free messages.
+- *Host time of guarded replays* limits replays at the smaller cell, where a step of replays takes {over_steps(small, "step of guarded replays")} the time of a
+  step; at the larger cell it takes {over_steps(large, "step of guarded replays")} the time.
+- *Host time of one launch* does not limit: it is {over_steps(most, "host of one launch")} the time of a step.
+- *Memory* for slots is not part of these times; see *slots* below.
 
 How to read the table:
 
-- *How close the bounds are*: measured steps of one launch, divided by their bounds, are {over_bound()}. The bound
-  is the simulator's result for the same table: over two ranks with the measured messages, over four ranks with free
-  messages, from an older report whose bounds are too low. Read the steps as bounds.
-- *Bubble* is the idle share of all ranks, with the assumed messages; an update counts as busy.
-- *Slow between hosts* makes every message between hosts ten times slower. Up to {links.ranks_a_host} ranks fit on one host.
-- *Guarded replays*: before each action the simulation adds host time, an equal share of the measured host time of a
-  single step, waits included. This is an upper bound. Over two ranks, at the smaller cell, the simulated step takes {over_replays(report)}
-  of the measured step; for more ranks it may be too long by as much.
-- *Host of one launch* comes from the measured host time of a single launch after a wait for all ranks, in proportion
-  to the number of actions. When launches follow each other, the host needs less time.
-- The consent of guarded replays is one all-reduce of all ranks on the CPU; its latency adds to each step once. One launch
-  gathers one number per rank inside the graph instead.
+- *Cell* is hidden size and sequence length; *schedule* `il` is Interleaved 1F1B, `zbv` is ZB-V.
+- *Step* is a lower bound, because the simulator adds no host time. Measured steps of one launch, divided by such bounds, are
+  {over_bound()}. The bounds over two ranks have the measured messages. The bounds over four
+  ranks have free messages and come from an older report, whose bounds are too low.
+- *Bubble* is the idle share of all ranks, with the assumed messages; the optimizer's update counts as busy.
+- *Step, slow between hosts* makes every message between hosts ten times slower. Up to {links.ranks_a_host} ranks fit on one host.
+- *Step of guarded replays* adds host time before each action: an equal share of the measured host time of a single step, waits
+  included. This is an upper bound. Over two ranks, at the smaller cell, the simulated step takes {over_replays(report)} the time of the measured
+  step; for more ranks it may be too long by the same factor.
+- *Host of one launch* is the measured host time of a single launch after a wait for all ranks, scaled with the number of
+  actions. When launches follow each other, the host needs less time.
+- The table leaves out how ranks agree on an update. Guarded replays use one all-reduce of all ranks on the CPU, whose latency adds
+  to each step once. One launch gathers one number per rank inside the graph instead.
 - *Slots* counts the slots of the rank with the most slots. The number grows with the number of ranks. If slots are large,
-  memory runs out before any other limit. Planning above 16 ranks takes minutes and is left out.
+  memory runs out before any other limit. Above 16 ranks slots were not computed, because planning takes minutes.
 """  # noqa: E501 - numbers are shorter than their names
 
 

@@ -46,7 +46,7 @@ def stale_reads(report: Mapping[str, Any]) -> str:
     one, two = found["one-way"], found["two-way"]
     return (
         f"{one['stale']} of {one['checks']} checks read stale data after a one-way handoff, "
-        f"{two['stale']} of {two['checks']} after a two-way one, in {one['processes']} fresh "
+        f"{two['stale']} of {two['checks']} after a two-way handoff, in {one['processes']} fresh "
         "processes each"
     )
 

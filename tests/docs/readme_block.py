@@ -1,8 +1,8 @@
 """
 The blocks of the first README: the fault table, and one sentence for each page of figures.
 
-Every number here stands in full on the kernel's page or the runtime's page. A report that is
-missing, or that lacks a part, has no sentence.
+The kernel's page and the runtime's page have every number here in full. A report that is missing,
+or that lacks a part, has no sentence.
 """
 
 from __future__ import annotations
@@ -63,11 +63,10 @@ def proofs() -> str:
     mutants = data["mutant_report"]
     return wrapped(
         f"{data['unsat']:,} of {data['obligations']:,} *obligations*, formulas to prove, are "
-        f"proved and {data['unknown']} unknown. {mutants['killed']} of {mutants['mutants']} "
-        "*mutants*, the code without one guard clause, operand or state update, are killed: "
-        "something then goes "
-        f"wrong. Commit `{data['environment']['commit'][:7]}`; `make check` proves later "
-        f"guards. [What is proved]({KERNEL}#what-is-proved)."
+        f"proved and {data['unknown']} unknown. Each *mutant* is the code without one guard "
+        f"clause, operand or state update; {mutants['killed']} of {mutants['mutants']} are killed: "
+        f"something goes wrong. Commit `{data['environment']['commit'][:7]}`; `make check` proves "
+        f"later guards. [What is proved]({KERNEL}#what-is-proved)."
     )
 
 
@@ -81,7 +80,7 @@ def bench() -> str:
     return wrapped(
         f"**Cost of the guards.** A check with its commit takes {each}. "
         f"{sum(row.misses for row in goals)} of {len(goals)} "
-        "*goals*, targets that were set for one figure, are missed (commit "
+        "*goals* (targets, each for one figure) are missed (commit "
         f"`{data['environment']['commit'][:7]}`). "
         f"[What guards cost{under}]({KERNEL}#what-guards-cost)."
     )
@@ -157,10 +156,13 @@ def models() -> Iterator[str]:
                 best[row["cell"]] = max(own, best.get(row["cell"], own))
     if best:
         said = ", ".join(
-            f"{cell.partition('-m')[0]} {rate:.0f} ({over:.2f}x native)"
+            f"{cell.partition('-m')[0]} {rate:.0f} ({over:.2f}x)"
             for cell, (rate, over) in best.items()
         )
-        yield f"*Whole models*, TFLOP/s a GPU: {said}. [Table]({RUNTIME}#whole-models)."
+        yield (
+            f"*Whole models*, TFLOP/s per GPU (speed over native): {said}. "
+            f"[Table]({RUNTIME}#whole-models)."
+        )
 
 
 def peers() -> Iterator[str]:
@@ -185,7 +187,7 @@ def training() -> Iterator[str]:
             for row in same
         ]
         said += [
-            f"a loss of {level['loss']:g} after {level['seconds']:.1f} s (native "
+            f"a loss of {level['loss']:g} after {level['seconds']:.1f} s (native: "
             f"{level['native_seconds']:.1f} s)"
             for row in to_loss
             for level in row["levels"][-1:]
@@ -201,7 +203,7 @@ def met() -> Iterator[str]:
         missed = sum(not goal["met"] for goal in goals)
         yield (
             f"*Goals*: {len(goals) - missed} of {len(goals)} are met and {missed} are missed. "
-            f"[Each miss]({RUNTIME}) has what is known of its reason."
+            f"[Each miss]({RUNTIME}) is listed with the known reasons."
         )
 
 

@@ -22,8 +22,8 @@ PROFILED = (
 )
 CUT = {
     ("tables_four.json", "df5819e4b527"): (
-        "Two starts ended at a time limit: the second one over two ranks lacks 32 microbatches; "
-        "the one over four ranks lacks, for layers alone, one launch under 1f1b and all of izb. "
+        "Two starts ended at a time limit: the second start over two ranks lacks 32 microbatches; "
+        "the start over four ranks lacks, for layers alone, one launch under 1f1b and all of izb. "
         "Layers alone over two ranks come from the first start. Two other GPUs of the host were "
         f"busy during the starts over two ranks. {PROFILED}"
     ),
@@ -34,14 +34,14 @@ CUT = {
     ),
     ("models_large.json", "3381b753b673"): (
         "The run ended at a time limit: 8b has only native's row. Nothing was profiled. Native was "
-        "timed before rounds were added until three agree; its rounds of 3b do not. Its peak may "
-        "include memory of the measurement of the parts."
+        "timed when rounds were not yet repeated until three agree; its rounds of 3b do not agree. "
+        "Its peak may include memory that measuring the model's parts used."
     ),
 }
 """Incomplete reports, by file and commit, and what each lacks."""
 REMARKS = {
     ("scale_four.json", "34bca0e46a4f"): (
-        "Its memory figures include an earlier side that was still held, and are too high. "
+        "Its memory figures are too high, because memory of an earlier side was still held. "
         f"{FORMED_AGAIN} {PROFILED}"
     ),
     ("peers.json", "df5819e4b527"): (
@@ -50,8 +50,8 @@ REMARKS = {
         "are therefore pessimistic."
     ),
     ("models.json", "3381b753b673"): (
-        "Native was timed before rounds were added until three agree; its rounds do not. Its peak "
-        "may include memory of the measurement of the parts."
+        "Native was timed when rounds were not yet repeated until three agree; its rounds do not "
+        "agree. Its peak may include memory that measuring the model's parts used."
     ),
     **CUT,
 }
@@ -59,15 +59,15 @@ IN_SHORT = {
     "scale_four.json": "caveats",
     "peers.json": "its head bf16, ours FP8",
 }
-"""The caveats of a report in the few words that the README has for them, by file."""
+"""Short forms of the caveats for the README, by file."""
 
 
 def remark(name: str, report: Mapping[str, Any]) -> str:
-    """The caveat on a report behind a blank, or nothing."""
+    """The caveat on a report after a space; empty without a caveat."""
     found = REMARKS.get((name, report["environment"]["commit"][:12]))
     return "" if found is None else f" {found}"
 
 
 def in_short(name: str, report: Mapping[str, Any]) -> str:
-    """The caveat in a few words, in parentheses behind a blank, or nothing."""
+    """The short form of the caveat, in parentheses after a space; empty without a caveat."""
     return f" ({IN_SHORT[name]})" if remark(name, report) and name in IN_SHORT else ""

@@ -53,8 +53,9 @@ def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
         "split and captured, and captured with faults injected while graphs are live. *Control* "
         "compares native with a second native run. *Split eager* is the reference if the library "
         "cannot form the same sum. *Forbidden events* are counts that must be zero in a guarded "
-        "run (baked addresses that moved, work kept past a step, memory that grew); the column "
-        "says how many are not. *Faults* were injected into runs of *ours*; each was refused."
+        "run (addresses in a graph that moved, work kept past a step, memory that grew); the "
+        "column gives how many are not zero. *Faults* were injected into runs of *ours*; each was "
+        "refused."
     )
     rows = []
     for name, report in found:
@@ -100,9 +101,9 @@ def correctness() -> str:
             shared, ours = (order["disciplines"][d] for d in ("shared", "private"))
             said.append(
                 f"{order['order']}: with one shared pool {shared['mismatched']} of "
-                f"{shared['compared']} tensors differ (the kernel refuses this order at "
-                f"`{shared['refused']['action']}`; it was replayed without asking), with one pool "
-                f"per slot {ours['mismatched']}"
+                f"{shared['compared']} tensors differ, with one pool per slot "
+                f"{ours['mismatched']} (with a shared pool the contract refuses this order at "
+                f"`{shared['refused']['action']}`; it was replayed without a check)"
             )
         lines.append(f"**Capture memory.** {'; '.join(said)}.")
     return "\n\n".join([*lines, *_restarts(), *_kills(), *_second_runs()])
@@ -130,10 +131,10 @@ def _kills() -> list[str]:
         "held-out losses", "longest end, s",
     )  # fmt: skip
     return [
-        "**Kills.** In each start of a run, a rank was killed with SIGKILL at the place named, or "
-        "torchrun's agent while a rank was there; the next start resumed. Every tensor of the last "
-        "checkpoint and every loss was compared with an undisturbed run. The last column is the "
-        "longest time from a kill to the end of all processes:",
+        "**Kills.** In each start of a run, SIGKILL ended either a rank at the named place, or "
+        "torchrun's agent while a rank was at that place; the next start resumed the run. Every "
+        "tensor of the last checkpoint and every loss was compared with an undisturbed run. The "
+        "last column is the longest time from a kill to the end of all processes:",
         markdown(header, rows),
     ]
 
@@ -157,10 +158,11 @@ def _second_runs() -> list[str]:
     wrong = sum(report["derived"]["wrong"] for _, report in found)
     return [
         "**Steps that run twice.** A bit of a rank's memory was flipped in one of a step's two "
-        f"runs. {wrong} flips ended wrongly; a harmless one left the bits of an undisturbed step:",
+        "runs. A *stopped* flip stopped the step; a *harmless* flip left the bits of an "
+        f"undisturbed step. {wrong} flips ended in another way:",
         markdown(("report", "flip", "stopped", "harmless"), rows),
-        "What such steps, digests of gradients and looks at all weights, moments and scales cost, "
-        "in time per step over that without:",
+        "The cost of such steps, of digests of gradients, and of looks at all weights, moments and "
+        "scales, as the time per step with them over the time without:",
         markdown(("report", "mode", "what", "ratio"), prices),
     ]
 
@@ -226,9 +228,9 @@ def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ]
     yield (
         "**Interleaved stages under the library's own graphs.** Two public reports "
-        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096) have this shape; no cause was "
-        "published. On rank 0 of two, with two chunks, each use of `make_graphed_callables` is "
-        "compared with native eager, bit by bit:"
+        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096) describe such stages; their "
+        "cause was not published. On rank 0 of two, with two chunks, each use of "
+        "`make_graphed_callables` is compared with native eager, bit by bit:"
     )
     yield markdown(
         ("use", "breaks", "values that differ", "first difference", "first non-finite value"),
@@ -267,7 +269,8 @@ def _training() -> list[str]:
     )  # fmt: skip
     return [
         "**Training** on the sources of the standard library, guarded and captured, compared with "
-        "torch's own native pipeline from the same initial bits. The two runs did not alternate:",
+        "torch's own native pipeline from the same initial bits. The two runs were not timed "
+        "alternately:",
         markdown(header, rows),
     ]
 
@@ -276,7 +279,7 @@ def _captions() -> dict[str, str]:
     """The caption of each picture, in the order of the page."""
     return {
         "step_time": "Step times and their floors, on a logarithmic axis.",
-        "memory": "Peak memory above that of the faster native column.",
+        "memory": "Peak memory above the peak of the faster native column.",
         "resources": _resources(),
         "loss": "Loss by step, and by seconds of training on a logarithmic axis.",
     }
@@ -326,7 +329,7 @@ def _typed(report: Mapping[str, Any]) -> str:
 
 
 def listed() -> str:
-    """Every report with its command line, its commit, how many came later, and its date."""
+    """Every report with its command line, its commit, the number of later commits, and its date."""
     rows = []
     for path in sorted(RUNTIME_REPORTS.glob("*.json")):
         data = load(path)
@@ -341,7 +344,7 @@ def listed() -> str:
                     e["date"],
                 )
             )
-    return markdown(("report", "command", "commit", "commits of its code", "date"), rows)
+    return markdown(("report", "command", "commit", "commits to its code", "date"), rows)
 
 
 def _with(report: Mapping[str, Any]) -> str:
@@ -378,17 +381,18 @@ def learning() -> str:
 
 
 def _scales() -> Iterator[str]:
-    """What scales that move once a step cost in learning."""
+    """How scales that move once a step change the loss."""
     for name, report in files("scales"):
         derived, asked = report["derived"], report["configuration"]
         found = {(run["scales"], run["seed"]): run for run in derived["runs"]}
         yield (
             f"**Scales that move once a step** ([{name}]({name}); {asked['run']['device']}, "
             f"{asked['model']['layers']} layers of width {asked['model']['hidden']}), beside the "
-            "default, at which they move at every F and dI: mean training loss of the last "
-            f"{LAST} steps, and held-out loss at the end. Epoch less action, mean of "
-            f"{len(derived['differences'])} seeds: "
-            f"{derived['mean_difference']:+.4f} and {derived['mean_held_out_difference']:+.4f}."
+            "default, with which they move at every F and dI. *Loss* is the mean training loss of "
+            f"the last {LAST} steps, *held out* is the held-out loss at the end. The mean "
+            f"difference, epoch minus action, over {len(derived['differences'])} seeds is "
+            f"{derived['mean_difference']:+.4f} in loss and "
+            f"{derived['mean_held_out_difference']:+.4f} in held-out loss."
         )
         rows = [
             (

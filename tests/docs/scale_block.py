@@ -48,7 +48,7 @@ def compared(name: str, report: Report) -> Iterator[str]:
         )
         yield (
             f"**A pipeline over {ranks_of(report)}** ({name}; {machine_of(report)}), guarded and "
-            f"captured, compared with torch's own over the library's full backwards: {said}."
+            f"captured, compared with torch's own pipeline over full backwards: {said}."
             f"{remark(name, report) * (not report['derived']['timed'])}"
         )
 
@@ -61,15 +61,16 @@ def timed(name: str, report: Report) -> Iterator[str]:
     in_order = any("over_in_order" in row for row in found)
     ahead = any("host_ahead_ms" in row for row in found)
     took = [row["message_ms"] * 1e3 for row in found if "message_ms" in row]
-    messages = f"a message ({min(took):.0f} to {max(took):.0f} µs)" if took else ""
-    alone = f"graphs and {messages} alone" if took else "graphs alone, with free messages"
+    messages = f"of a message ({min(took):.0f} to {max(took):.0f} µs)" if took else ""
+    alone = f"graphs and {messages}, each alone" if took else "graphs alone, with free messages"
     yield (
         f"A step over {ranks_of(report)}, {report['configuration']['vpp']} stages of one layer "
         f"each ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` "
         "is the whole step as one graph, compared after six steps with guarded replays. The "
-        f"bound is the critical path over the times of each stage's {alone}. The goal is for one "
-        f"launch; a bold figure misses it. {REPLAYED * in_order}Kernels are the busiest rank's, "
-        "with copies and without messages, under the profiler. Sides did not alternate."
+        f"bound is the critical path of the schedule with the times of each stage's {alone}. The "
+        f"goal is for one launch; a bold figure misses it. {REPLAYED * in_order}*Kernels* is the "
+        "kernel time of the busiest rank under the profiler, with copies and without messages. The "
+        "sides were not timed alternately."
         f"{remark(name, report)}"
     )
     header = (
@@ -140,9 +141,10 @@ def split(name: str, report: Report) -> Iterator[str]:
             f"Where a step of one launch spends its time, under the profiler ({name}): first the "
             "rank's own row as one graph without messages, then the additional time of the step in "
             "three parts. *Kernels*: CUDA kernels outside every row (the votes, the handoff, the "
-            "next step's data), and the slowdown of others while messages use a part of the "
-            "device. *Between*: nothing runs. *Awaited*: only messages run, which includes the "
-            "schedule's own bubble. In the last column's time kernels and messages ran at once."
+            "next step's data), and the slowdown of other kernels while messages use a part of "
+            "the device. *Between*: nothing runs. *Awaited*: only messages run, which includes the "
+            "schedule's own bubble. The last column is the time in which kernels and messages ran "
+            "at once."
         )
         header = (
             "cell", "schedule", "rank", "step, ms", "its row, ms", "kernels, ms", "between, ms",

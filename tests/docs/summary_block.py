@@ -1,8 +1,8 @@
 """
 The short part of the runtime's page: a table for each kind of result.
 
-Everything here stands in full further below on that page. A report that is missing, or that lacks
-a part, has no row.
+Further below, the page has all of this in full. A report that is missing, or that lacks a part, has
+no row.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ def compared_rows() -> list[tuple[str, Row]]:
 
 
 def compared() -> Iterator[str]:
-    """A row for each report that compared bits, and what a one-way handoff leaves open."""
+    """A row for each report that compared bits, and the stale reads after a one-way handoff."""
     rows = [(_link(name), *row) for name, row in compared_rows()]
     if rows:
         both = "".join(
-            f" A handoff between streams needs both halves: {stale_reads(report)}."
+            f" A handoff between streams must go both ways: {stale_reads(report)}."
             for report in reports("streams")
         )
         yield f"**Bit for bit**, one row per report: raw bits, no tolerance.{both}"
         yield markdown(
-            ("report", "compared with", "compared", "differ", "of scaling state differ", "also"),
+            ("report", "compared with", "compared", "differ", "scaling state: differ", "also"),
             rows,
         )
 
 
 Row = tuple[str, str, str, str, str]
-#: Categories that count apart: they are most of all values, and say least each.
+#: Categories that are counted separately: they have most of the values.
 SCALING = ("amax histories", "scales", "caches", "versions")
 
 
@@ -300,8 +300,8 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     yield (
         f"**A complete step** over PP ranks, with messages and the optimizer's update, in ms "
         f"({names}; {machines}). In brackets: native's time over this time. Native is torch's "
-        "Interleaved 1F1B. The bound is the critical path over the times of each stage's graphs "
-        f"alone. A bold figure misses its goal ({wanted}).{said}"
+        "Interleaved 1F1B. The bound is the critical path of the schedule with the times of each "
+        f"stage's graphs alone. A bold figure misses its goal ({wanted}).{said}"
     )
     sides = ((f"PP={pp}: native", "replays", "one launch, over its bound") for pp in chosen)
     yield markdown(("cell", "schedule", *(name for three in sides for name in three)), rows)
@@ -451,5 +451,5 @@ def met() -> Iterator[str]:
     )
     yield (
         f"**Goals.** {sum(goal['met'] for goal in every)} of {len(every)} are met: {each}. Each "
-        "section below lists its misses, with what is known of the reason."
+        "section below lists its missed goals, with the known reasons."
     )

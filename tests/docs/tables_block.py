@@ -31,7 +31,7 @@ def _gigabytes(value: float | None, *, sign: bool = True) -> str:
 
 
 def _ranks(values: Sequence[Any] | None) -> str:
-    """One number where all ranks have it, otherwise each rank's."""
+    """One number if it is the same on all ranks, otherwise the number of each rank."""
     if values is None:
         return "-"
     said = [str(sum(v) if isinstance(v, list) else v) for v in values]
@@ -52,10 +52,10 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         parts.append(
             f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts of "
             f"all ranks; {machine(report)}). The language model has one layer per stage, embedding "
-            "and head over 32,768 tokens. A time is the slowest rank's, the median of the trials' "
-            "medians. Captured sides accumulate into one destination per matrix; the paper uses "
-            "one destination per microbatch, as `direct` does. The paper's numbers come from H800 "
-            f"PCIe (resources: RTX 5880), and its mapping from the language model."
+            "and head over 32,768 tokens. A time is that of the slowest rank, as the median of the "
+            "trials' medians. Captured sides accumulate into one destination per matrix; the paper "
+            "uses one destination per microbatch, as `direct` does. The paper's numbers come from "
+            "H800 PCIe GPUs (resources: RTX 5880); its mapping figures are for the language model."
             f"{remark(name, report)}"
         )
         for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, goals):
@@ -181,8 +181,8 @@ def _bits(derived: Row) -> list[str]:
     different = sum(row["different"] for row in compared)
     return [
         f"After six steps {different} of {values} tensors (parameters, AdamW, scales and "
-        "histories) differ. Compared were eager calls and replays with native, per-microbatch "
-        "destinations with copied gradients, and one launch with replays."
+        "histories) differ. The pairs: eager calls and replays with native; per-microbatch "
+        "destinations with copied gradients; one launch with replays."
     ]
 
 
@@ -270,7 +270,7 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             for error in derived["errors"]
         ]
         header = (
-            "cell", "schedule", "side", "ms (counted rounds)", "TFLOP/s a GPU", "of the FP8 peak",
+            "cell", "schedule", "side", "ms (counted rounds)", "TFLOP/s per GPU", "of the FP8 peak",
             "native / this", "idle", "peak GB", "differ",
         )  # fmt: skip
         parts += _table(header, rows)
@@ -278,17 +278,18 @@ def models(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
         parts.insert(
             0,
             "Decoders with RMSNorm, SwiGLU, rotary positions and grouped-query attention, two "
-            "stages a rank, a vocabulary of 128,256, microbatches of one sequence. Layers are FP8 "
-            "under delayed scaling; the head, gradients, weights and the optimizer's moments are "
-            "bf16. Layers are cut by the measured times of a layer, the embedding and the head. "
-            "TFLOP/s count the products of layers and head, and half of attention's (a token "
-            "attends to those before it), once forward and twice backward; what is computed again "
-            f"is not counted. The share is of {FP8_TFLOPS:,} TFLOP/s, the dense FP8 peak of an "
-            "H100 or H200, also for the bf16 head. *Native* is torch's Interleaved 1F1B over full "
-            "backwards. *Idle* is the part of a step that the kernels and copies of the busiest "
-            "GPU do not cover; kernels of messages do not count, and kernels that overlap count "
-            "twice. *Differ* compares weights, moments and scales after three steps with native's, "
-            "under native's schedule only: the others move scales in another order.",
+            "stages per rank, a vocabulary of 128,256, microbatches of one sequence. Layers are "
+            "FP8 under delayed scaling; the head, gradients, weights and the optimizer's moments "
+            "are bf16. Layers are cut by the measured times of a layer, the embedding and the "
+            "head. TFLOP/s count the matrix products of layers and head, and half of the products "
+            "of attention (a token attends to earlier tokens only), once forward and twice "
+            f"backward; recomputation is not counted. The FP8 peak is {FP8_TFLOPS:,} TFLOP/s, the "
+            "dense peak of an H100 or H200; it is used for the bf16 head too. *Native* is torch's "
+            "Interleaved 1F1B over full backwards. *Idle* is the part of a step that the kernels "
+            "and copies of the busiest GPU do not cover; kernels of messages do not count, and "
+            "kernels that overlap count twice. *Differ* compares weights, moments and scales after "
+            "three steps with native's, under native's schedule only: other schedules move scales "
+            "in another order.",
         )
     return parts
 

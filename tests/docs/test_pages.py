@@ -163,7 +163,7 @@ def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
         [("layers", 8, "1f1b", "one launch")]
         + [("layers", 8, "izb", side) for side in ("replays", "one launch")],
     ]
-    assert "the second one over two ranks lacks 32 microbatches" in said
+    assert "the second start over two ranks lacks 32 microbatches" in said
     assert "for layers alone, one launch under 1f1b and all of izb" in said
 
 

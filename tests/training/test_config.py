@@ -84,7 +84,11 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ("[model]", "[modle]", "did you mean model?"),
         ("layers = 2", "layres = 2", "did you mean layers?"),
         ("[model]", "steps = 5\n[model]", "run.toml: steps: expected fields below the name of a"),
-        ("[model]", "steps = 5\n[model]", "found steps before the first one; move it below [run]"),
+        (
+            "[model]",
+            "steps = 5\n[model]",
+            "found steps before the first table; move it below [run]",
+        ),
         ("[model]", "model = 5\n[modle]", "unknown table [modle]"),
         ("[model]", "[[model]]", "model: expected a table, found [{"),
         ("layers = 2", "layers = true", "at least 1, found true"),
@@ -113,9 +117,13 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         (
             "batch = 2",
             "batch = 2\nembedding_cost = 0.5",
-            "costs are for cut = 'balanced', found cu",
+            "embedding_cost: expected cut = 'balanced' beside it, found cut = 'even'",
         ),
-        ("batch = 2", "batch = 2\nhead_cost = 1.0\ncut = [2]", "found cut = [2]; leave it out, or"),
+        (
+            "batch = 2",
+            "batch = 2\nhead_cost = 1.0\ncut = [2]",
+            "found cut = [2]; leave head_cost out",
+        ),
         ("batch = 2", "batch = 2\npp = 2", "torchrun --nproc-per-node 2"),
         ("batch = 2", "batch = 2\nvpp = 3", "[parallel] "),
         ("history = 4", "history = 0", "[model] history: expected a whole number"),

@@ -190,6 +190,6 @@ def test_digests_without_a_log_are_refused(
     path.write_text(CONFIG + GUARD)
     assert main(["runtime", "train", str(path)]) == 2
     assert (
-        "[guard] digests: digests are written to [run] log, which is not set"
+        "[guard] digests: expected [run] log, to which digests are written, found none"
         in capsys.readouterr().err
     )

@@ -414,7 +414,11 @@ def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
     ("new", "options", "told"),
     [
         ("one_launch = true\ncaptured = false", [], "[parallel] one_launch: expected captured = t"),
-        ('mode = "replays"\ncaptured = true', [], "[parallel] captured: mode says how a step runs"),
+        (
+            'mode = "replays"\ncaptured = true',
+            [],
+            "[parallel] captured: expected mode alone, found captured",
+        ),
         (
             'mode = "one launch"',
             ["--compare", "all"],
