@@ -1,16 +1,16 @@
-# Two commands do everything on a fresh machine: `make check` and `make test`.
+# `make check` and `make test` also make the environment, so they run on a fresh machine.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-# Bytecode is kept in the tree: without it each process of the suite compiles what it imports.
+# Keep bytecode in the tree; otherwise each process of the suite compiles the modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: check test slow nightly deepspeed megatron torchtitan lint types bench clean
 
-# The main job, what takes seconds first. Processor time on one core: fixtures, faults and failures
-# two seconds together, ranks 40 seconds; random schedules, exploration and proofs take the rest of
-# about six minutes.
+# The main checks, the fast ones first. Processor time on one core, about six minutes in all: fixtures,
+# faults and failures take two seconds together, ranks 40 seconds, and random schedules, exploration
+# and proofs the rest.
 check: $(VENV)/.verify
 	$(BIN)/qeffect check --fixtures
 	$(BIN)/qeffect faults
@@ -20,28 +20,28 @@ check: $(VENV)/.verify
 	$(BIN)/qeffect explore
 	$(BIN)/qeffect prove
 
-# The test suite on the CPU, but for what takes minutes. HYPOTHESIS_PROFILE=ci runs more examples and
-# more rows of each matrix; the default is dev. Workers take neighbouring tests and steal what is
-# left at the end, so that a module's costly fixture is made once or twice, not everywhere. Tests
-# wait for processes for a third of their time: three workers for two cores.
+# The test suite on the CPU, without the tests that take minutes. HYPOTHESIS_PROFILE=ci runs more
+# examples and more rows of each test matrix than the default, dev. Each worker gets neighbouring tests,
+# and an idle worker takes over tests of others, so a module's costly fixture is made by one or two
+# workers, not by all. Tests wait for processes a third of their time, so two cores get three workers.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(max(2, (os.cpu_count() or 1) * 3 // 2))')
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# `make slow RECORD=tests/records/NAME.json` keeps a dated record, likewise `make nightly`. With
-# RESUME=1 it resumes the run of that record, if a time limit cut that run off.
+# `make slow RECORD=tests/records/NAME.json` writes a dated record of the run; likewise `make nightly`.
+# With RESUME=1 it resumes the run of that record, if a time limit cut that run off.
 RECORDED = $(if $(RECORD),--record $(RECORD)) $(if $(RESUME),--resume)
 
-# What takes minutes: every proof, every mutant, every deleted guard, prove from the wheel.
+# Tests that take minutes each: every proof, mutant and deleted guard, and the proofs from the wheel.
 slow: $(VENV)/.test
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow -n auto --dist loadgroup $(RECORDED)
 
-# What takes longest: the rest of every matrix. `test` has rows that hold each part of it.
+# The longest tests: the remaining rows of every test matrix. `make test` runs some rows for each part.
 nightly: $(VENV)/.test
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly -n auto $(RECORDED)
 
-# The guard of DeepSpeed's engine over the real package, on CPUs. The package is in a folder of its
-# own, so that the ordinary suite stays without it.
+# Tests of the guard for DeepSpeed's engine with the real package, on CPUs. The package has a folder of
+# its own, so that the ordinary suite does not find it.
 deepspeed: $(VENV)/.deepspeed
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m deepspeed tests/deepspeed $(RECORDED)
 
@@ -51,8 +51,8 @@ $(VENV)/.deepspeed: $(VENV)/.test tests/deepspeed/requirements.txt
 	  --target $(VENV)/deepspeed -r tests/deepspeed/requirements.txt
 	touch $@
 
-# The guard of Megatron-core's loops over the real package, on CPUs: each release has a folder of its
-# own. The wheels are those of Python 3.12; their code runs on 3.11 too.
+# Tests of the guard for Megatron-core's loops with the real package, on CPUs. Each release has a folder
+# of its own. The wheels are built for Python 3.12; their code also runs on 3.11.
 megatron: $(VENV)/.megatron
 	MEGATRON_RELEASES=$(CURDIR)/$(VENV)/megatron $(BIN)/python -m pytest -m megatron tests/megatron $(RECORDED)
 
@@ -66,8 +66,9 @@ $(VENV)/.megatron: $(VENV)/.test tests/megatron/requirements.txt
 	done
 	touch $@
 
-# The guard of TorchTitan's pipeline over the real trainer, and that of torch's pipeline over the
-# torch that TorchTitan needs, on CPUs. Both are in an environment of their own: 6 GB on disk.
+# Tests of the guard for TorchTitan's pipeline with the real trainer, and of the guard for torch's
+# pipeline with the torch that TorchTitan needs, on CPUs. They have an environment of their own: 6 GB on
+# disk.
 TITAN := $(VENV)/torchtitan
 torchtitan: $(VENV)/.torchtitan
 	$(TITAN)/bin/python -m pytest -m torchtitan tests/torchtitan $(RECORDED)

@@ -1,11 +1,12 @@
 """
-What pyproject.toml cannot say: the version comes from git, and a source distribution keeps links.
+Build steps beyond pyproject.toml: the version comes from git, and source distributions keep links.
 
-A tagged commit has its tag's version. Any other commit has the next release's, a count of commits
-and the commit itself, `0.1.0.dev12+g0123...`, with `.changes` if tracked files differ from it.
+A tagged commit has its tag's version. Any other commit has the version of the next release, a count
+of commits and the commit id: `0.1.0.dev12+g0123...`. If tracked files differ from the commit,
+`.changes` is added.
 
-Setuptools puts a linked folder's files into the archive twice, under the link and beside it. The
-suite, the linters and an editable install want the tree as it is.
+Setuptools would put the files of a linked folder into the archive twice, under the link and beside
+it. The test suite, the linters and an editable install need the links.
 """
 
 from __future__ import annotations
