@@ -46,7 +46,7 @@ class Scope:
         domains: State domain of each stage; all share domain 0 by default.
         callers: Streams that call into the graph streams; each has a link to every domain.
         epochs: Number of epochs whose keys are presented; the weight epoch reaches this number.
-        walks: Walks of an epoch; with one, the default, `next_walk` does not take part.
+        walks: Walks of an epoch; with the default of one, `next_walk` does not take part.
         skips: Walks may leave cells out; by default `skip` does not take part.
         generation_max: The last generation that a slot may reach.
         omit: Relations left out.
@@ -54,15 +54,18 @@ class Scope:
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
-        receives: What every tape waits for: bits of IN_BIT | BACK_BIT | COPY_BIT.
+        receives: Messages or copies that every tape waits for: bits of IN_BIT | BACK_BIT |
+            COPY_BIT.
         reduces: Stages reduce their gradients, each in one bucket.
-        buckets: The two stages that write each bucket, the same twice where there is one; by
-            default as ``reduces`` says.
-        ordered: The order of reductions is declared: that of the buckets.
+        buckets: The two stages that write each bucket; a single writer is given twice. By default
+            as ``reduces`` says.
+        ordered: The order of reductions is declared as the order of the buckets.
         reports: Backends report fills and scaling updates; checks run with their commits, except
             without version.
-        tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
-        draws: F of every stage reports where it began to draw, and dI where its recomputation did.
+        tape_scales: Scales that dI of every stage reads: ``carried``, ``live``, or empty for
+            undeclared.
+        draws: F of every stage reports where it began to draw random numbers, and dI where its
+            recomputation began.
         weights: dI of every stage reports the weight of its gradient: one over the stage's number
             of cells.
         epoch_scales: Scales of every domain move once an epoch; by default they move with F and
@@ -72,9 +75,9 @@ class Scope:
         tied: The first two stages, which accumulate, share one more buffer.
         shared_pool: The slots of a domain share one capture-memory pool.
         declared: F of every cell in order, then dI of every cell, is declared for each domain.
-        fresh_keys: The epoch of every presented key is one its cell has not been forwarded in,
-            so that keys never run out. Only where neither the weight epoch nor a repeated
-            forward is asked about.
+        fresh_keys: Every presented key has an epoch without a forward of its cell, so that keys
+            never run out. Only for scopes where no guard checks the weight epoch or a repeated
+            forward.
         wrong_arguments: Present each move also with one argument wrong.
 
     Raises:
@@ -118,7 +121,7 @@ class Scope:
                 f"scope {self.name}: {stages} stages have slots, so give {stages} cells and domains"
             )
         if set(self.domains) != set(range(len(set(self.domains)))):
-            raise ValueError(f"scope {self.name}: domains must be numbered from 0")
+            raise ValueError(f"scope {self.name}: domains must be numbered from 0 without gaps")
         for given, known in ((self.omit, OPTIONAL), (self.only, TRANSITIONS)):
             unknown = sorted(set(given) - set(known))
             if unknown:
@@ -127,21 +130,26 @@ class Scope:
             raise ValueError(f"scope {self.name}: the stages of a bucket must be 0 to {stages - 1}")
         if self.tied and (not self.accumulate or self.domain_of[:2] not in ((0, 0), (1, 1))):
             raise ValueError(
-                f"scope {self.name}: destinations can be shared by two stages of one "
-                "domain, and accumulate"
+                f"scope {self.name}: a tied destination needs accumulation, and the first two "
+                "stages in the same domain"
             )
         if self.readers & ~(OUT_BIT | GRAD_BIT):
-            raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
+            raise ValueError(f"scope {self.name}: readers must be bits of OUT_BIT | GRAD_BIT")
         if self.feeds and len(set(self.cells)) > 1:
-            raise ValueError(f"scope {self.name}: stages that feed each other have equal cells")
+            raise ValueError(
+                f"scope {self.name}: stages that feed each other must have equally many cells"
+            )
         if self.receives & ~(IN_BIT | BACK_BIT | COPY_BIT):
             raise ValueError(
-                f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
+                f"scope {self.name}: receives must be bits of IN_BIT | BACK_BIT | COPY_BIT"
             )
         told = self.tape_scales == "carried" or self.draws or self.weights
         fills = self.reports and "version" not in self.omit
         if (told or fills) and self.tickets:
-            raise ValueError(f"scope {self.name}: evidence needs its check in the same step")
+            raise ValueError(
+                f"scope {self.name}: with tickets, backends cannot report (fills, "
+                "draws, weights or carried scales)"
+            )
         if self.tape_scales not in ("", "carried", "live"):
             raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
@@ -153,8 +161,8 @@ class Scope:
         Names of the transitions that take part.
 
         A composition without version has no cache and refuses the cache's transitions in every
-        state, so that these are not explored. Nor is `next_walk` in a scope of one walk, `skip` in
-        a scope whose walks are whole, or `move_scales` where scales move with F and dI.
+        state, so these are not explored. Neither is `next_walk` in a scope with one walk, `skip` in
+        a scope without skips, nor `move_scales` in a scope whose scales move with F and dI.
         """
         chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
         absent = _CACHE if "version" in self.omit else frozenset()
@@ -168,7 +176,7 @@ class Scope:
 
     @property
     def off(self) -> frozenset[str]:
-        """Configured flags of evidence, and bits of edges between stages, that are set nowhere."""
+        """Flags of evidence and bits of edges between stages that no stage of the scope sets."""
         flags = {
             "SOURCE_BIT": self.feeds,
             "TARGET_BIT": self.feeds,
@@ -195,7 +203,7 @@ class Scope:
 
 
 def sizes(scope: Scope) -> dict[str, int]:
-    """Return how many slots, cells, stages and so on a scope has."""
+    """Return the number of members of each index sort of the scope."""
     slots, cells, domains = sum(scope.slots), sum(scope.cells), len(set(scope.domain_of))
     return {
         "one": 1,
@@ -221,9 +229,9 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
     Return every configured column, as ``qeffect.process_layout.lay_out`` fills them, but over
     dense cells.
 
-    Two more columns place a cell: ``stage_of`` has its stage, which a key of the contract names
-    itself. Destinations and matrices are opaque numbers. Capture ranks count within a slot's own
-    pool, so that slots differ in nothing.
+    The column ``stage_of`` has the stage of each cell, which a real key names itself. Destinations
+    and matrices are opaque numbers. Capture ranks count within a slot's own pool, so that all slots
+    are alike.
     """
     n, stages = sizes(scope), len(scope.slots)
     each = scope.cells[0] if scope.feeds else n["cell"]  # cells from one stage to the next
