@@ -24,7 +24,7 @@ ACTIONS = {"F": "forward", "dI": "dgrad", "dW": "wgrad"}
 
 def measure(progress: Callable[[str], None]) -> dict[str, Any]:
     """
-    Measure every reading but the concrete one.
+    Measure every reading except the concrete reading.
 
     Returns:
         Rates per second. ``accepted`` counts moves that led to a state; ``attempted`` also counts

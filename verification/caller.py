@@ -1,5 +1,5 @@
 """
-The caller of one process: it makes calls one by one, or all the calls that an action needs.
+The caller of one process: it makes single calls, or all calls that an action needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ProcessCaller"]
 
 class ProcessCaller(Caller):
     """
-    The kernel's orderly caller over a process, which also makes single calls and restarts.
+    The kernel's caller in the right order over a process; it also makes single calls and restarts.
 
     Args:
         process: The process.
@@ -47,7 +47,7 @@ class ProcessCaller(Caller):
         return result
 
     def fail(self, action: Any) -> None:
-        """Let the physical work of a guarded action raise; the contract aborts the action."""
+        """Raise inside a guarded action; the contract aborts the action."""
         try:
             with action:
                 raise RuntimeError("replay failed")

@@ -1,5 +1,5 @@
 """
-Calls of a contract as values: by the name of the public method, or as a composed transition.
+Calls of a contract as values: calls of public methods and of composed transitions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Call:
     One call of the contract's public API.
 
     Args:
-        transition: The transition that the call asks for, or ``purge``.
+        transition: The transition that the call runs, or ``purge``.
         arguments: Its arguments by name.
     """
 

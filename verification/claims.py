@@ -1,5 +1,6 @@
 """
-Claims: the predicates that a composition claims of a memory, their instances, and those that fail.
+Claims: the predicates that must hold of a memory in a composition, their instances, and the failing
+instances.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from qeffect.stage_config import StageConfig
 
 __all__ = ["MANDATORY", "Members", "failing", "instances", "members_of", "seen", "speaks_of"]
 
-#: Relations that every composition has.
+#: Relations that are in every composition.
 MANDATORY: Final = frozenset(RELATIONS) - OPTIONAL
 
 #: The members of each index sort.
@@ -24,12 +25,12 @@ Members = Mapping[str, Sequence[Any]]
 
 
 def speaks_of(predicate: Predicate, relations: frozenset[str]) -> bool:
-    """Whether a predicate is claimed, or assumed, for a choice of optional relations."""
+    """Whether a predicate applies to a choice of optional relations."""
     return predicate.needs <= relations | MANDATORY and predicate.without not in relations
 
 
 def instances(predicate: Predicate, members: Members) -> Iterator[tuple[Any, ...]]:
-    """Yield every choice of a predicate's variables, in their order."""
+    """Yield every choice of values for a predicate's variables, in order."""
     return product(*(members[sort] for sort in predicate.variables.values()))
 
 
@@ -40,7 +41,7 @@ def failing(
     Yield the name of each predicate that does not hold, with the first values of its variables.
 
     Args:
-        predicates: What should hold.
+        predicates: The predicates that should hold.
         members: The members of each index sort.
         subjects: The arguments of the predicates: the memory, and for some the history and the
             transition's arguments.
@@ -97,7 +98,7 @@ class _Column:
 
 
 class _Stages:
-    """The column ``stage_of``: a cell's first part."""
+    """The column ``stage_of``: the first part of each cell."""
 
     def __getitem__(self, cell: Any) -> int:
         return int(cell[0]) if cell else 0

@@ -1,5 +1,5 @@
 """
-The columns that a predicate reads. A predicate never branches, so one evaluation reads them all.
+The columns that a predicate reads. A predicate never branches, so one evaluation reads all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class ColumnReads:
     A memory that records the columns that are read.
 
     Args:
-        memory: Where the columns are.
+        memory: The memory with the columns.
 
     >>> from types import SimpleNamespace
     >>> watched = ColumnReads(SimpleNamespace(consumers={0: 3}, held={0: 0}))

@@ -27,15 +27,15 @@ __all__ = [
     "random_schedules",
 ]
 
-#: Names of the explorer's scopes, which are made only once one is explored.
+#: Names of the explorer's scopes; a scope is built only when it is explored.
 SCOPES = tuple(SCOPE_STATES)
 #: The largest pool that is explored: all its states are kept in memory.
 MOST_STATES, MOST_KEYS = 20_000_000, 64
-#: The most random schedules of one run; a million take days.
+#: Maximum number of random schedules per run; a million take days.
 MOST_RANDOM = 1_000_000
-#: Transitions in a row of the bounded proof; more take minutes each.
+#: Maximum length of the bounded proofs, in transitions; each further transition takes minutes.
 DEPTH = 8
-#: Random schedules that met everything with every seed that was tried.
+#: Number of random schedules that exercised everything with each seed tried.
 _ENOUGH = 1_000
 _NAMED = 5
 
@@ -52,20 +52,23 @@ class Explore:
             "--slots",
             type=int,
             metavar="N",
-            help="slots of the slot pool to explore (default 3); the pool may have at most "
+            help="explore a pool of N slots (default 3) instead of the standard scopes; at most "
             f"{MOST_STATES:,} states and {MOST_KEYS} keys",
         )
         parser.add_argument(
             "--keys",
             type=int,
             metavar="N",
-            help="keys of the slot pool (default: as many as slots)",
+            help="keys of the pool (default: as many as slots)",
         )
         parser.add_argument(
-            "--generations", type=int, metavar="N", help="generations per slot (default 3)"
+            "--generations",
+            type=int,
+            metavar="N",
+            help="generations of each slot of the pool, one tape each (default 3)",
         )
         parser.add_argument(
-            "--scope", metavar="NAME", help=f"the one scope to explore: {', '.join(SCOPES)}"
+            "--scope", metavar="NAME", help=f"explore only this scope, one of: {', '.join(SCOPES)}"
         )
         parser.add_argument(
             "--batch", action="store_true", help="no effect: every exploration is batched now"
@@ -117,9 +120,12 @@ class Explore:
         if violation:
             text.append(f"violated: {violation}")
         for name in missing:
-            text.append(f"never witnessed: {name}")
+            text.append(f"not reached in any scope: {name}")
         if len(chosen) > 1 and not missing:
-            text.append("every transition was accepted and every refusal clause witnessed.")
+            text.append(
+                "every transition was accepted and every clause refused a call in at "
+                "least one scope."
+            )
         verdict = "refused" if violation or missing else "accepted"
         return Outcome(verdict, {"scopes": rows, "unwitnessed": missing}, text)
 
@@ -127,7 +133,7 @@ class Explore:
 def _explored(
     explorer: Any, scopes: Sequence[Any], args: argparse.Namespace, progress: Progress
 ) -> Iterator[Any]:
-    """Yield a report for each scope, and note the first violation at once."""
+    """Yield a report for each scope; print the first violation as soon as it is found."""
     count = Countdown("scopes", len(scopes))
     violated = False
     for number, scope in enumerate(scopes):
@@ -145,7 +151,7 @@ def _explored(
 
 
 def _states(scope: Any, symmetry: bool) -> int:
-    """How many states a scope has, or UNKNOWN."""
+    """Return the number of states of a scope, or UNKNOWN."""
     if scope.name.startswith("pool-"):
         (slots,), (keys,) = scope.slots, scope.cells
         return pool_states(slots, keys, scope.generation_max, symmetry=symmetry)
@@ -153,21 +159,21 @@ def _states(scope: Any, symmetry: bool) -> int:
 
 
 def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
-    """Refuse a pool without slots, keys or generations, and one that no machine would finish."""
+    """Refuse a pool without slots, keys or generations, or one too large to explore."""
     for option, count in (("slots", slots), ("keys", keys), ("generations", generations)):
         if count < 1:
             raise UnusableError(f"--{option} must be at least 1, not {count}")
     pool = f"a pool of {slots} slots, {keys} keys and {generations} generations"
     if keys > MOST_KEYS:
         raise UnusableError(f"{pool} has more than {MOST_KEYS} keys; ask for fewer")
-    # The free states alone are 2**slots and more, or C(slots + generations, slots) orbits: what
-    # has too many of them is refused uncounted, since counting would not end either.
+    # The free states alone are 2**slots and more, or C(slots + generations, slots) orbits. A pool
+    # with too many of these is refused without counting, which would not end.
     most_slots = MOST_STATES if symmetry else MOST_KEYS
     absurd = generations > MOST_STATES or slots > most_slots or min(slots, generations) > MOST_KEYS
     if absurd or pool_states(slots, keys, generations, symmetry=symmetry) > MOST_STATES:
         raise UnusableError(
             f"{pool} has more than {MOST_STATES:,} states; ask for fewer"
-            + ("" if symmetry else ", or for --symmetry")
+            + ("" if symmetry else ", or use --symmetry")
         )
 
 
@@ -175,7 +181,7 @@ class Prove:
     """Prove the guards."""
 
     name = "prove"
-    help = "prove the invariants over every path of every transition"
+    help = "prove that no call of the contract breaks an invariant, on any path through its code"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -196,7 +202,7 @@ class Prove:
         parser.add_argument(
             "--only",
             metavar="TEXT",
-            help="no proofs: run only the mutants of lines that contain this text, and print each "
+            help="run no proofs, only the mutants of lines that contain TEXT; print each "
             "counterexample as a program",
         )
         parser.add_argument(
@@ -205,7 +211,7 @@ class Prove:
             metavar="DIR",
             help="folder for the counterexamples, one program each",
         )
-        parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
+        parser.add_argument("--out", type=Path, metavar="F", help="file for the JSON report")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""
@@ -222,7 +228,7 @@ class Prove:
         if not 1 <= args.depth <= DEPTH:
             raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
         require_place(args.out)
-        environment(out=args.out)  # refuses now what the report would refuse after the proofs
+        environment(out=args.out)  # refuses now instead of after the proofs
         prove = needs("verify", _prove)
         if args.only is not None:
             if not needs("verify", _mutants).sites_with(args.only):
@@ -245,17 +251,20 @@ class Prove:
         lines = [
             f"{data['questions']:,} distinct questions to the solver, {data['unknown']} unknown, "
             f"in {data['seconds']:.1f} s",
-            f"they settle {data['unsat']} of {len(data['obligations'])} obligations: "
-            f"{data['implied']:,} follow from one already proved, {data['same_term']:,} compare "
-            "a term with itself",
+            f"{data['unsat']} of {len(data['obligations'])} obligations are proved: "
+            f"{data['implied']:,} of these follow from another proof, {data['same_term']:,} "
+            "compare a term with itself",
             f"{len(data['witnesses'])} paths through the transitions: {taken} are taken from some "
-            f"state, {data['covered']} are proved to be covered by an earlier guard",
+            f"state, {data['covered']} are proved unreachable",
         ]
         kept = [name for name, proved in data["paper"].items() if proved]
         lines.append(
             f"{len(kept)} of the paper's {len(data['paper'])} invariants proved: {', '.join(kept)}"
         )
-        lines += [f"bounded, {b['path']}: {b['verdict']}" for b in data["bounded"]]
+        lines += [
+            f"bounded proof: {b['path']}: {'proved' if b['verdict'] == 'unsat' else b['verdict']}"
+            for b in data["bounded"]
+        ]
         lines += [agreement.text for agreement in report.agreements]
         lines += [obligation.text for obligation in report.open]
         good = not data["open"]
@@ -273,7 +282,7 @@ class Prove:
 
 
 def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Run the mutants; return their part of the report, and what to print."""
+    """Run the mutants; return their part of the report and the lines to print."""
     mutants = _mutants()
     report = mutants.run(progress, args.only, note=progress.note)
     found = report.asdict()
@@ -311,7 +320,7 @@ def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def _summary(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report without its ten thousand rows: counts by kind, and the slowest ten."""
+    """Return a report with counts and the slowest ten rows instead of all its rows."""
     rows = data["obligations"]
     slowest = sorted(rows, key=lambda row: -row["seconds"])[:10]
     return {
@@ -344,7 +353,7 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
         f"{counted(data['schedules'], 'random schedule')}, {data['actions']:,} actions at "
         f"{data['actions_per_second']:,.0f}/s"
     )
-    good = "every legal one accepted, every illegal one refused with nothing changed."
+    good = "every legal call was accepted, every illegal call was refused and changed nothing."
     if data["failure"]:
         reason, lines = "violation", [str(data["failure"])]
     elif missing:
@@ -355,7 +364,7 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
         )
         lines = [
             few,
-            f"{ran}: of what was exercised, {good}",
+            f"{ran}: among these, {good}",
             "--json lists everything that was never exercised",
         ]
         return Outcome("unusable", {"error": few, "reason": "too few schedules", **data}, lines)

@@ -1,6 +1,6 @@
 """
 The specification over plain memory: the contract's columns, the history beside them, and the
-predicates that hold of both.
+predicates over both.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["ConcreteRun", "Focus"]
 @frozen
 class Focus:
     """
-    The arbitrary members that the history follows.
+    The members that the history follows; each may be chosen freely.
 
     Args:
-        slot, link, stage: The arbitrary ones.
-        ref: The arbitrary reference.
-        ticket: The arbitrary ticket.
-        number: The arbitrary position of the random generator.
+        slot, link, stage: The followed slot, link and stage.
+        ref: The followed reference.
+        ticket: The followed ticket.
+        number: The followed position of the random generator.
     """
 
     slot: int = 0
@@ -66,7 +66,7 @@ class Focus:
 
 
 class _Total(dict[Any, Any]):
-    """A column of the history; an index outside reads 0, an unspecified value."""
+    """A column of the history. Its value at an index outside is unspecified, and reads 0."""
 
     def __missing__(self, index: Any) -> int:
         return 0
@@ -79,8 +79,8 @@ class ConcreteRun:
 
     Args:
         process: The process.
-        focus: The arbitrary members that the history follows.
-        relations: Relations that take part; predicates that need another do not apply.
+        focus: The members that the history follows; each may be chosen freely.
+        relations: Relations that take part; predicates that need other relations do not apply.
     """
 
     process: Process
@@ -136,7 +136,7 @@ class ConcreteRun:
         Run a transition and, if it is accepted, advance the history.
 
         Raises:
-            Refused: As the transition.
+            Refused: The transition refused.
         """
         returned = function(self.st, *arguments)
         advance(name, self._seen, self.h, arguments, returned)
@@ -173,7 +173,7 @@ class ConcreteRun:
         yield from self._broken("step", steps, self._seen, self.h, given)
 
     def trusted(self, transition: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether the arguments satisfy what the contract assumes of its caller."""
+        """Whether the arguments satisfy the assumptions of the contract about its caller."""
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
         assumed = (p for p in ASSUMED if transition in p.transitions)
         return not list(self._broken("assumed", assumed, self._seen, self.h, given))

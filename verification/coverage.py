@@ -1,9 +1,9 @@
 """
-The refusals that every search of the contract must reach: those that the specification promises.
+The refusals that the specification promises, and that every search of the contract must reach.
 
 The random machine, the explorer and the proofs take their targets from the specification's clauses
-and the transitions that each clause names, never from the source of the contract. A kernel from
-which a guard was deleted must fail to refuse; its target must not disappear. `COVERED` lists the
+and the transitions that each clause names, never from the source of the contract. If a guard is
+deleted from the kernel, its target must remain and be missed, not disappear. `COVERED` lists the
 few refusals that no state can reach because an earlier guard of the same transition always refuses
 first. The proofs check each entry.
 """
@@ -37,12 +37,12 @@ Target = tuple[str, str]
 @frozen
 class Covered:
     """
-    A refusal that an earlier guard of the same transition always precedes.
+    A refusal that is never reached because an earlier guard of the transition refuses first.
 
     Args:
         transition: The transition.
-        clause: The clause that it cannot be refused by.
-        condition: The states in which it holds: empty for every state, else a name from
+        clause: The clause that never refuses the transition.
+        condition: The states to which this applies: empty for all states, else a name from
             `qeffect.verification.proofs.witnesses.CONDITIONS`.
         why: Why no state reaches the refusal, and why the guard stays.
     """
@@ -53,7 +53,7 @@ class Covered:
     why: str
 
 
-_RESERVED = "the slot was reserved for this key, and the reservation was asked the same"
+_RESERVED = "the reservation of the slot for this key passed the same guard"
 
 #: Refusals of the full composition that no state meets, by clause and condition.
 COVERED: Final[tuple[Covered, ...]] = (
@@ -65,14 +65,14 @@ COVERED: Final[tuple[Covered, ...]] = (
         "check_refresh",
         "epoch.in-flight",
         "",
-        "every F ran before an update; needed where order, which counts those, is left out",
+        "every F runs before an update; needed without the relation order, which counts F",
     ),
     Covered(
         "check_evaluation",
         "epoch.in-flight",
         "evaluation under way",
-        "an evaluation keeps its domain busy; needed where order, which refuses a busy domain, is "
-        "left out",
+        "an evaluation keeps its domain busy; needed without the relation order, which refuses a "
+        "busy domain",
     ),
 )
 
@@ -93,18 +93,22 @@ class Untaken:
     why: str
 
 
-_FREE = "an action in flight keeps its tape"
-_TWICE = "two tests of one guard contradict each other on the way"
+_FREE = "a slot with an action in flight keeps its tape, so it is not free"
+_TWICE = "two tests of one guard on this path contradict each other"
 
 #: Paths through the transitions of the full composition that no state takes.
 UNTAKEN: Final[tuple[Untaken, ...]] = (
-    Untaken("check_forward", "received in a free slot", "a message arrives in a reserved slot"),
+    Untaken(
+        "check_forward",
+        "received in a free slot",
+        "a message arrives only in a reserved slot, never in a free slot",
+    ),
     Untaken("finish_read", "free slot in flight", _FREE),
     Untaken("finish_receive", "free slot in flight", _FREE),
     Untaken(
         "finish_read",
         "last reader of others",
-        "a message that is still under way belongs to a consumer that is still to come",
+        "a message under way belongs to a consumer that has not run yet",
     ),
     Untaken("finish_read", "contradiction", _TWICE),
     Untaken(
@@ -115,7 +119,7 @@ UNTAKEN: Final[tuple[Untaken, ...]] = (
     Untaken(
         "invalidate",
         "first F after the last dI",
-        "a stage whose first F is in flight has every dI to come",
+        "while the first F of a stage is in flight, none of its dI has run",
     ),
 )
 
@@ -125,7 +129,7 @@ TRANSITION_NAMES: Final[tuple[str, ...]] = tuple(transition.name for transition 
 _NEVER_MET = frozenset((c.transition, c.clause) for c in COVERED if not c.condition)
 
 #: Every refusal that a caller can receive, in the normative order of the clauses. Refusals that
-#: need a device's counts are left to their own tests.
+#: need a device's counts have separate tests.
 TARGETS: Final[tuple[Target, ...]] = tuple(
     (name, clause.id)
     for clause in CLAUSES.values()
@@ -135,7 +139,7 @@ TARGETS: Final[tuple[Target, ...]] = tuple(
     and clause.id not in DEVICE
 )
 
-#: The targets whose guards are in the transitions: a reading without the interface reaches them
+#: The targets whose guards are in the transitions; readings without the public interface reach them
 #: too.
 GUARDS: Final[tuple[Target, ...]] = tuple(
     target for target in TARGETS if target[1] not in INTERFACE
@@ -147,7 +151,7 @@ CLAUSE_IDS: Final[tuple[str, ...]] = tuple(dict.fromkeys(clause for _, clause in
 
 def refusal_name(transitions: tuple[str, ...], clause: str) -> str:
     """
-    Name a refusal by the transition that owes it and by its clause.
+    Name a refusal by the transition that must refuse and by the clause.
 
     Args:
         transitions: Transitions that ran one after another, one of which refused.

@@ -1,11 +1,12 @@
 """
-``python -m qeffect.verification.kept``: what keeps each clause, written beside the specification.
+``python -m qeffect.verification.kept``: record which promises need each clause, and where each
+clause is raised and shown.
 
-A clause states what is refused, a promise what users may rely on; their names differ. For each
-guard this module finds the promises that fail without the guard, from some state that keeps every
-invariant, in a finite scope (``--prove``, minutes). For each clause it finds the functions that
-raise the clause, and the rejected log, the injected faults, the re-enacted failures and the tests
-that name it. ``qeffect.spec`` renders ``kept.json`` in the contract and imports nothing from here.
+A clause states what is refused; a promise states what users may rely on. With ``--prove`` (minutes)
+this module finds, for each guard, the promises that fail without it, from a state of a finite scope
+that satisfies every invariant. For each clause it finds the functions that raise the clause, and
+the rejected log, injected faults, re-enacted failures and tests that name it. ``qeffect.spec``
+renders ``kept.json`` in the contract and imports nothing from here.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ __all__ = ["FILE", "PROMISES", "guard_sites", "main", "places", "predicates_with
 
 _KERNEL: Final = Path(qeffect.__file__).parent
 _SPEC: Final = Path(spec.__file__).parent.resolve()
-#: The file that is written.
+#: The file to write.
 FILE: Final = _SPEC / "kept.json"
 _TESTS: Final = _SPEC.parent / "tests"
 _RUNTIME: Final = _SPEC.parent / "gpu_runtime"
 _PROOFS: Final = Path(__file__).parent / "reports" / "proofs.json"
 
-#: What may be the name of a clause within a message.
+#: A possible name of a clause within a message.
 _CLAUSE: Final = re.compile(r"[a-z]+\.[a-z]+(?:-[a-z]+)*")
 
 #: Names of all promises of the specification; any other predicate is a lemma of the proofs.
@@ -50,7 +51,7 @@ PROMISES: Final = frozenset(
     p.name for register in (MEMORY, WORLD, STEPS, CHANGES) for p in register
 )
 
-#: Parts of the kernel that name a clause without raising it, or are generated from those that do.
+#: Parts of the kernel that name clauses without raising them, or that are generated.
 _TELLING: Final = frozenset(
     {
         "cli",
@@ -73,7 +74,7 @@ def guard_sites() -> tuple[Site, ...]:
 
 def predicates_without(guards: Sequence[Site]) -> Iterator[tuple[str, ...]]:
     """
-    Yield for each guard the predicates that its transition breaks without the guard; sorted.
+    Yield for each guard the sorted predicates that its transition breaks without the guard.
 
     Args:
         guards: Guards of the full composition; one is deleted at a time.
@@ -94,8 +95,8 @@ def rows(guards: Sequence[Site], found: Iterable[Sequence[str]]) -> list[dict[st
         found: For each guard, the predicates that fail without it, from `predicates_without`.
 
     Returns:
-        A row per guard with the promises that fail; else the lemmas; else the verdict on the
-        guard's mutant in the report of the proofs.
+        A row per guard with the promises that fail. If none fails, it has the lemmas that fail; if
+        none of these either, the verdict on the guard's mutant from the proofs' report.
     """
     proofs = json.loads(_PROOFS.read_text(encoding="utf-8"))
     verdicts = proofs["mutant_report"]["verdicts"]
@@ -164,7 +165,7 @@ def _raised() -> dict[str, list[str]]:
 
 
 def _raised_in_the_runtime() -> dict[str, list[str]]:
-    """The functions of the runtime that refuse by a clause themselves, but for the laboratory's."""
+    """The functions of the runtime, without its laboratory, that raise a clause themselves."""
     found: dict[str, list[str]] = {}
     for path in sorted(_RUNTIME.rglob("*.py")):
         where = path.relative_to(_RUNTIME)
@@ -176,7 +177,7 @@ def _raised_in_the_runtime() -> dict[str, list[str]]:
 
 
 def _tested() -> dict[str, list[str]]:
-    """The test modules that name a clause, alone or in a pattern of a message."""
+    """The test modules that name a clause, either alone or in a pattern for a message."""
     found: dict[str, list[str]] = {}
     for path in sorted(_TESTS.rglob("test_*.py")):
         for _, clause in _named(path, path.relative_to(_TESTS).parts[0] == "schedule", True):
@@ -186,12 +187,12 @@ def _tested() -> dict[str, list[str]]:
 
 def _named(path: Path, schedules: bool, patterns: bool = False) -> Iterator[tuple[str, str]]:
     """
-    Yield each clause that a module names in a string, with the function around it, or empty.
+    Yield each clause that a module names in a string, and the enclosing function or an empty text.
 
     Args:
         path: The module.
-        schedules: Whether the module names the clauses of schedules without their part.
-        patterns: Whether a clause counts that is a part of a string, with escaped dots too.
+        schedules: Whether the module names clauses of schedules without the prefix.
+        patterns: Whether a clause inside a longer string counts, also with escaped dots.
     """
     for name, node in _functions(ast.parse(path.read_text(encoding="utf-8"))):
         for clause in _clauses(node, schedules, patterns):
@@ -230,23 +231,29 @@ def _add(found: dict[str, list[str]], clause: str, place: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Write what keeps each clause, or check that it is current.
+    Write ``kept.json``, or check that it is up to date.
 
     Args:
         argv: Arguments without the program's name.
 
     Returns:
-        0 when the file is current or was written; 1 when ``--check`` finds it stale, or when a
-        guard has no row yet, which needs ``--prove``.
+        0 if the file is up to date or was written; 1 if ``--check`` finds the file out of date, or
+        if a guard has no row yet (``--prove`` adds rows).
     """
     parser = argparse.ArgumentParser(
         prog="python -m qeffect.verification.kept", description=__doc__
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
-    parser.add_argument("--prove", action="store_true", help="ask the solver again (minutes)")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if the file is out of date"
+    )
+    parser.add_argument(
+        "--prove", action="store_true", help="compute all rows again with the solver (minutes)"
+    )
     args = parser.parse_args(argv)
     if not _TESTS.is_dir():
-        print("no tests folder beside the specification; run this in a checkout")
+        print(
+            "expected a tests folder beside the specification, found none; run this in a checkout"
+        )
         return 1
     before = FILE.read_text(encoding="utf-8") if FILE.is_file() else '{"guards": []}'
     guards = guard_sites()
@@ -256,17 +263,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = {_key(row): row for row in json.loads(before)["guards"]}
         keys = [_key(_named_as(site)) for site in guards]
         if missing := [key for key in keys if key not in known]:
-            print(f"{FILE.name} has no row for {missing[0]}: run with --prove (takes minutes)")
+            print(
+                f"{FILE.name} has no row for {missing[0]}; run again with --prove (takes minutes)"
+            )
             return 1
         told = [known[key] for key in keys]
     after = _spelled(told, places())
     if before == after:
         return 0
     if args.check:
-        print(f"{FILE.name} is stale: run python -m qeffect.verification.kept")
+        print(f"{FILE.name} is out of date; run python -m qeffect.verification.kept")
         return 1
     write_text(FILE, after)
-    print(f"wrote {FILE.name}; python -m qeffect.spec renders it")
+    print(f"wrote {FILE.name}; run python -m qeffect.spec to render the contract")
     return 0
 
 

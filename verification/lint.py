@@ -1,9 +1,9 @@
 """
-The lint of relation modules: they may use only what all four readings understand.
+Lint of relation modules: they may use only constructs that all four readings understand.
 
 A half runs over lists, over small tuples, over Z3 arrays and over NumPy batches. It may therefore
-compare and branch on what a column holds, but never ask what its memory is made of: no ``is``, no
-``isinstance``, no loop over state, no call but the few that every reading has. Guards come before
+compare and branch on the values in a column, but not on the type of its memory: no ``is``, no
+``isinstance``, no loop over state, only the few calls that every reading has. Guards come before
 writes, in separate halves. A relation writes only its own columns. Every clause is a literal of the
 specification. ``python -m qeffect.verification.lint`` checks the relation modules.
 """
@@ -24,7 +24,8 @@ from qeffect.spec.clauses import CLAUSES
 
 __all__ = ["BOUNDARY", "RULES", "LintFinding", "lint", "lint_source"]
 
-#: Transitions that may quantify over a column: they end an epoch, and may cost the pool's size.
+#: Transitions that may quantify over a column. They end an epoch, so their cost may grow with the
+#: pool.
 BOUNDARY = frozenset(
     {
         "finalize",
@@ -39,35 +40,38 @@ BOUNDARY = frozenset(
     }
 )
 
-#: What each rule forbids, and the reading that would break.
+#: The text of each rule, with the reason or the remedy.
 RULES: Mapping[str, str] = {
-    "is": "identity means nothing to a Z3 term; compare with ==",
-    "isinstance": "a half never asks what its memory is made of",
-    "try": "a symbolic run cannot catch what a concrete one raises",
+    "is": "`is` has no meaning for Z3 terms; compare with ==",
+    "isinstance": "a half must not depend on the type of its memory",
+    "try": "a symbolic run cannot catch exceptions of a concrete run",
     "loop": "loops over state have no bound in the proofs; use st.every or st.fill",
-    "comprehension": "comprehensions are loops",
+    "comprehension": "a comprehension is a loop; use st.every or st.fill",
     "lambda": "a nested function is not inlined into the composition",
-    "attribute-write": "only entries of columns are written",
-    "call": "a half calls st.every, st.fill, Refused, and helpers of its module as statements",
-    "nested-call": "a call's arguments are plain, so that the composition can inline it",
-    "guard": "a guard half only names values and refuses",
-    "write": "a write half never refuses: every guard ran before the first write",
-    "own-columns": "a relation writes only columns that its own STATE declares",
-    "column": "every column that is read or written is declared",
-    "clause-literal": "a clause is a literal, so that it can be found",
-    "clause": "every clause is one that qeffect.spec.clauses has",
-    "every": "st.every stands only in guards of boundary transitions",
-    "fill": "st.fill stands only in write halves, as a statement",
-    "half": "a half is named after a transition, takes its parameters, and its guards may name the "
-    "relation that they run before",
-    "plain": "a half is a plain function: no defaults, decorators, returns or other statements",
+    "attribute-write": "a half may write only entries of columns",
+    "call": "a half may call only st.every, st.fill, Refused, and, as statements, helpers of its "
+    "module",
+    "nested-call": "the arguments of a call must not contain calls, so that the composition can "
+    "inline it",
+    "guard": "a guard half may only assign names and refuse",
+    "write": "a write half must not refuse, since every guard runs before the first write",
+    "own-columns": "a relation may write only columns that its own STATE declares",
+    "column": "a column that is read or written must be declared",
+    "clause-literal": "a clause must be a string literal, so that a search finds it",
+    "clause": "a clause must be in qeffect.spec.clauses",
+    "every": "st.every is allowed only in guards of transitions that end an epoch",
+    "fill": "st.fill is allowed only in write halves, as a statement",
+    "half": "a half must be named after a transition and take its parameters; the name of a "
+    "guard half may add the relation that it runs before",
+    "plain": "a half must be a plain function without defaults, decorators, returns or other "
+    "statements",
 }
 
 
 @frozen
 class LintFinding:
     """
-    A construct that a reading would not understand.
+    A construct that some reading does not understand.
 
     Args:
         rule: Key of `RULES`.
@@ -85,7 +89,7 @@ class LintFinding:
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-#: The other nodes that an expression may contain.
+#: Other nodes that an expression may contain.
 _EXPRESSIONS = (
     ast.BinOp,
     ast.BoolOp,
@@ -187,7 +191,9 @@ class _Checker:
         self.block(function.body, part, transition)
 
     def is_called(self, helper: str) -> bool:
-        """Whether a half of the module calls a helper; any other function is a misnamed half."""
+        """
+        Whether a half of the module calls a function; an uncalled function is a misnamed half.
+        """
         return any(
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)

@@ -1,9 +1,9 @@
 """
 The price of one clause: guarded actions with the clause's guard and without it.
 
-The guard is removed from the composed transition in memory. Reads that its half stores in a local
-name stay, so that a clause's price is the price of its test. The price of a whole relation, with
-its reads and updates, is measured by leaving the relation out (``qeffect.cli.prices``).
+The guard is removed from the composed transition in memory. Reads into local names stay, so a
+clause's price is the price of its test alone. The price of a whole relation, with its reads and
+updates, is measured by leaving the relation out (``qeffect.cli.prices``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ __all__ = ["clauses", "guards_of", "without"]
 
 
 def guards_of(action: str) -> list[Site]:
-    """Return the guards in the check and the commit of an action, in the order they run."""
+    """
+    Return the guards in the check and the commit of an action, in the order in which they run.
+    """
     found = [site for site in sites() if site.kind == "guard"]
     return [s for name in prices.ACTIONS[action] for s in found if s.transition == name]
 
 
 def without(guards: Sequence[Site]) -> Transitions:
-    """Return the transitions, those of F, dI and dW composed anew without some of their guards."""
+    """Return all transitions, with F, dI and dW composed again without some of their guards."""
     own = transitions()
     modules = [RELATIONS[name] for name in own.relations]
     replaced = Mutant(tuple(guards)).replaced
@@ -45,7 +47,7 @@ def without(guards: Sequence[Site]) -> Transitions:
 
 def clauses(run: prices.Run = run_epochs, **turns: int) -> dict[str, Any]:
     """
-    Price every guard of F, dI and dW, and all those of an action together.
+    Measure the price of every guard of F, dI and dW, and of all guards of an action together.
 
     One guard of each action is removed at a time; each action is timed separately.
 
@@ -56,7 +58,8 @@ def clauses(run: prices.Run = run_epochs, **turns: int) -> dict[str, Any]:
     Returns:
         ``guards``, one row per guard: its ``action``, ``transition``, ``clause``, ``relation`` and
         ``test``, and the fields of its ``price``; ``every_guard``, a price by action; and
-        ``nothing``, the price of the same functions composed anew: the noise of the comparison.
+        ``nothing``, the price of the same functions composed again, which is the noise of the
+        comparison.
     """
     guards = {action: guards_of(action) for action in prices.ACTIONS}
     together = list(zip_longest(*guards.values()))
@@ -83,7 +86,7 @@ def clauses(run: prices.Run = run_epochs, **turns: int) -> dict[str, Any]:
 
 
 def _pair(name: str, guards: Sequence[Site]) -> prices.Pair:
-    """Pair a contract with one that lacks some guards; both run functions made in memory."""
+    """Pair a contract with a contract without some guards; both run functions made in memory."""
     whole, broken = without([]), without(guards)
     return prices.Pair(
         name,

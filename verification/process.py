@@ -1,5 +1,5 @@
 """
-One process: what the contract of a process is configured with.
+One process: the configuration of its contract.
 
 Random walks, mutants, example logs and re-enacted failures all begin from a `Process`.
 """
@@ -36,7 +36,7 @@ def _relations(names: Iterable[str]) -> frozenset[str]:
 @define(eq=False)
 class Process:
     """
-    The configuration of one process; all arguments but the name are those of `Contract`.
+    The configuration of one process; all arguments except the name are those of `Contract`.
 
     Args:
         name: Name for reports.

@@ -1,5 +1,5 @@
 """
-The explorer's scopes by name, and how many states each has; known without loading the explorer.
+The explorer's scopes by name, with their numbers of states, without loading the explorer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def pool_states(slots: int, keys: int, generations: int, *, symmetry: bool = Fal
     Args:
         slots: Slots of the pool.
         keys: Keys that compete for them.
-        generations: Tenants that each slot may have.
+        generations: Number of tapes that each slot may hold in turn.
         symmetry: Count the orbits under exchange of slots and of keys.
 
     >>> pool_states(4, 4, 3), pool_states(4, 4, 3, symmetry=True)
@@ -36,10 +36,10 @@ def pool_states(slots: int, keys: int, generations: int, *, symmetry: bool = Fal
     )
 
 
-#: Nobody has counted the scope's states yet.
+#: The number of the scope's states is unknown.
 UNKNOWN: Final = 0
 
-#: States of every named scope without symmetry. Tests compare them with what the explorer finds.
+#: States of every named scope without symmetry. Tests compare them with the explorer's counts.
 SCOPE_STATES: Final[Mapping[str, int]] = {
     "pool-2-2-2": pool_states(2, 2, 2),
     "pool-3-3-2": pool_states(3, 3, 2),

@@ -1,5 +1,5 @@
 """
-The options of the commands that prove: other seeds and the second solver.
+Options of the commands that prove: the number of seeds, and a second solver.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ def add_solver_options(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=int,
         metavar="N",
-        help="number of solver seeds to prove with (default 1)",
+        help="number of solver seeds; each further seed proves the obligations again (default 1)",
     )
-    parser.add_argument(
-        "--cvc5", action="store_true", help="prove with the second solver, cvc5, too"
-    )
+    parser.add_argument("--cvc5", action="store_true", help="also prove with a second solver, cvc5")
 
 
 def chosen_seeds(args: argparse.Namespace) -> range:
@@ -47,7 +45,7 @@ def chosen_solvers(args: argparse.Namespace) -> tuple[str, ...]:
     Return the solvers to prove with.
 
     Raises:
-        UnusableError: cvc5 is asked for and not installed.
+        UnusableError: cvc5 is requested but not installed.
     """
     if not args.cvc5:
         return ("z3",)

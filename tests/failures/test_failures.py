@@ -240,9 +240,9 @@ class TestRun:
 
         (row,) = rows.rows
 
-        assert "running it gave not caught" in run(row).problem
+        assert "but its run gave not caught" in run(row).problem
         assert (
-            "the faulty run is the legal one"
+            "the faulty run makes the same calls as the corrected run"
             in run(evolve(row, clause="", at="", kind="values")).problem
         )
 
@@ -257,7 +257,7 @@ class TestRun:
 
         found = run(rows.rows[0])
 
-        assert "the legal run is refused" in found.problem
+        assert "the corrected run is refused" in found.problem
         assert found.legal is False
 
 
@@ -306,7 +306,7 @@ class TestCommand:
         assert ("refused", "ownership.slot-busy") == (data["verdict"], data["clause"])
         assert "states refused by order.token" in data["rows"][0]["problem"]
         assert 1 == main(["failures"])
-        assert "not as stated: megatron-lm-4047" in capsys.readouterr().out
+        assert "differs from its row: megatron-lm-4047" in capsys.readouterr().out
 
     def test_an_unknown_name_exits_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         """An unknown name gives one line with similar names."""

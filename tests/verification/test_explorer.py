@@ -277,7 +277,7 @@ def _without(function: str, marker: str) -> dict[str, ast.FunctionDef]:
             "ownership.check_forward_writes",
             "st.held[slot]",
             pool_scope(2, 2, 2),
-            "commit_forward refused (ownership.unknown-ticket) what its check had accepted",
+            "commit_forward refused (ownership.unknown-ticket) after its check was accepted",
         ),
         (
             "ownership.require_reference",
@@ -336,7 +336,7 @@ def test_a_refusal_that_writes_is_found() -> None:
     assert violation is not None
     assert checked is not None
     for told in (violation, checked[0]):
-        assert "drop refused (ownership.in-flight) and yet changed the state" in told
+        assert "drop refused (ownership.in-flight) but changed the state" in told
 
 
 def _drop_that_writes_first(st, key, ref):  # type: ignore[no-untyped-def]

@@ -119,7 +119,7 @@ def test_a_stale_file_is_told_and_written_anew(
     monkeypatch.setattr(kept, "FILE", path)
 
     assert 1 == kept.main(["--check"])
-    assert "stale" in capsys.readouterr().out
+    assert "is out of date; run python -m" in capsys.readouterr().out
     assert 0 == kept.main([])
     assert whole == path.read_text()
 

@@ -245,7 +245,9 @@ def test_a_guard_that_nobody_needs_survives() -> None:
 
 def test_a_survivor_is_reported() -> None:
     """What nothing tells apart is a survivor, with its reason."""
-    verdict = MutantVerdict(Mutant((sites()[0],)), "survived", "nothing tells it apart")
+    verdict = MutantVerdict(
+        Mutant((sites()[0],)), "survived", "no difference from the contract was found"
+    )
 
     assert [verdict] == MutantReport([verdict]).survivors
     assert 0 == MutantReport([verdict]).killed

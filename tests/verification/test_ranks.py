@@ -306,14 +306,14 @@ class TestKernel:
         """The instrument is not blind: a bucket that is not reduced is not whole."""
         monkeypatch.setattr(kernel, "_WHOLE", ("final",))
 
-        assert "a commit is accepted if" in match(name="stage-readers").difference
+        assert "a commit must be accepted exactly if" in match(name="stage-readers").difference
 
     def test_nor_if_all_were_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nor would it be if what is not final were taken for whole."""
         right = kernel.seen
         monkeypatch.setattr(kernel, "seen", lambda st: evolve(right(st), whole=True))
 
-        assert "a commit is accepted if" in match(name="stage-epochs").difference
+        assert "a commit must be accepted exactly if" in match(name="stage-epochs").difference
 
     @pytest.mark.slow
     def test_nor_if_an_update_in_flight_were_not_live(
@@ -322,7 +322,7 @@ class TestKernel:
         """Between its check and its commit, the update itself is what is live."""
         monkeypatch.setattr(kernel, "_LIVE", tuple(n for n in kernel._LIVE if n != "optimizing"))
 
-        assert "an update in flight is live" in match(name="stages-two").difference
+        assert "the check of an update must add live work" in match(name="stages-two").difference
 
     def test_a_commit_of_its_own_ends_an_update_in_flight(self) -> None:
         """Where a check and its commit are two moves, the second needs the first."""
@@ -330,7 +330,9 @@ class TestKernel:
         after = RankView(1, False, False, False)
 
         assert "" == kernel._wrong(("commit_update",), True, None, flying, after)
-        assert "that no check began" in kernel._wrong(("commit_update",), True, None, whole, after)
+        assert "the end of an update without its check" in kernel._wrong(
+            ("commit_update",), True, None, whole, after
+        )
 
 
 class TestTables:
@@ -398,7 +400,7 @@ def test_an_open_obligation_is_refused(
     assert 1 == main(["ranks", "--json", "--quiet"])
     record = json.loads(capsys.readouterr().out)
 
-    assert "1 of 2 obligations proved, 1 unknown; 1 more read nothing" in said
+    assert "1 of 2 obligations proved, 1 unknown; 1 more need no solver" in said
     assert "cvc5, seed 0: 1 of 2 agree, 1 from every lemma" in said
     assert 2 == said.count("  unknown  start: ranks.one-name")
     assert (3, 2, 1) == (record["obligations"], record["asked"], record["unknown"])

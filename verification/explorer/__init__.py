@@ -2,9 +2,10 @@
 The explorer: every reachable state of small contracts.
 
 ``run(scope)`` walks a scope breadth first, with or without symmetry reduction, and reports exact
-counts, the first violation with its schedule, and a witness for everything that happened. It runs
-every move over many states at a time, in NumPy, from the paths of the composed functions. ``plain``
-runs the functions themselves, one state at a time, to check it on small scopes.
+counts, the first violation with its schedule, and a witness, a shortest schedule, for every
+transition and refusal that occurred. It runs every move over many states at a time, in NumPy, from
+the paths of the composed functions. To check it on small scopes, ``plain`` runs the functions
+themselves, one state at a time.
 """
 
 from .report import ExploreReport

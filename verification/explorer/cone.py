@@ -1,8 +1,8 @@
 """
 The dependences of a transition: the columns and arguments that its outcome can depend on.
 
-An exploration keeps the columns that some guard of its transitions can ever read, and leaves out
-the rest. Two states that differ only in the rest have the same futures.
+An exploration keeps the columns that guards of its transitions can read and leaves out all others.
+Two states that differ only in other columns have the same futures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Dependence:
 
     Args:
         guards: Columns that decide whether the call is refused.
-        writes: For each column that it writes, the columns that decide where and what.
+        writes: For each column that it writes, the columns that decide the index and the value.
         arguments: Arguments that it reads, as ``token`` or ``key.cell``.
         clauses: Clauses that it can be refused for.
     """
@@ -44,8 +44,8 @@ def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) 
 
     Args:
         function: The function.
-        off: Configured flags that are 0 everywhere, and mask bits that are set nowhere: a guard
-            that tests such a flag or bit first never refuses, whatever else it reads.
+        off: Configured flags that are 0 everywhere, and mask bits that are set nowhere. A guard
+            that first tests such a flag or bit never refuses.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)

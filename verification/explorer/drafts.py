@@ -1,5 +1,5 @@
 """
-States in columns: a chunk of a frontier, and drafts of the states that its moves lead to.
+States by columns: a chunk of a frontier, and drafts of the states that its moves lead to.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Draft:
     Args:
         chunk: The chunk that they come from.
         rows: Their rows in the chunk; None for all.
-        pinned: Entries that the move's conditions fix for all of them.
+        pinned: Entries with one value in all the states, by the move's conditions.
         changed: Entries changed so far.
     """
 
@@ -85,14 +85,14 @@ class Draft:
         return 0 if self.rows is None else int(self.rows[0])
 
     def entry(self, column: str, index: int) -> Value:
-        """Return an entry as it is now."""
+        """Return the current value of an entry."""
         key = (column, index)
         if key in self.changed:
             return self.changed[key]
         return self.before(key)
 
     def before(self, key: tuple[str, int]) -> Value:
-        """Return an entry as it was in the chunk."""
+        """Return the value of an entry in the chunk."""
         try:
             return self._taken[key]
         except KeyError:
@@ -116,7 +116,7 @@ class Draft:
         )
 
     def words(self, packing: Packing) -> Words:
-        """Return the states as they are now."""
+        """Return the current states."""
         source = self.chunk.words
         words = source.copy() if self.rows is None else source.take(self.rows, axis=1)
         for key, after in self.changed.items():

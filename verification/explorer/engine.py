@@ -53,11 +53,11 @@ class Arrival:
 
 class Engine:
     """
-    The moves of a space over packed states.
+    Runs the moves of a space over packed states.
 
     Args:
-        space: What is explored.
-        predicates: What is checked of every state.
+        space: The space to explore.
+        predicates: Predicates to check in every state.
 
     Raises:
         ValueError: The scope's entries are too large to pack.
@@ -115,17 +115,17 @@ class Engine:
         moves: Iterable[int] | None = None,
     ) -> Iterator[Arrival]:
         """
-        Run moves from every state; count what happens and yield where moves lead.
+        Run moves from every state, count the outcomes, and yield the states that the moves lead to.
 
         Args:
             words: The states.
-            tally: What happened is added to it.
-            check: Check the predicates first, and go no further where one is broken.
+            tally: The counts to add to.
+            check: Check the predicates first, and stop if one is broken.
             moves: Positions of the moves; all by default.
 
         Raises:
-            OutOfRangeError: A move led to values that a packed state has no room for, and broke no
-                predicate.
+            OutOfRangeError: A move led to values outside the range of a packed state without
+                breaking a predicate.
         """
         chunk = Chunk(self.packing, words)
         broken = self._broken(chunk, chunk.known) if check else None
@@ -138,7 +138,7 @@ class Engine:
                 yield from self._run(chunk, index, self.moves[index], alive, count, tally)
 
     def candidates(self, chunk: Chunk, index: int) -> tuple[Value, int]:
-        """Return the states of a chunk that a move is presented in, as a mask, and their number."""
+        """Return a mask of the states of a chunk in which a move is tried, and their number."""
         alive: Value = True
         for where in self.moves[index].where:
             here = chunk.known.get(where)
@@ -198,7 +198,7 @@ class Engine:
                 tally.refused[index, path.clause] += number
                 tally.first_refused.setdefault((index, path.clause), seen)
                 if move.right:
-                    told = f"{name} refused ({path.clause}) what its check had accepted"
+                    told = f"{name} refused ({path.clause}) after its check was accepted"
                     tally.breaks(told, seen)
                 continue
             _write(after, leaf, {n: narrowed(value, rows) for n, value in arguments.items()})
@@ -236,7 +236,7 @@ class Engine:
         self.quotient.normalise(draft)
         try:
             words = draft.words(self.packing)
-        except OutOfRangeError:  # of a kernel that keeps its invariants the ranges are right
+        except OutOfRangeError:  # the ranges are right for a kernel that keeps its invariants
             broken = self._broken(draft, {})
             if broken is None:
                 raise
@@ -258,7 +258,7 @@ class Engine:
         if move.right and "ticket" in move.arguments:
             owed = conjoin(mask, _owed(chunk, move))
             if owed is True or (owed is not False and owed.any()):
-                told = f"{move.label} refused ({clause}) a ticket in flight"
+                told = f"{move.label} refused ({clause}) although its ticket is in flight"
                 tally.breaks(told, tally.sighting(chunk, _first(owed), index, clause))
 
     def _unchanged(
@@ -270,7 +270,7 @@ class Engine:
         mask: Value,
         arguments: Mapping[str, Value],
     ) -> None:
-        """Enter a violation where a refusal changes the state."""
+        """Record a violation if a refusal changes the state."""
         rows = None if mask is True else np.flatnonzero(mask)
         draft = Draft(chunk, rows, {}, {})
         _write(draft, leaf, {n: narrowed(value, rows) for n, value in arguments.items()})
@@ -281,7 +281,7 @@ class Engine:
             row = int(np.argmax(changed))
             row = row if rows is None else int(rows[row])
             clause = leaf.path.clause
-            told = f"{self.moves[index].label} refused ({clause}) and yet changed the state"
+            told = f"{self.moves[index].label} refused ({clause}) but changed the state"
             tally.breaks(told, tally.sighting(chunk, row, index, clause))
 
 
@@ -291,14 +291,17 @@ def _first(mask: Value) -> int:
 
 
 def _now(draft: Draft, value: Any) -> Value:
-    """A value of the state after a check, which changes nothing that evidence is compared with."""
+    """
+    Return a value of the state after a check. A check changes no value that evidence is compared
+    with.
+    """
     return (
         draft.entry(value.column, value.index) + value.offset if isinstance(value, Rel) else value
     )
 
 
 def _write(draft: Draft, leaf: Leaf, arguments: Mapping[str, Value]) -> Value:
-    """Carry out what a path writes; return the ticket that it issued, if any."""
+    """Carry out the writes of a path; return the ticket that it issued, if any."""
     evaluation = Evaluation(draft, arguments, {a: a for a in arguments}, {})
     ticket = None if leaf.returned is None else evaluation.value(leaf.returned)
     after: dict[tuple[str, int], Value] = {}
@@ -319,7 +322,7 @@ def _pinned(move: Move) -> dict[tuple[str, int], int]:
 
 
 def _owed(chunk: Chunk, move: Move) -> Value:
-    """Where the ticket in flight that the move redeems is one of the move's own action."""
+    """Return where the ticket that the move redeems belongs to the move's own action."""
     action = move.label.partition("_")[2]
     if action in ("update", "evaluation"):
         return True

@@ -27,23 +27,23 @@ __all__ = ["Exploration", "chunks", "explore"]
 Progress = Callable[[str], None]
 Canonical = Callable[[Words], Words]
 
-_CHUNK: Final = 1 << 15  # a chunk's entries then stay in a core's cache
+_CHUNK: Final = 1 << 15  # so that a chunk's entries stay in a core's cache
 _SETTLE: Final = 1 << 22  # arrivals to gather before duplicates are removed
 _SALTS: Final = 4
-_FEW: Final = 50  # an estimate begins with one in so many of the states
+_FEW: Final = 50  # the rest is estimated once 1/_FEW of the states are explored
 
 
 @define
 class Exploration:
     """
-    Everything an exploration saw.
+    The result of an exploration.
 
     Args:
-        engine: What ran.
+        engine: The engine that ran.
         levels: New states of each level, sorted.
-        seen: All of them.
+        seen: The states of all levels.
         canonical: Maps states to their orbits' representatives; None without symmetry.
-        tally: What happened.
+        tally: The counts.
         seconds: Wall time.
         cpu_seconds: Processor time.
     """
@@ -67,9 +67,10 @@ class Exploration:
 
     def predecessors(self, sightings: Iterable[Sighting]) -> dict[State, State]:
         """
-        Return the predecessor of every state on a shortest path to each state sighted.
+        Return the predecessor of every state on a shortest path to each state of interest.
 
-        None is kept while exploring: each level is expanded once more, from the last back.
+        The exploration keeps no predecessors; each level is expanded again, from the last to the
+        first.
         """
         wanted: dict[int, set[State]] = {}
         for sighting in sightings:
@@ -82,17 +83,19 @@ class Exploration:
         return found
 
     def _before(self, level: int, states: set[State]) -> dict[State, State]:
-        """Return a state of the level before for each of some states of a level."""
+        """Return, for each of some states of a level, a state of the level before."""
         found: dict[State, State] = {}
         targets = np.array(sorted({state[0] for state in states}), np.int64)
-        for moves in (self.engine.space.right, None):  # a sound kernel accepts right ones only
+        for moves in (self.engine.space.right, None):  # a sound kernel accepts only right arguments
             for chunk in chunks(self.levels[level - 1]):
                 for origin, _, _, after in self.leading_to(targets, chunk, moves):
                     if after in states and after not in found:
                         found[after] = tuple(chunk[:, origin].tolist())
                 if len(found) == len(states):
                     return found
-        raise AssertionError(f"{len(states) - len(found)} states of level {level} have no parent")
+        raise AssertionError(
+            f"found no predecessor of {len(states) - len(found)} states of level {level}"
+        )
 
     def leading_to(
         self, targets: NDArray[np.int64], words: Words, moves: Iterable[int] | None
@@ -106,8 +109,8 @@ class Exploration:
             moves: Positions of the moves to try; None for all.
 
         Returns:
-            For each: the row that it starts from, its position, the state that it leads to, and the
-            representative of that.
+            For each move: the row of its first state, its position, the state that it leads to, and
+            the representative of that state.
         """
         arrivals = list(self.engine.expand(words, Tally(), check=False, moves=moves))
         if not arrivals:
@@ -137,11 +140,11 @@ def explore(
     Walk every reachable state, breadth first, and stop at the first level with a violation.
 
     Args:
-        space: What is explored.
-        predicates: What is checked of every state.
+        space: The space to explore.
+        predicates: Predicates to check in every state.
         symmetry: Explore one state of each orbit.
-        progress: Called with a line now and then.
-        total: How many states there are, for the lines; 0 if that is not known.
+        progress: Called with a progress line from time to time.
+        total: Number of states, for the progress lines; 0 if it is unknown.
 
     Raises:
         ValueError: The scope's entries are too large to pack.
@@ -157,7 +160,9 @@ def explore(
         found.seconds = time.perf_counter() - began
         found.cpu_seconds = time.process_time() - cpu
         return found
-    raise KeyCollisionError(f"scope {space.scope.name}: every salt has a collision")
+    raise KeyCollisionError(
+        f"scope {space.scope.name}: two states have the same sort key with every salt tried"
+    )
 
 
 def _explore(
@@ -166,7 +171,9 @@ def _explore(
     count = Countdown("states", total)
 
     def shown(states: int) -> str:
-        """The states so far; how long the rest takes is not known from the first few."""
+        """
+        Return the number of states so far, with an estimate of the rest once enough are explored.
+        """
         if not total:
             return f"states={states:,}"
         return f"{count(states) if states * _FEW > total else f'{states:,} of {total:,} states'},"

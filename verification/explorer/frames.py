@@ -1,5 +1,6 @@
 """
-Frames: the meaning of a transition's parameters in one place, and the moves that follow.
+Frames: the meaning of a transition's parameters in one place of the state, and the moves made from
+it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NOTHING = 0  # no matrix
 _MOVEMENT = {"stage", "updates"}  # the parameters of a movement of scales in an update
 _NOWHERE = -1  # a destination that was never configured
 
-#: A wrong value for some arguments, and when it is one.
+#: A wrong value for some arguments, and the condition under which it is wrong.
 Wrong = tuple[Mapping[str, Value], tuple[Where, ...]]
 
 
@@ -47,10 +48,10 @@ class Frame:
 
     Args:
         right: The right value of each argument.
-        choices: Arguments that are the caller's choice, with the usual choice first.
+        choices: Arguments that the caller may choose, with the usual choice first.
         wrong: Wrong values.
         where: The place, as conditions on the state.
-        fits: The place itself is right, so that choices and wrong values are tried.
+        fits: Whether the place itself is right; only then choices and wrong values are tried.
     """
 
     right: Mapping[str, Value]
@@ -65,7 +66,7 @@ class Maker:
     Makes a scope's moves.
 
     Args:
-        scope: What is explored.
+        scope: The scope to explore.
         transitions: Its composed transitions.
     """
 
@@ -97,7 +98,7 @@ class Maker:
                         yield evolve(move, label=fails, steps=(check, abort), twin=True)
 
     def matters(self, steps: tuple[str, ...]) -> bool:
-        """Whether the steps can be refused or change anything that a guard sees."""
+        """Whether the steps can be refused or can change a value that a guard reads."""
         found = [self.depends[name] for name in steps]
         touched = set().union(*(one.writes for one in found)) - {"serial"}
         return any(one.guards for one in found) or bool(touched & self.visible)
@@ -190,7 +191,7 @@ class Maker:
             yield Frame({})
 
     def fault(self, stage: int) -> Iterator[Frame]:
-        """A fault of the current epoch or of the one before; a wrong one is of the next epoch."""
+        """A fault of the current or the previous epoch; a wrong fault is of the next epoch."""
         now: dict[str, Value] = {"stage": stage, "epoch": Rel("weight_epoch", stage)}
         later: dict[str, Value] = {"stage": stage, "epoch": Rel("weight_epoch", stage, 1)}
         yield Frame(now, {}, ((later, ()),))
@@ -240,7 +241,7 @@ class Maker:
         Args:
             parameters: Parameters of the move.
             stage: Stage of the action.
-            slot: Slot of the tape, where the action has one before its check.
+            slot: Slot of the tape, if the action has a tape before its check.
             fills: Whether the action was asked to fill the stage's cache.
             evaluates: Whether the action is an evaluation, which fills and updates nothing.
         """
@@ -270,7 +271,7 @@ class Maker:
         return {name: value for name, (value, _) in given.items()}, wrong
 
     def tape(self, parameters: set[str], slot: int, cell: int) -> Iterator[Frame]:
-        """A reference to the slot's tape, with the cell of its key or of another."""
+        """A reference to the slot's tape, with the cell of its key or of another key."""
         domain = self.config["domain_of"][self.config["stage_of"][cell]]
         right, wrong = self.shared(parameters, cell)
         told, untold = self.evidence(parameters, self.config["stage_of"][cell], slot)
@@ -304,10 +305,10 @@ class Maker:
 
     def epochs(self, cell: int) -> Iterator[tuple[Value, tuple[Where, ...], bool]]:
         """
-        Yield each epoch that a key can be presented with, when, and whether it is right.
+        Yield each epoch that a key can be presented with, its condition, and whether it is right.
 
-        Without version no guard checks the epoch, and the caller is trusted to present the current
-        one.
+        Without the relation version no guard checks the epoch; the caller is trusted to present the
+        current epoch.
         """
         if self.scope.fresh_keys:
             yield self.now(cell), (), True
@@ -319,7 +320,10 @@ class Maker:
                 yield epoch, (Where("weight_epoch", stage, epoch, equal=False),), False
 
     def place(self, parameters: set[str], cell: int, slot: int) -> Iterator[Frame]:
-        """A key that asks for a slot: right if both are free, or if it reserved this one."""
+        """
+        A key that asks for a slot. It is right if key and slot are free, or if the key reserved the
+        slot.
+        """
         if "fill_epoch" in parameters and "reports_fills" not in self.scope.off:
             for fills in (False, True):
                 yield from self._place(parameters, cell, slot, fills)
@@ -332,7 +336,7 @@ class Maker:
         stage = self.config["stage_of"][cell]
         right, wrong = self.shared(parameters, cell)
         choices = self.chosen(parameters, self.config["domain_of"][stage])
-        if fills is not None:  # what an F reports depends on what it was asked
+        if fills is not None:  # the reports of an F depend on its request
             told, untold = self.evidence(parameters, stage, fills=fills)
             right |= told
             wrong = [one for one in wrong if not set(EVIDENCE) & one[0].keys()] + untold
@@ -369,7 +373,10 @@ class Maker:
     def ticket(
         self, parameters: set[str], index: str, column: str, member: int, transition: str
     ) -> Iterator[Frame]:
-        """A ticket in flight on a slot or stage; a wrong one is another's, none, or unissued."""
+        """
+        A ticket in flight on a slot or stage. A wrong ticket is of another action, none, or
+        unissued.
+        """
         right: dict[str, Value] = {index: member, "ticket": Rel(column, member)}
         wrong: list[Wrong] = [
             ({"ticket": 0}, ()),

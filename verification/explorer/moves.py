@@ -1,10 +1,11 @@
 """
 Moves: the arguments to present to each transition, right and wrong ones.
 
-Moves follow from the transitions' parameters alone. A *frame* gives the meaning of the parameters
+Moves are made from the transitions' parameters alone. A *frame* gives the meaning of the parameters
 in one place: the right value of each argument, read from the state; the values that the caller may
 choose; and the wrong values. A frame expands into every combination of choices with all arguments
-right, and into one move for each argument made wrong. No move is made for a particular clause.
+right, and into one more move for each wrong value of an argument. No move is written for a
+particular clause.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from attrs import frozen
 
 __all__ = ["ACTIONS", "EVIDENCE", "Move", "Rel", "Value", "Where"]
 
-#: Physical actions: the transitions that reserve, redeem and abort each.
+#: Actions: the transitions that reserve, redeem and abort each action.
 ACTIONS: Final[Mapping[str, tuple[str, str, str]]] = {
     name: (f"check_{name}", f"commit_{name}", f"abort_{name}")
     for name in ("refresh", "forward", "evaluation", "dgrad", "wgrad", "update")
@@ -64,14 +65,15 @@ class Move:
     One move: transitions to run one after another, and the arguments to present.
 
     Args:
-        label: What reports call it: a transition, or an action that is checked and committed
+        label: Its name in reports: a transition, or an action that is checked and committed
             (``forward``) or checked and aborted (``forward fails``).
         steps: The transitions, in order; later ones take the ticket that the first returned.
         arguments: Flat arguments by name, such as ``key.cell``.
-        where: When the move is presented.
-        right: Every argument is what the contract wants; a redeeming step must then not refuse.
-        twin: The failure of the action that the move before is the success of. It is presented
-            where that one's check accepts: it begins with the same check.
+        where: Conditions under which the move is tried.
+        right: Whether every argument is as the contract wants; then a redeeming step must not
+            refuse.
+        twin: Whether this move is the failure of the action whose success is the move before. Both
+            begin with the same check, so this move is tried where that check accepts.
     """
 
     label: str

@@ -25,11 +25,12 @@ TICKETS: Final = ("held", "busy", "refreshing", "filling", "writing", "optimizin
 Words = NDArray[np.int64]
 
 _LIMIT: Final = 1 << 63
-_BYTE, _SHORT = (1 << 7) - 2, (1 << 15) - 2  # greatest entries; a move may present one more
+# Greatest entries; a move may present an entry that is one larger.
+_BYTE, _SHORT = (1 << 7) - 2, (1 << 15) - 2
 
 
 class OutOfRangeError(ArithmeticError):
-    """A transition left a value outside its column's range; values are never silently cut off."""
+    """A transition left a value outside its column's range. Values are never cut off silently."""
 
 
 def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
@@ -112,10 +113,10 @@ class PackedField:
 
     Args:
         word: Which word.
-        weight: What one is worth in it.
+        weight: Value of one unit of the entry in the word.
         low: Least value.
-        size: How many values there are.
-        gap: For a mask, how far below RESERVED its code lies; masks in between do not occur.
+        size: Number of values.
+        gap: For a mask, the distance from RESERVED to its code; masks in between do not occur.
     """
 
     word: int
@@ -130,8 +131,8 @@ class Packing:
     A scope's states as integers, in as many words as they need.
 
     Args:
-        scope: What is explored.
-        kept: Columns that make a state.
+        scope: The scope to explore.
+        kept: Columns of which a state consists.
 
     Attributes:
         layout: Number of entries of each kept column.
@@ -151,7 +152,7 @@ class Packing:
         self.fields: dict[tuple[str, int], PackedField] = {}
         self._config = configuration(scope)
         for name, column in STATE.items():
-            if name not in self.layout:  # read by predicates where no transition writes it
+            if name not in self.layout:  # read by predicates, written by no transition
                 self._config[name] = [column.number] * n[column.index]
         bounds = ranges(scope)
         masks = max(self._config["owes"])
@@ -197,11 +198,16 @@ class Packing:
     def _code(self, name: str, where: PackedField, value: int) -> int:
         code: int = self._codes(where, value) - where.low
         if not 0 <= code < where.size:
-            raise OutOfRangeError(f"scope {self.scope.name}: {name} reached {value}")
+            raise OutOfRangeError(
+                f"scope {self.scope.name}: {name} reached {value}, outside its range"
+            )
         return code
 
     def unpack(self, words: Words) -> dict[tuple[str, int], Any]:
-        """Return every entry over many states, of type `entries`; a number if a range is one."""
+        """
+        Return every entry over many states, of type `entries`; a single number if its range has one
+        value.
+        """
         found: dict[tuple[str, int], Any] = {}
         rest = [word.copy() for word in words]
         for key, where in self.fields.items():
@@ -246,7 +252,9 @@ class Packing:
             low, high = int(new.min(initial=where.low)), int(new.max(initial=where.low))
         if low < where.low or high >= where.low + where.size:
             reached = low if low < where.low else high
-            raise OutOfRangeError(f"scope {self.scope.name}: {key[0]} reached {reached}")
+            raise OutOfRangeError(
+                f"scope {self.scope.name}: {key[0]} reached {reached}, outside its range"
+            )
         step = new - old
         if isinstance(step, int):
             if step:
@@ -256,7 +264,7 @@ class Packing:
 
     @staticmethod
     def _codes(where: PackedField, values: Any) -> Any:
-        """What is packed; a mask that does not occur has a code beyond all others."""
+        """Return the packed codes; a mask that does not occur has a code above all others."""
         if not where.gap:
             return values
         last = where.low + where.size - 1  # the code of RESERVED

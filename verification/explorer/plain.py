@@ -1,9 +1,10 @@
 """
 The plain explorer: one state at a time, over lists. It exists only to check the explorer.
 
-It runs the composed functions themselves, keeps states as tuples in a dictionary, and states the
-normal form once more. `qeffect.verification.explorer.exploration` must find the same states, moves,
-refusals and violations; tests compare both wherever this one ends soon.
+It runs the composed functions themselves, keeps states as tuples in a dictionary, and has a second
+implementation of the normal form. `qeffect.verification.explorer.exploration` must find the same
+states, moves, refusals and violations. Tests compare both on scopes where the plain explorer ends
+soon.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class PlainExplorer:
     A space walked one state at a time.
 
     Args:
-        space: What is explored.
-        predicates: What is checked of every state.
+        space: The space to explore.
+        predicates: Predicates to check in every state.
 
     Attributes:
-        memory: The columns, as lists; lists that no state remembers hold anything.
+        memory: The columns, as lists. Columns outside the state have arbitrary values.
         initial: The initial state.
         parents: Every state found, with the state and move that first led to it.
         accepted: Number of acceptances of each move.
         refused: Number of refusals by (move, clause).
         depth: Length of the longest shortest schedule to a state.
-        violation: What was violated first and the schedule to it, or None.
+        violation: The first violation and the schedule to it, or None.
     """
 
     space: Space
@@ -76,7 +77,7 @@ class PlainExplorer:
         ]
 
     def state(self) -> State:
-        """Return the memory's state, which is brought into normal form."""
+        """Bring the memory into normal form and return its state."""
         normal_form(self.space, self.memory)
         return self._as_it_is()
 
@@ -91,7 +92,9 @@ class PlainExplorer:
             start += len(column)
 
     def step(self, index: int, memory: Any = None) -> Step:
-        """Return a move as it is presented in a memory's state; the explorer's own by default."""
+        """
+        Return a move with the arguments for a memory's state; by default the explorer's own memory.
+        """
         st = self.memory if memory is None else memory
         stages = self.memory.stage_of
         return step_of(self.space.moves[index], stages, lambda name, i: getattr(st, name)[i])
@@ -101,7 +104,8 @@ class PlainExplorer:
         Carry out a step.
 
         Raises:
-            Refused: It is refused; of two transitions, the first may have been carried out.
+            Refused: The step is refused. If it has two transitions, the first may have been carried
+                out.
         """
         st = self.memory if memory is None else memory
         functions = self.space.transitions.functions
@@ -110,8 +114,8 @@ class PlainExplorer:
             functions[step.move.steps[1]](st, step.place, ticket, *step.evidence)
 
     def edges(self, state: State) -> Iterator[tuple[int, str | None, State]]:
-        """Yield (move, None, the next state) or (move, clause, the memory as it is then)."""
-        taken = False  # whether the last move was: its twin begins with the same check
+        """Yield (move, None, the next state) or (move, clause, the memory after the refusal)."""
+        taken = False  # whether the last move was tried: its twin begins with the same check
         self.restore(state)
         for index, move in enumerate(self.space.moves):
             tried = (
@@ -163,7 +167,7 @@ class PlainExplorer:
         return self
 
     def schedule(self, state: State) -> list[str]:
-        """Return the moves of a shortest way to a state."""
+        """Return the moves of a shortest schedule to a state."""
         came = self.parents[state]
         return [] if came is None else [*self.schedule(came[0]), self._text(*came)]
 
@@ -179,19 +183,19 @@ class PlainExplorer:
         return False
 
     def _broken_promise(self, index: int, clause: str, before: State, after: State) -> str:
-        """How a refusal breaks a promise, if it does."""
+        """Say how a refusal breaks a promise; empty if it breaks none."""
         move = self.space.moves[index]
         if len(move.steps) > 1:
             broken = after != before and move.right
-            return f"{move.steps[1]} refused ({clause}) what its check had accepted" * broken
+            return f"{move.steps[1]} refused ({clause}) after its check was accepted" * broken
         if after != before:
-            return f"{move.label} refused ({clause}) and yet changed the state"
+            return f"{move.label} refused ({clause}) but changed the state"
         owed = move.right and "ticket" in move.arguments and _owed(self.memory, move)
-        return f"{move.label} refused ({clause}) a ticket in flight" * owed
+        return f"{move.label} refused ({clause}) although its ticket is in flight" * owed
 
 
 def _owed(st: Any, move: Move) -> bool:
-    """Whether the ticket in flight where the move redeems is one of the move's own action."""
+    """Whether the ticket that the move redeems belongs to the move's own action."""
     action = move.label.partition("_")[2]
     if action in ("update", "evaluation"):
         return True
@@ -211,7 +215,7 @@ def normal_form(space: Space, st: Any) -> None:
             getattr(st, name)[:] = values
     for slot, mask in enumerate(st.consumers):
         cell = st.cell_at[slot]
-        if mask == 0 == st.moving[slot]:  # free: its last tenant is never asked for
+        if mask == 0 == st.moving[slot]:  # free: no guard reads its last tape
             if scope.fresh_keys and cell != -1 and st.slot_of[cell] == -1:
                 st.forwarded[cell] = NEVER
             st.cell_at[slot], st.epoch_at[slot] = -1, NEVER
@@ -239,7 +243,7 @@ def normal_form(space: Space, st: Any) -> None:
     for domain in range(n["domain"]):
         own = [s for s, at in enumerate(st.domain_of) if at == domain]
         if not any(st.final[s] == st.weight_epoch[s] for s in own):
-            st.unwaited[domain] = 0  # a finalize judges it anew before the update
+            st.unwaited[domain] = 0  # a finalize computes it again before the update
     st.cursor[:] = [place if st.tenants[p] else 0 for p, place in enumerate(st.cursor)]
     st.incarnation[0] = 0
     for cell, mark in enumerate(st.forwarded):
@@ -253,7 +257,7 @@ def normal_form(space: Space, st: Any) -> None:
 
 
 def _number_replays(space: Space, st: Any, domain: int) -> None:
-    """Number the replays of a domain that some link has yet to wait for from 1, in their order."""
+    """Number from 1, in order, the replays of a domain that some link has not waited for yet."""
     stages = [s for s, at in enumerate(st.domain_of) if at == domain]
     slots = [s for s, stage in enumerate(st.slot_stage) if stage in stages]
     links = [link for link, at in enumerate(st.domain_at) if at == domain]

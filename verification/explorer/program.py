@@ -1,9 +1,9 @@
 """
-Z3 terms as a small program over columns of many states: each term becomes one shared node.
+Z3 terms as a small program over many states: each term becomes one shared node.
 
-The path table speaks of integers, five-bit masks and arrays of them. A node's value is a plain
-number where every state agrees and an array with one entry for each state where they differ, so
-that values which depend only on a move's fixed arguments and the configuration are computed once.
+The path table has integers, five-bit masks and arrays of them. A node's value is a plain number if
+all states have the same value, else an array with one entry per state. So a value that depends only
+on a move's fixed arguments and the configuration is computed once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attrs import define, field, frozen
 
 __all__ = ["Bundle", "Entries", "Evaluation", "Node", "Program", "Value", "select"]
 
-#: A number or truth that all states share, or one for each state.
+#: A number or truth value: one for all states, or one per state.
 Value = Any
 
 
 class Entries(Protocol):
-    """States in columns: an entry of a column, over all of them."""
+    """Entries of columns over many states."""
 
     def entry(self, column: str, index: int) -> Value: ...
 
@@ -51,12 +51,12 @@ def equal(one: Value, other: Value) -> Value:
 
 
 def negate(truth: Value) -> Value:
-    """Return the opposite of a truth."""
+    """Return the negation of a truth value."""
     return (not truth) if isinstance(truth, bool) else ~truth
 
 
 def conjoin(one: Value, other: Value) -> Value:
-    """Return whether both hold."""
+    """Return the conjunction of two truth values."""
     if isinstance(one, bool):
         return other if one else False
     if isinstance(other, bool):
@@ -65,7 +65,7 @@ def conjoin(one: Value, other: Value) -> Value:
 
 
 def disjoin(one: Value, other: Value) -> Value:
-    """Return whether one of them holds."""
+    """Return the disjunction of two truth values."""
     return negate(conjoin(negate(one), negate(other)))
 
 
@@ -98,7 +98,7 @@ class Bundle:
     filled: Value = None
 
     def entry(self, states: Entries, index: int) -> Value:
-        """Return an entry of the column as it is now."""
+        """Return the current value of an entry."""
         if index in self.changed:
             return self.changed[index]
         return states.entry(self.column, index) if self.filled is None else self.filled
@@ -115,7 +115,7 @@ class Program:
 
     columns: frozenset[str]
     _nodes: dict[int, Node] = field(factory=dict)
-    _terms: list[Any] = field(factory=list)  # keeps ids of terms their own
+    _terms: list[Any] = field(factory=list)  # keeps the terms alive, so that their ids stay unique
 
     def node(self, term: Any) -> Node:
         """Return the node of a term."""
@@ -149,7 +149,7 @@ class Program:
         else:
             run = _RUN.get(kind)
         if run is None:
-            raise NotImplementedError(f"no NumPy for {name} in {term}")
+            raise NotImplementedError(f"cannot compile {name} in {term} to NumPy")
         arguments = sorted({a for child in children for a in child.arguments})
         return Node(len(self._terms), run, children, tuple(arguments), name)
 
@@ -261,7 +261,7 @@ def _fold(combine: Callable[[Value, Value], Value]) -> Callable[[Evaluation, Nod
 def _equal(e: Evaluation, node: Node) -> Value:
     one, other = (e.value(child) for child in node.children)
     if isinstance(one, Bundle):
-        raise NotImplementedError("columns are compared entry by entry")
+        raise NotImplementedError("cannot compare whole columns in NumPy; compare their entries")
     return equal(one, other)
 
 

@@ -1,10 +1,10 @@
 """
-The normal form of a state: states that no guard can ever distinguish have one form.
+The normal form of a state: states that no guard can ever distinguish have the same normal form.
 
-Serials and counters of stream work only grow, and a freed slot keeps its last tenant. Without a
-normal form nearly every path would end in a state of its own. Each rule replaces values by others
+Serials and counters of stream work only grow, and a freed slot still names its last tape. Without a
+normal form nearly every path would end in a different state. Each rule replaces values by values
 with the same futures; a test runs states and their normal forms side by side. `plain.normal_form`
-states the same rules once more, one state at a time, to check them.
+implements the same rules again, one state at a time, to check them.
 
 Only entries that a move changed are read: the states before the move were in normal form.
 """
@@ -25,9 +25,9 @@ from .scopes import Scope, configuration, sizes
 
 __all__ = ["VACATES", "Quotient"]
 
-#: A tape with one of these still to come has a replay, or a drop, before its slot is free.
+#: A tape that still waits for one of these has a replay, or is dropped, before its slot is free.
 VACATES: Final = RESERVED | DGRAD_BIT | WGRAD_BIT
-#: Sets of more numbers than this take wider integers; sets of more than ``_MOST`` have none.
+#: Sets of more numbers than this take wider integers; more than ``_MOST`` numbers fit in none.
 _FEW, _MOST = 12, 60
 
 
@@ -42,11 +42,11 @@ class Quotient:
     Brings drafts into normal form.
 
     Args:
-        scope: What is explored.
-        kept: Columns that make a state.
+        scope: The scope to explore.
+        kept: Columns of which a state consists.
 
     Raises:
-        ValueError: The scope has more stream work or tickets at a time than a set of bits holds.
+        ValueError: The scope has more stream work or tickets at a time than fit in a set of bits.
     """
 
     def __init__(self, scope: Scope, kept: frozenset[str]) -> None:
@@ -84,7 +84,10 @@ class Quotient:
         counted = [c for c in ("replays", "serial") if c in kept]
         most = max((bounds[column][1] for column in counted), default=0)
         if most > _MOST:
-            raise ValueError(f"scope {scope.name}: numbers {most} events at a time, over {_MOST}")
+            raise ValueError(
+                f"scope {scope.name}: up to {most} numbered events at a time, more "
+                f"than the maximum of {_MOST}"
+            )
         self._set: type[np.signedinteger[Any]] = np.int16 if most <= _FEW else np.int64
 
     def _bit(self, value: Value) -> Value:
@@ -205,7 +208,7 @@ class Quotient:
         draft.changed["consumer", 0] = select(past, 0, draft.entry("consumer", 0))
 
     def _updater(self, draft: Draft) -> None:
-        # An update in flight is unawaited again at its end.
+        # At its end, an update in flight is unawaited again.
         waits: Value = draft.entry("optimizing", 0) != 0 if "optimizing" in self.kept else False
         for domain in range(self.n["domain"]):
             waits = waits | (draft.entry("unawaited", domain) != 0)
@@ -214,7 +217,7 @@ class Quotient:
         draft.changed["updater", 0] = select(waits, draft.entry("updater", 0), 0)
 
     def _unwaited(self, draft: Draft) -> None:
-        # Until a stage of the domain is final, a finalize judges the mark anew before an update.
+        # Until a stage of the domain is final, a finalize computes the mark again before an update.
         for domain in range(self.n["domain"]):
             final: Value = False
             for stage, at in enumerate(self.domain_of):
@@ -243,7 +246,10 @@ class Quotient:
                     self._renamed(draft, slot, cell, epoch)
 
     def _renamed(self, draft: Draft, slot: int, cell: int, epoch: Value) -> None:
-        """Call the epoch of a slot's cell 0; only a broken kernel takes a key that is not fresh."""
+        """
+        Rename the epoch of a slot's cell to 0; only a broken kernel accepts a key that is not
+        fresh.
+        """
         mark = draft.entry("forwarded", cell)
         here = (draft.entry("slot_of", cell) == slot) & (mark != NEVER) & (epoch != 0)
         again = select(mark == epoch, 0, NEVER)

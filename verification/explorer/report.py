@@ -1,5 +1,5 @@
 """
-What an exploration found.
+The report of an exploration.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["ExploreReport", "peak_rss_mb"]
 @frozen
 class ExploreReport:
     """
-    What an exploration found.
+    The report of an exploration.
 
     Args:
         scope: Name of the scope.
-        symmetry: Whether one state stands for its orbit.
+        symmetry: Whether states that differ only in the names of slots or cells count as one.
         states: Distinct states, in normal form.
-        transitions: Accepted moves, each counted in each state.
+        transitions: Accepted moves, counted once per state.
         refused: Refused moves.
         by_clause: Refused moves by clause.
         by_transition: Accepted moves by label.
@@ -32,8 +32,8 @@ class ExploreReport:
         witnesses: A shortest schedule by name: for accepted transitions and for refusals
             (``transition: clause``).
         seconds: Wall time of the exploration, without the search for witnesses.
-        cpu_seconds: Processor time of it, which other work on the machine does not lengthen as
-            much.
+        cpu_seconds: Processor time of the exploration, which depends less on other work on the
+            machine.
         peak_rss_mb: Largest memory of the process so far.
     """
 

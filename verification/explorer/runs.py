@@ -1,5 +1,5 @@
 """
-Runs: one scope, one report.
+Explores a scope and makes its report.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def run(
         scope: The scope.
         symmetry: Explore one state of each orbit.
         progress: Called with a progress line.
-        total: How many states there are, for the progress line; 0 if that is not known.
+        total: Number of states, for the progress line; 0 if it is unknown.
         composed: Transitions to run; the scope's own by default.
         invariants: Invariants to check in every state, as far as the scope keeps their columns.
         witnesses: Find a shortest schedule for every transition and refusal that occurs.
 
     Raises:
         ValueError: The scope's entries are too large to pack.
-        OutOfRangeError: A transition left a value that a packed state has no room for.
+        OutOfRangeError: A transition left a value outside the range of a packed state.
 
     >>> from qeffect.verification.explorer import pool_scope
     >>> run(pool_scope(1, 1, 1), symmetry=True).states
@@ -60,11 +60,11 @@ def run(
 
 def report_of(found: Exploration, invariants: int, *, witnesses: bool = True) -> ExploreReport:
     """
-    Return what an exploration found as a report.
+    Return the report of an exploration.
 
     Args:
         found: The exploration.
-        invariants: How many invariants every state was checked against.
+        invariants: Number of invariants that were checked in every state.
         witnesses: Find a shortest schedule for every transition and refusal that occurred.
     """
     tally, moves = found.tally, found.engine.moves

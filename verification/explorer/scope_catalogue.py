@@ -1,5 +1,5 @@
 """
-The scopes that are explored, by name.
+The scopes that the explorer can explore, by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .scopes import Scope
 
 __all__ = ["large_scopes", "pool_scope", "standard_scopes"]
 
-#: The transitions that the slot pool alone consists of.
+#: The transitions of the slot pool alone.
 _POOL: Final = (
     "reserve",
     "check_forward",
@@ -29,7 +29,7 @@ _POOL: Final = (
     "drop",
 )
 
-#: The transitions from a refresh to the reading of an output, on one stream or another.
+#: The transitions from a refresh to the read of an output, on any stream.
 _READ: Final = (
     "check_refresh",
     "commit_refresh",
@@ -44,7 +44,7 @@ _READ: Final = (
     "wait",
 )
 
-#: The transitions that move through a slot what is received and sent.
+#: The transitions of receives and sends through a slot.
 _MESSAGES: Final = (
     "reserve",
     "check_forward",
@@ -88,7 +88,7 @@ _REDUCE: Final = (
     "abort_update",
 )
 
-#: The transitions from an F to the commit of gradients of which two stages write one.
+#: The transitions from an F to the commit of gradients, one of which two stages write.
 _SHARE: Final = (
     "bind",
     "check_forward",
@@ -130,7 +130,8 @@ _UPDATE: Final = (
     "checkpoint",
 )
 
-#: The transitions from an F to an update that moves the scales of the epoch, and those after it.
+#: The transitions from an F to an update that moves the epoch's scales, and the transitions after
+#: it.
 _SCALES: Final = (
     "check_forward",
     "commit_forward",
@@ -156,24 +157,24 @@ _SCALES: Final = (
 #: The transitions of an evaluation.
 _EVALUATE: Final = ("check_evaluation", "commit_evaluation", "abort_evaluation")
 
-#: The transitions of a reader of the weights on a stream of its own.
+#: The transitions of a reader of the weights on a separate stream.
 _WEIGHTS: Final = ("start_weights_read", "finish_weights_read")
 
-#: The transitions of a reader of the gradients on a stream of its own.
+#: The transitions of a reader of the gradients on a separate stream.
 _GRADIENTS: Final = ("start_gradients_read", "finish_gradients_read")
 
-#: All transitions but the late fault, these readers and evaluations: each doubles the states,
-#: since it may come at any moment.
+#: All transitions except the late fault, these readers and evaluations. Each of these doubles the
+#: states, since it may occur at any moment.
 _NO_FAULT: Final = tuple(
     name for name in TRANSITIONS if name not in ("fail", *_WEIGHTS, *_GRADIENTS, *_EVALUATE)
 )
 
-#: Of those, all but those of a reduction that does not fail.
+#: All of these except the transitions of a successful reduction.
 _NO_REDUCTION: Final = tuple(
     name for name in _NO_FAULT if name not in ("start_reduction", "finish_reduction", *_EVALUATE)
 )
 
-#: The transitions that bring an epoch to its end, and those between epochs.
+#: The transitions that end an epoch, and the transitions between epochs.
 _CLOSING: Final = (
     "drain",
     "finalize",
@@ -198,8 +199,8 @@ def pool_scope(slots: int, keys: int, generations: int, **options: Any) -> Scope
 
     Args:
         slots: Slots of the pool.
-        keys: Keys that compete for them; a key returns after its release.
-        generations: Tenants that each slot may have, one after another.
+        keys: Keys that compete for them; a key is presented again after its release.
+        generations: Tapes that each slot may hold, one after another.
         options: Further arguments of ``Scope``.
 
     Raises:
@@ -227,7 +228,7 @@ def standard_scopes() -> Mapping[str, Scope]:
 
     Together the scopes accept every transition and reach every refusal that the specification
     names, in each transition that it names. They do not take every accepting path: each combination
-    of configured flags has paths of its own, and not every combination has a scope.
+    of configured flags has separate paths, and not every combination has a scope.
     """
     scopes = (
         pool_scope(2, 2, 2),
@@ -621,10 +622,10 @@ def standard_scopes() -> Mapping[str, Scope]:
 
 def large_scopes() -> Mapping[str, Scope]:
     """
-    Return scopes with many states, also for measuring rates, by name.
+    Return, by name, scopes with many states, which also serve to measure rates.
 
-    The pool of 4 slots, 4 keys and 3 generations has 540,184 states, as many as the same model
-    has in TLC and SPIN; ``-right`` presents only right arguments, as those do. The last pool and
+    The pool of 4 slots, 4 keys and 3 generations has 540,184 states, as many as the same model in
+    TLC and SPIN; ``-right`` presents only right arguments, as these models do. The last pool and
     the last stage have more than five million states.
     """
     scopes = (

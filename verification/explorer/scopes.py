@@ -53,7 +53,7 @@ class Scope:
         domains: State domain of each stage; all share domain 0 by default.
         callers: Streams that call into the graph streams; each has a link to every domain.
         epochs: Number of epochs whose keys are presented; the weight epoch reaches this number.
-        walks: Walks of an epoch; with one, the default, `next_walk` does not take part.
+        walks: Walks of an epoch; with the default of one, `next_walk` does not take part.
         skips: Walks may leave cells out; by default `skip` does not take part.
         generation_max: The last generation that a slot may reach.
         omit: Relations left out.
@@ -61,15 +61,18 @@ class Scope:
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
-        receives: What every tape waits for: bits of IN_BIT | BACK_BIT | COPY_BIT.
+        receives: Messages or copies that every tape waits for: bits of IN_BIT | BACK_BIT |
+            COPY_BIT.
         reduces: Stages reduce their gradients, each in one bucket.
-        buckets: The two stages that write each bucket, the same twice where there is one; by
-            default as ``reduces`` says.
-        ordered: The order of reductions is declared: that of the buckets.
+        buckets: The two stages that write each bucket; a single writer is given twice. By default
+            as ``reduces`` says.
+        ordered: The order of reductions is declared as the order of the buckets.
         reports: Backends report fills and scaling updates; checks run with their commits, except
             without version.
-        tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
-        draws: F of every stage reports where it began to draw, and dI where its recomputation did.
+        tape_scales: Scales that dI of every stage reads: ``carried``, ``live``, or empty for
+            undeclared.
+        draws: F of every stage reports where it began to draw random numbers, and dI where its
+            recomputation began.
         weights: dI of every stage reports the weight of its gradient: one over the stage's number
             of cells.
         epoch_scales: Scales of every domain move once an epoch; by default they move with F and
@@ -79,9 +82,9 @@ class Scope:
         tied: The first two stages, which accumulate, share one more buffer.
         shared_pool: The slots of a domain share one capture-memory pool.
         declared: F of every cell in order, then dI of every cell, is declared for each domain.
-        fresh_keys: The epoch of every presented key is one its cell has not been forwarded in,
-            so that keys never run out. Only where neither the weight epoch nor a repeated
-            forward is asked about.
+        fresh_keys: Every presented key has an epoch without a forward of its cell, so that keys
+            never run out. Only for scopes where no guard checks the weight epoch or a repeated
+            forward.
         wrong_arguments: Present each move also with one argument wrong.
 
     Raises:
@@ -126,7 +129,7 @@ class Scope:
                 f"scope {self.name}: {stages} stages have slots, so give {stages} cells and domains"
             )
         if set(self.domains) != set(range(len(set(self.domains)))):
-            raise ValueError(f"scope {self.name}: domains must be numbered from 0")
+            raise ValueError(f"scope {self.name}: domains must be numbered from 0 without gaps")
         for given, known in ((self.omit, OPTIONAL), (self.only, TRANSITIONS)):
             unknown = sorted(set(given) - set(known))
             if unknown:
@@ -136,15 +139,18 @@ class Scope:
         if self.tied and not self.accumulate:
             raise ValueError(f"scope {self.name}: only destinations that accumulate are tied")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
-            raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
+            raise ValueError(f"scope {self.name}: readers must be bits of OUT_BIT | GRAD_BIT")
         if self.receives & ~(IN_BIT | BACK_BIT | COPY_BIT):
             raise ValueError(
-                f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT | COPY_BIT"
+                f"scope {self.name}: receives must be bits of IN_BIT | BACK_BIT | COPY_BIT"
             )
         told = self.tape_scales == "carried" or self.draws or self.weights
         fills = self.reports and "version" not in self.omit
         if (told or fills) and self.tickets:
-            raise ValueError(f"scope {self.name}: evidence needs its check in the same step")
+            raise ValueError(
+                f"scope {self.name}: with tickets, backends cannot report (fills, "
+                "draws, weights or carried scales)"
+            )
         if self.tape_scales not in ("", "carried", "live"):
             raise ValueError(f"scope {self.name}: tape_scales must be carried or live")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
@@ -160,8 +166,8 @@ class Scope:
         Names of the transitions that take part.
 
         A composition without version has no cache and refuses the cache's transitions in every
-        state, so that these are not explored. Nor is `next_walk` in a scope of one walk, `skip` in
-        a scope whose walks are whole, or `move_scales` where scales move with F and dI.
+        state, so these are not explored. Neither is `next_walk` in a scope with one walk, `skip` in
+        a scope without skips, nor `move_scales` in a scope whose scales move with F and dI.
         """
         chosen = self.only or tuple(name for name in TRANSITIONS if name not in _EVALUATION)
         absent = _CACHE if "version" in self.omit else frozenset()
@@ -175,7 +181,7 @@ class Scope:
 
     @property
     def off(self) -> frozenset[str]:
-        """Configured flags of evidence, and bits of edges between stages, that are set nowhere."""
+        """Flags of evidence and bits of edges between stages that no stage of the scope sets."""
         flags = {
             "SOURCE_BIT": self.feeds,
             "TARGET_BIT": self.feeds,
@@ -254,7 +260,7 @@ class Scope:
 
 
 def sizes(scope: Scope) -> dict[str, int]:
-    """Return how many slots, cells, stages and so on a scope has."""
+    """Return the number of members of each index sort of the scope."""
     return dict(_dense(scope)[0])
 
 
@@ -267,9 +273,9 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
     """
     Return every configured column of the scope's process, over dense cells.
 
-    One more column, ``stage_of``, has the stage of each cell, which a key of the contract names
-    itself. Destinations are numbers, compared for equality only. Capture ranks count
-    within a pool, so that slots with pools of their own differ in nothing.
+    One more column, ``stage_of``, has the stage of each cell, which a real key names itself.
+    Matrices and destinations are opaque numbers. Capture ranks count within a pool, so that all
+    slots with a pool of their own are alike.
     """
     return {name: list(column) for name, column in _dense(scope)[1].items()}
 

@@ -1,5 +1,5 @@
 """
-What is explored of a scope: its transitions, its moves, and the columns that make a state.
+The state space of a scope: its transitions, its moves, and the columns of which a state consists.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Space:
     The state space of a scope.
 
     Args:
-        scope: What is explored.
-        composed: Transitions to run; the scope's own by default. A test gives mutants.
+        scope: The scope to explore.
+        composed: Transitions to run; the scope's own by default. A test passes mutants.
         also: Columns that a state must remember although no guard reads them.
 
     Attributes:
         transitions: The transitions.
-        moves: What is presented to them.
+        moves: The moves to try.
         right: Positions of the moves whose arguments are all right.
-        kept: Names of the columns that make a state: those that a guard can ever read.
+        kept: Names of the columns of which a state consists: all columns that a guard can read.
         written: Names of the columns that some transition of the scope writes.
     """
 
@@ -49,7 +49,7 @@ class Space:
         self.written = frozenset().union(*(one.writes for one in found))
 
     def initial(self) -> dict[str, list[int]]:
-        """Return every column that a transition can write, as it is at first."""
+        """Return the initial value of every column that a transition can write."""
         n = sizes(self.scope)
         return {name: [column.number] * n[column.index] for name, column in STATE.items()}
 
@@ -57,8 +57,9 @@ class Space:
         """
         Return the predicates that read only columns which the scope has and keeps.
 
-        A column that no transition of the scope writes counts as kept, although no state holds it.
-        A predicate over a sort without members, such as buckets without reductions, is left out.
+        A column that no transition of the scope writes counts as kept, although it is not part of a
+        state. A predicate over a sort without members, such as buckets without reductions, is left
+        out.
         """
         relations = frozenset(self.transitions.relations)
         members = members_in(self.scope)

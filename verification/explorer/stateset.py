@@ -19,19 +19,19 @@ Keys = NDArray[np.uint64]
 
 
 class KeyCollisionError(Exception):
-    """Two different states have one sort key: explore again with another salt."""
+    """Two different states have the same sort key: explore again with another salt."""
 
 
 def _keys(words: Words, salt: int) -> Keys:
     """
-    What states are sorted by: one word itself, or a mix of all.
+    Return the sort keys of states: the single word, or a mix of all words.
 
-    Two states can have the same mix. They are never merged: every use compares the words, and stops
+    Two states can have the same mix, but are never merged: every use compares the words and stops
     at such a pair.
     """
     keys: Keys = words[0].view(np.uint64)
     for place, word in enumerate(words[1:], start=1):
-        factor = pow(_SALTS[salt], place, 1 << 64)  # odd, and another for each word
+        factor = pow(_SALTS[salt], place, 1 << 64)  # odd, and different for each word
         mixed = word.view(np.uint64) * np.uint64(factor)
         keys = keys ^ mixed ^ (mixed >> np.uint64(29))
     return keys
@@ -49,7 +49,7 @@ def distinct(words: Words, salt: int = 0) -> Words:
     Return each state once, sorted by key.
 
     Raises:
-        KeyCollisionError: Two different states have one key.
+        KeyCollisionError: Two different states have the same key.
     """
     if len(words) == 1:
         keys = np.sort(words[0].view(np.uint64))
@@ -74,7 +74,7 @@ class StateSet:
 
     Args:
         num_words: Words of a state.
-        salt: Which mix sorts states of several words.
+        salt: Number that selects the mix for states of several words.
     """
 
     def __init__(self, num_words: int, salt: int = 0) -> None:
@@ -90,7 +90,7 @@ class StateSet:
         Return the states among some distinct sorted states that are not in the set.
 
         Raises:
-            KeyCollisionError: Two different states have one key.
+            KeyCollisionError: Two different states have the same key.
         """
         if not len(self):
             return words

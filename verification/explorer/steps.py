@@ -51,7 +51,7 @@ class Step:
     Args:
         move: The move.
         arguments: Arguments of its first transition, as the composed function takes them.
-        place: Slot, stage or epoch that a second transition redeems the ticket at.
+        place: Slot, stage or epoch at which a second transition redeems the ticket.
         evidence: The second transition's evidence.
     """
 
@@ -70,7 +70,7 @@ class Step:
 
 def step_of(move: Move, stage_of: Sequence[int], read: Read) -> Step:
     """
-    Return a move with its arguments as a state has them.
+    Return a move with its arguments read from a state.
 
     Args:
         move: The move.

@@ -1,5 +1,5 @@
 """
-Symmetry: the slots of a stage are interchangeable, and its cells where their order is free.
+Symmetry: the slots of a stage are interchangeable, and so are its cells if their order is free.
 
 Slots are interchangeable if each has its own capture-memory pool; cells are if no order is
 declared. The representative of an orbit has the tapes first, sorted by the values of their slot,
@@ -36,8 +36,8 @@ class Family:
     Args:
         slots: Its slots.
         cells: Its cells.
-        slot_columns: Columns that move with a slot, but for the cell that it holds.
-        cell_columns: Columns that move with a cell, but for the slot that holds it.
+        slot_columns: Columns that are exchanged with a slot, except the cell that it holds.
+        cell_columns: Columns that are exchanged with a cell, except the slot that holds it.
         swaps_slots: Slots are interchangeable.
         swaps_cells: Cells are interchangeable.
     """
@@ -73,7 +73,7 @@ def families(scope: Scope, kept: Iterable[str]) -> tuple[Family, ...]:
 
 
 def canonical_words(packing: Packing) -> Callable[[Words], Words]:
-    """Return what maps states in normal form to their orbits' representatives."""
+    """Return a function that maps states in normal form to their orbits' representatives."""
     found = families(packing.scope, packing.layout)
 
     def canonical(words: Words) -> Words:
@@ -93,7 +93,7 @@ def _sort(packing: Packing, family: Family, columns: Columns, count: int) -> Non
         return np.stack(rows)
 
     def rank(names: Iterable[str], members: tuple[int, ...]) -> Table:
-        """One number for each member's row, in the order of the rows."""
+        """Return a number for each member's row; the numbers have the order of the rows."""
         total, most = np.zeros((len(members), count), np.int64), 1
         for name in names:
             where = packing.fields[name, members[0]]
@@ -144,7 +144,7 @@ def _sort(packing: Packing, family: Family, columns: Columns, count: int) -> Non
 
 
 def _dense(ranks: Table) -> tuple[Table, int]:
-    """Return ranks in the same order without gaps, and how many there are."""
+    """Return ranks in the same order without gaps, and their number."""
     found, dense = np.unique(ranks, return_inverse=True)
     return dense.reshape(ranks.shape), len(found)
 

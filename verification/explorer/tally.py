@@ -20,12 +20,12 @@ State = tuple[int, ...]
 @frozen
 class Sighting:
     """
-    Something that occurred, and where.
+    An event of an exploration and its first state.
 
     Args:
         level: Level of the state: the length of a shortest schedule to it.
         state: The state.
-        move: Position of the move that did it; None if the state itself is what occurred.
+        move: Position of the move that occurred; None if the event is the state itself.
         clause: Clause that the move was refused for; None if it was accepted.
     """
 
@@ -38,7 +38,7 @@ class Sighting:
 @define
 class Tally:
     """
-    Counts of what happened, each with one state in which it did.
+    Counts of events, each with one state in which the event occurred.
 
     Args:
         level: Level of the states being expanded, set by the explorer.
@@ -65,6 +65,6 @@ class Tally:
         return Sighting(self.level, state, move, clause)
 
     def breaks(self, told: str, sighting: Sighting) -> None:
-        """Enter a violation, unless there is one."""
+        """Record a violation, unless one is recorded already."""
         if self.broken is None:
             self.broken = told, sighting

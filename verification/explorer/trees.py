@@ -23,7 +23,7 @@ INTEGERS: Final = Encoding.integers()
 
 @frozen(eq=False)
 class Branch:
-    """A test, and what follows when it holds or does not."""
+    """A test, with the subtree if it holds and the subtree if it does not."""
 
     test: Node
     yes: Tree
@@ -32,7 +32,7 @@ class Branch:
 
 @frozen(eq=False)
 class Leaf:
-    """The end of a path: what it writes and returns."""
+    """The end of a path: its writes and its result."""
 
     path: Path
     writes: Mapping[str, Node]
@@ -51,8 +51,8 @@ def tree_of(
     Args:
         name: Name of the transition.
         function: Its composed function.
-        program: The program that its terms become nodes of.
-        kept: Columns that make a state; writes of others are left out.
+        program: The program to which its terms are added as nodes.
+        kept: Columns of which a state consists; writes of other columns are left out.
     """
     return _tree(_paths(name, function), 0, program, kept)
 
@@ -83,7 +83,7 @@ def _tree(found: Sequence[Path], depth: int, program: Program, kept: frozenset[s
 def leaves(
     tree: Tree, evaluation: Evaluation, alive: Value, count: int
 ) -> Iterator[tuple[Leaf, Value, int]]:
-    """Yield the leaves that some of the states reach, with which and how many."""
+    """Yield the leaves that some of the states reach, with these states and their number."""
     while isinstance(tree, Branch):
         truth = evaluation.value(tree.test)
         if isinstance(truth, bool):

@@ -1,8 +1,8 @@
 """
 Witnesses: a shortest schedule for every transition and refusal that occurs in an exploration.
 
-An exploration that never accepts a transition, or never reaches a clause, would agree with any
-claim about it. So what must *sometimes* happen is checked like what must always hold.
+If an exploration never accepted a transition, or never reached a clause, every claim about these
+would hold without meaning. So the explorer also checks that they *sometimes* occur.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def occurrences(found: Exploration) -> dict[str, Sighting]:
 @define
 class Schedules:
     """
-    Shortest schedules to what an exploration sighted.
+    Shortest schedules to the events of an exploration.
 
-    They are found by replaying the predecessors of the states from the initial state, all
-    schedules a level at a time. Under symmetry a predecessor is the representative of an orbit, so
-    that a replay goes through other states of the same orbits.
+    They are found by a replay from the initial state through the predecessors, all schedules one
+    level at a time. Under symmetry a predecessor is the representative of an orbit, so a replay
+    goes through other states of the same orbits.
 
     Args:
         found: The exploration.
-        sightings: What schedules are wanted to.
+        sightings: Events to find schedules for.
     """
 
     found: Exploration
@@ -69,7 +69,7 @@ class Schedules:
             level = [after for state in level for after in following[state]]
 
     def _advance(self, level: list[State], following: Mapping[State, set[State]]) -> None:
-        """Take the moves that lead from some representatives to those that follow them."""
+        """Take the moves that lead from some representatives to the next representatives."""
         engine = self.found.engine
         now = [self._reached[state][1][-1] for state in level]
         words = np.ascontiguousarray(np.array(now, np.int64).T)
@@ -83,7 +83,9 @@ class Schedules:
                     wanted.remove(orbit)
             if not wanted:
                 return
-        raise AssertionError(f"scope {engine.scope.name}: {len(wanted)} states have no such move")
+        raise AssertionError(
+            f"scope {engine.scope.name}: found no move to {len(wanted)} of the next representatives"
+        )
 
     def moves(self, seen: Sighting) -> tuple[tuple[int, ...], tuple[State, ...]]:
         """Return the positions of a schedule's moves, and the packed state before each."""
@@ -93,7 +95,7 @@ class Schedules:
         return (*taken, self._last(seen, through[-1])), through
 
     def _last(self, seen: Sighting, state: State) -> int:
-        """Return the move that does in a state what another one did in its representative."""
+        """Return the move with the same effect in a state as a given move in its representative."""
         assert seen.move is not None
         if state == seen.state:
             return seen.move
@@ -105,10 +107,13 @@ class Schedules:
         for index in alike:
             if tally.accepted[index] if seen.clause is None else tally.refused[index, seen.clause]:
                 return index
-        raise AssertionError(f"scope {engine.scope.name}: no such move")
+        raise AssertionError(
+            f"scope {engine.scope.name}: found no move with the same effect as "
+            "in the representative"
+        )
 
     def steps(self, seen: Sighting) -> list[Step]:
-        """Return a shortest schedule to what was sighted, that move included."""
+        """Return a shortest schedule to an event, including the move of the event."""
         return [self._step(index, state) for index, state in zip(*self.moves(seen), strict=True)]
 
     def _step(self, index: int, state: State) -> Step:
@@ -129,7 +134,7 @@ def _states(words: np.ndarray) -> list[State]:
 
 def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
     """
-    Return the names that some report must witness and none does: transitions, and refusals as
+    Return the required names without a witness in any report: transitions, and refusals as
     ``transition: clause``.
 
     The names come from the specification, not from the functions that ran.
@@ -143,11 +148,10 @@ def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
 
 def untaken(explorations: Iterable[Exploration]) -> list[str]:
     """
-    Return the accepting paths of the full composition that no exploration of it takes, as
-    ``transition#path``.
+    Return, as ``transition#path``, the accepting paths of the full composition that no exploration
+    takes.
 
-    A path that no state and arguments can take, such as one on which a reader is two readers, is
-    left out.
+    Impossible paths, such as a path on which one reader equals two readers, are left out.
     """
     taken = {
         path

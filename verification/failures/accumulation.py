@@ -16,8 +16,8 @@ ROWS = Rows("arena")
     "pytorch/torchtitan#3575",
     state="fixed 2026-06",
     what="gradients are zeroed before each microbatch of a reinforcement-learning trainer",
-    cause="The call that zeroes gradients stood in the method that runs one microbatch, and not "
-    "in the method that runs the optimizer.",
+    cause="The call that zeroes gradients was in the method that runs one microbatch instead of "
+    "the method that runs the optimizer.",
     consequence="silent wrong numbers: only the last microbatch counts",
     fix="zero the gradients with the optimizer's step",
     clause="arena.overwrite",
@@ -54,11 +54,11 @@ def each_microbatch_replaces_the_gradient(h: History) -> None:
     "NVIDIA-NeMo/Automodel#3530",
     state="fixed 2026-08",
     what="a pipeline's stages are set up again between microbatches",
-    cause="Another sequence length sets up the stages of torch's pipeline again. The set-up "
-    "drops all gradients, even those that earlier microbatches had accumulated.",
+    cause="When the sequence length changes, torch sets up the pipeline's stages again. The "
+    "set-up drops all gradients, even those that earlier microbatches had accumulated.",
     guessed="that the sequence length changes at the last of three microbatches",
     consequence="silent wrong numbers; only the gradient norm showed it",
-    fix="keep the gradients where the set-up ran no backward of its own",
+    fix="keep the gradients if the set-up itself ran no backward",
     clause="arena.overwrite",
     at="check_wgrad 0W2",
     reports=f"{IF_OVERWRITTEN}, or that the buffer was dropped before it",
@@ -77,18 +77,18 @@ def a_setup_drops_what_was_accumulated(h: History) -> None:
     "megatron-lm-6965",
     "NVIDIA/Megatron-LM#6965",
     state="fixed in part 2026-09",
-    what="one layer stands for two prediction depths",
+    what="one layer serves two prediction depths",
     cause="The first use of the layer carries the flag of the first microbatch, the second use "
-    "does not. Backward runs in the other order: the second use adds its gradient, and the first "
-    "use then replaces the sum.",
+    "does not. Backward runs in reverse: the second use adds its gradient, and the first use "
+    "then replaces the sum.",
     consequence="silent wrong numbers: the gradient of the deeper use is lost",
-    fix="do not pass the flag where it is not maintained",
+    fix="do not pass the flag in code that does not maintain it",
     clause="arena.overwrite",
     at="check_wgrad 0W0",
     reports=f"{IF_OVERWRITTEN}, or that the buffer was zeroed before it",
 )
 def the_first_use_replaces_what_the_second_added(h: History) -> None:
-    # The step zeroes the buffer first, so the second use's sum is what it wrote.
+    # The step zeroes the buffer first, so the sum after the second use is what that use wrote.
     h.process(microbatches=1, invocations=2, matrices=("repeated",))
     h.refresh()
     for invocation in (0, 1):
@@ -133,7 +133,8 @@ ROWS.untold(
     consequence="silent wrong numbers",
     fix="allocate the buffer on the stream that reduces",
     kind="memory",
-    why="Which later tensor got the storage is unknown; the contract sees no allocation.",
+    why="The report does not say which later tensor got the storage, and the contract does not "
+    "see allocations.",
 )
 ROWS.untold(
     "pytorch-170277",
@@ -142,7 +143,8 @@ ROWS.untold(
     what="a split backward at a node with several outputs",
     cause="The gradients of all outputs of one node are summed and given to its first output.",
     consequence="silent wrong numbers, or a crash where shapes differ",
-    fix="none at the time",
+    fix="no fix known",
     kind="autograd",
-    why="It happens inside one call of autograd, which would report each matrix as covered once.",
+    why="The fault is inside one call of autograd. The runtime would still report each matrix as "
+    "covered once.",
 )

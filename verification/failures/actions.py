@@ -14,7 +14,7 @@ __all__ = ["Actions"]
 
 
 class Actions(Transcript):
-    """The physical actions that a re-enactment takes."""
+    """The actions that a re-enactment takes."""
 
     def refresh(
         self,
@@ -31,7 +31,7 @@ class Actions(Transcript):
         Args:
             stage: The stage.
             filled: Matrices whose caches the device reports as filled; by default all.
-            weights_of: The epoch of the weights that they were filled from; by default this one.
+            weights_of: The epoch of the weights in the caches; by default the current epoch.
             caller: The stream that made the weights.
             joined: Whether the graph stream waits for that stream; None if the re-enactment states
                 the wait itself.
@@ -50,11 +50,11 @@ class Actions(Transcript):
         self, stage: int = 0, *, updates: int = 0, cached: bool = True, caller: Hashable = "main"
     ) -> None:
         """
-        Run an evaluation: a forward that owes no dI and no dW.
+        Run an evaluation: a forward without a later dI and dW.
 
         Args:
             stage: The stage.
-            updates: The scaling updates that the device made in it.
+            updates: The scaling updates that the device made during it.
             cached: Whether it reads the quantized weight cache.
             caller: The stream that filled its inputs.
         """
@@ -91,13 +91,14 @@ class Actions(Transcript):
         Args:
             microbatch: Its microbatch.
             stage: Its stage.
-            slot: The slot at a fixed address; by default the contract chooses.
+            slot: The slot, if it has a fixed address; by default the contract chooses.
             invocation: Which call of the stage's block it is.
-            token: The scaling updates that the device counts; by default what the contract does.
-            refresh: It also refreshes the weight cache.
-            filled: Matrices whose caches the device reports as filled; by default those that it
-                was asked to fill.
-            draws: Where it began to draw random numbers; by default after every earlier F.
+            token: The scaling updates that the device counts; by default as many as the contract.
+            refresh: Whether F also refreshes the weight cache.
+            filled: Matrices whose caches the device reports as filled; by default those that F was
+                asked to fill.
+            draws: The random generator's position when F began to draw; by default after every
+                earlier F.
             caller: The stream that filled its inputs.
             joined: Whether the graph stream waits for that stream; None if the re-enactment states
                 the wait itself.
@@ -150,17 +151,18 @@ class Actions(Transcript):
         Args:
             microbatch: Its microbatch.
             stage: Its stage.
-            queued: Matrices whose gradient work it deferred; by default all.
-            bound: Destinations that are bound; by default the configured ones.
+            queued: Matrices whose gradient work dI deferred; by default all.
+            bound: Destinations that are bound; by default as configured.
             invocation: Which call of the stage's block it is.
-            token: The scaling updates that the device counts; by default what the contract does.
-            updates: The scaling updates that the device made in it.
-            scales_of: The microbatch with whose scales it ran; by default its own.
-            draws_of: The microbatch with whose random numbers it recomputed; by default its own.
-            weight: The factor by which its gradient is weighted, as (numerator, denominator); by
-                default the same for every microbatch, so that all add up to the declared sum.
-            tape_of: The microbatch whose tape it takes up; by default its own.
-            caller: The stream that filled what it reads.
+            token: The scaling updates that the device counts; by default as many as the contract.
+            updates: The scaling updates that the device made during dI.
+            scales_of: The microbatch whose scales dI used; by default its own.
+            draws_of: The microbatch whose random numbers the recomputation drew; by default its
+                own.
+            weight: The weight of its gradient, as (numerator, denominator); by default the same for
+                every microbatch, so that all add up to the declared sum.
+            tape_of: The microbatch whose tape dI uses; by default its own.
+            caller: The stream that filled the inputs of dI.
             joined: Whether the graph stream waits for that stream; None if the re-enactment states
                 the wait itself.
         """
@@ -220,11 +222,12 @@ class Actions(Transcript):
             microbatch: Its microbatch.
             stage: Its stage.
             overwrites: Whether the write replaces the buffer's contents; by default as the contract
-            wants. covered: Matrices whose gradient it wrote; by default all. into: The destinations
-            that it writes; by default the configured ones. invocation: Which call of the stage's
-            block it is.
-            stream: The domain on whose graph stream it is launched; by default its own.
-            tape_of: The microbatch whose retained work it takes up; by default its own.
+                wants.
+            covered: Matrices whose gradient dW wrote; by default all.
+            into: The destinations that dW writes; by default as configured.
+            invocation: Which call of the stage's block it is.
+            stream: The domain on whose graph stream dW is launched; by default its own.
+            tape_of: The microbatch whose retained work dW uses; by default its own.
         """
         key = self.key(microbatch, stage, invocation)
         ref = self.ref(key if tape_of is None else self.key(tape_of, stage, invocation))

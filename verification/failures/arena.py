@@ -10,9 +10,9 @@ from .transcript import addresses
 
 ROWS = Rows("arena")
 
-#: What tells a product that replaces a gradient from one that is added to it.
+#: The report that shows whether a product replaces a gradient or is added to it.
 IF_OVERWRITTEN = "whether dW overwrites"
-#: How a ring of gradient buffers becomes something that the contract counts.
+#: The report by which the contract counts a ring of gradient buffers.
 AS_SLOTS = "its gradient buffers as its tapes' slots"
 
 
@@ -20,7 +20,7 @@ AS_SLOTS = "its gradient buffers as its tapes' slots"
     "transformer-engine-2715",
     "NVIDIA/TransformerEngine#2715",
     state="fixed 2026-03",
-    what="a graph's warm-up makes every microbatch the first",
+    what="after a graph's warm-up, every microbatch is treated as the first",
     cause="Warm-up set the flag of the first microbatch again. So the layer's only graph was "
     "captured as a product that overwrites, and was replayed for every microbatch.",
     consequence="silent wrong numbers: only the last microbatch counts",
@@ -65,7 +65,7 @@ def wgrad_into_a_fresh_tensor(h: History) -> None:
     "transformer-engine-869",
     "NVIDIA/TransformerEngine#869",
     state="fixed 2024-06",
-    what="making graphs resets .grad",
+    what="capturing graphs resets .grad",
     cause="Capture replaced the gradients, so that graphs write one buffer and the optimizer reads "
     "another.",
     consequence="silent wrong numbers",
@@ -91,7 +91,7 @@ def graphs_write_another_buffer(h: History) -> None:
     what="tied weights do not accumulate with delayed wgrad",
     cause="Each deferred wgrad of the weight assigns the gradient instead of adding to it.",
     consequence="silent wrong numbers",
-    fix="none at the time; here the second one adds",
+    fix="no fix known; in the corrected run the second wgrad adds",
     clause="arena.overwrite",
     at="check_wgrad 0W0.1",
     reports=IF_OVERWRITTEN,
@@ -118,7 +118,8 @@ ROWS.untold(
     consequence="silent wrong numbers",
     fix="hooks that put the saved gradient back",
     kind="autograd",
-    why="It happens inside one call of autograd, which would report each matrix as covered once.",
+    why="The fault is inside one call of autograd. The runtime would still report each matrix as "
+    "covered once.",
 )
 ROWS.untold(
     "transformer-engine-545",
@@ -131,7 +132,7 @@ ROWS.untold(
     fix="zero it",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="The fix zeroes the placeholder and still adds it: a number differs, but no action.",
+    why="The fix zeroes the placeholder and still adds it: only a number changes, no action does.",
 )
 ROWS.untold(
     "megatron-lm-6565",
@@ -143,7 +144,7 @@ ROWS.untold(
     fix="zero it",
     kind="values",
     shown="tests/failures/test_values.py",
-    why="The fix zeroes the placeholder and still adds it: a number differs, but no action.",
+    why="The fix zeroes the placeholder and still adds it: only a number changes, no action does.",
 )
 
 
@@ -151,9 +152,9 @@ ROWS.untold(
     "megatron-lm-4609",
     "NVIDIA/Megatron-LM#4609",
     state="fixed 2026-05",
-    what="a gather of parameters, layer by layer, corrupts gradients",
-    cause="The gradient buffer doubles as the buffer that parameters are received in, and was not "
-    "zeroed before the first microbatch added to it.",
+    what="gathering parameters layer by layer corrupts gradients",
+    cause="Parameters are received in the gradient buffer, which was not zeroed before the first "
+    "microbatch added to it.",
     consequence="silent wrong numbers",
     fix="zero it after use",
     clause="arena.stale-accumulation",
@@ -212,7 +213,7 @@ def added_to_staged_parameters(h: History) -> None:
     reports=f"{AS_SLOTS}, and each reduction as a read of its buffer",
 )
 def ring_slot_overwritten_under_its_reduction(h: History) -> None:
-    # The reduction is the reader of what a slot of the ring holds.
+    # The reduction reads a slot of the ring.
     h.process(slots=1, sends_gradient=True)
     h.refresh()
     h.forward(0, slot=0)
@@ -233,12 +234,12 @@ def ring_slot_overwritten_under_its_reduction(h: History) -> None:
     "NVIDIA/Megatron-LM#4054",
     state="fixed 2026",
     what="double buffers of sharded data parallelism",
-    cause="More units were in flight than there are buffers, and wgrad was written into one that "
-    "was being reduced.",
+    cause="More units were in flight than there are buffers, and wgrad was written into a buffer "
+    "that was being reduced.",
     guessed="that a buffer is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward, not at the gradient's write",
     consequence="silent wrong numbers",
-    fix="keep the limit where main_grad is fetched",
+    fix="enforce the limit when main_grad is fetched",
     clause="ownership.pool-exhausted",
     at="check_forward 0F2",
     reports=AS_SLOTS,
@@ -300,7 +301,7 @@ def a_counter_with_two_origins(h: History) -> None:
     reports=f"{AS_SLOTS}, and each reduction as a read of its buffer",
 )
 def the_bucket_in_flight_is_filled(h: History) -> None:
-    # The reduction is the reader of what one of the two buffers holds.
+    # The reduction reads one of the two buffers.
     h.process(slots=2, sends_gradient=True)
     h.refresh()
     h.forward(0, slot=0)
@@ -330,8 +331,8 @@ def the_bucket_in_flight_is_filled(h: History) -> None:
     reports=f"{AS_SLOTS}, and each reduction as a read of its buffer, on the stream that reduces",
 )
 def storage_recycled_under_its_reduction(h: History) -> None:
-    # The host drops the storage as soon as the reduction is enqueued; only its stream knows the
-    # end. With the storage recorded there, it is given out once that stream has come so far.
+    # The host drops the storage as soon as the reduction is enqueued, but only the stream knows
+    # when it ends. If the storage is recorded on that stream, it is given out after that end.
     h.process(slots=1, sends_gradient=True, callers=("main", "reduce"))
     h.refresh()
     for microbatch in (0, 1):

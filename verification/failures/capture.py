@@ -10,7 +10,7 @@ from .transcript import stage
 
 ROWS = Rows("capture")
 
-#: What tells a product that replaces a gradient from one that is added to it.
+#: The report that shows whether a product replaces a gradient or is added to it.
 IF_OVERWRITTEN = "whether dW overwrites"
 
 ROWS.untold(
@@ -23,7 +23,7 @@ ROWS.untold(
     consequence="silent wrong numbers",
     fix="keep saved and escaping buffers until every graph is captured",
     kind="memory",
-    why="Every replay is in the order of capture; the fault lies in what was captured.",
+    why="Replays follow the order of capture; the fault is in the captured graph itself.",
 )
 
 
@@ -106,13 +106,13 @@ ROWS.untold(
     "NVIDIA/Megatron-LM#5966",
     state="open 2026-07",
     what="interleaved stages under Transformer Engine's graphs: NaN after ninety steps",
-    cause="Not diagnosed; the failure is gone without graphs.",
+    cause="Not diagnosed; without graphs the failure disappears.",
     consequence="a gradient norm that jumps, then NaN",
     fix="none published",
     kind="cause",
     why="An event log of such a run would show the broken clause; none was published. On a GPU, "
-    "`qeffect runtime report probes --only interleaved` shows what the library's graphs compute in "
-    "this shape, used correctly and incorrectly; which misuse this was is unknown.",
+    "`qeffect runtime report probes --only interleaved` shows what the library's graphs compute "
+    "in this shape, used correctly and incorrectly. Nobody knows which misuse this was.",
 )
 ROWS.untold(
     "megatron-bridge-2096",
@@ -134,8 +134,8 @@ ROWS.untold(
     "pytorch/pytorch#184003",
     state="message mended 2026-05",
     what="compiled graphs under gradient accumulation",
-    cause="The gradient lives in memory of the previous generation of a graph tree, which the next "
-    "run takes back.",
+    cause="The gradient lives in memory of the previous generation of a graph tree, which the "
+    "next run reuses.",
     consequence="a crash: torch itself refuses",
     fix="a clearer message",
     clause="arena.overwrite",
@@ -158,9 +158,10 @@ def gradients_of_the_previous_generation(h: History) -> None:
     "pytorch/pytorch#148439",
     state="closed 2025",
     what="outputs of a graph tree overwritten by a later run",
-    cause="Microbatches of a pipeline run one graph tree while tapes of earlier ones live.",
+    cause="Microbatches of a pipeline run one graph tree while tapes of earlier microbatches are "
+    "live.",
     consequence="a crash: torch itself refuses",
-    fix="copy, or mark the step",
+    fix="copy the outputs, or mark the beginning of each step",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
 )
@@ -184,7 +185,8 @@ ROWS.untold(
     consequence="485 of 500 answers corrupted, no crash",
     fix="keep the reference",
     kind="memory",
-    why="The contract hands out slots and sees no other memory; torch's check of live inputs does.",
+    why="The contract hands out slots and sees no other memory; torch's own check of live inputs "
+    "finds this fault.",
 )
 ROWS.untold(
     "vllm-43909",
@@ -195,5 +197,6 @@ ROWS.untold(
     consequence="an illegal access",
     fix="keep the reference",
     kind="memory",
-    why="The contract hands out slots and sees no other memory; torch's check of live inputs does.",
+    why="The contract hands out slots and sees no other memory; torch's own check of live inputs "
+    "finds this fault.",
 )

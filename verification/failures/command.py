@@ -1,5 +1,5 @@
 """
-``qeffect failures``: re-enact public failures and show what becomes of each.
+``qeffect failures``: re-enact public failures and show whether the contract refuses each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Failures", "counts", "record"]
 
 
 class Failures:
-    """Re-enact the failures that people really had."""
+    """Re-enact failures that users reported in public."""
 
     name = "failures"
-    help = "re-enact public failures of FP8 pipeline training and show what refuses each"
+    help = "re-enact public failures of FP8 pipeline training and show which clause refuses each"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -40,7 +40,7 @@ class Failures:
         )
 
     def run(self, args: argparse.Namespace, progress: Progress) -> CommandOutcome:
-        """Run every re-enactment asked for; nothing of an outcome is stored."""
+        """Run the chosen re-enactments; no outcome is stored."""
         from .catalogue import FAILURES
         from .failure import run
 
@@ -62,18 +62,18 @@ class Failures:
             failure, outcome = problems[0]
             data |= {"clause": outcome.clause or None, "action": outcome.at or None}
         lines = _in_full(pairs) if args.names else _listed(pairs)
-        lines += ["", _summary(data["counts"])]
-        lines += [f"not as stated: {f.name}: {o.problem}" for f, o in problems]
+        lines += ["", _LEGEND, _summary(data["counts"])]
+        lines += [f"differs from its row: {f.name}: {o.problem}" for f, o in problems]
         return CommandOutcome("refused" if problems else "accepted", data, lines)
 
 
 def record(failure: Failure, outcome: FailureOutcome) -> dict[str, Any]:
     """
-    Return a row and what running it gave as plain data.
+    Return a row and the outcome of its run as plain data.
 
     Args:
         failure: The row.
-        outcome: Its outcome.
+        outcome: The outcome of its run.
     """
     story = asdict(failure, filter=lambda attribute, _: attribute.name not in _NOT_STORY)
     ran = asdict(outcome, filter=lambda attribute, _: not attribute.name.endswith("steps"))
@@ -81,7 +81,13 @@ def record(failure: Failure, outcome: FailureOutcome) -> dict[str, Any]:
     return {**story, "enacted": enacted, **ran, "difference": outcome.difference()}
 
 
-#: What of a row is not said in words, or is what running it gives.
+#: How a line names the place of a refusal.
+_LEGEND = (
+    "0F1 is F of stage 0 and microbatch 1, 0I1 its dI, 0W1 its dW; s0 is stage 0; e1 is epoch 1; "
+    "SEND, RECV and WAIT are messages"
+)
+
+#: Fields of a row that are not text, or that the outcome has too.
 _NOT_STORY = ("enact", "clause", "at")
 
 
@@ -93,10 +99,12 @@ def counts(pairs: Iterable[tuple[Failure, FailureOutcome]]) -> dict[str, Any]:
         pairs: Rows and their outcomes.
 
     Returns:
-        How many there are, and how many of them were re-enacted; how many were refused, and how
-        many of those only where the runtime reports what the row says; how many were not caught,
-        by kind too; how many were never explained; in how many a detail was guessed, and in how
-        many of the refused ones the whole cause; and how many did not come out as stated.
+        ``failures``: all rows; ``enacted``: rows with a re-enactment; ``refused``: refused rows;
+        ``given_a_report``: those refused only if the runtime supplies an optional report;
+        ``not_caught``: rows that no clause refuses; ``by_kind``: these by reason; ``unexplained``:
+        rows without a known cause; ``guessed``: rows with a guessed detail; ``refused_by_guess``:
+        refused rows whose whole cause is guessed; ``not_as_stated``: rows whose run differs from
+        what the row states.
     """
     from .failure import WHOLE_CAUSE
 
@@ -120,7 +128,7 @@ def counts(pairs: Iterable[tuple[Failure, FailureOutcome]]) -> dict[str, Any]:
 
 
 def _chosen(failures: Sequence[Failure], names: Sequence[str]) -> list[Failure]:
-    """Return the failures that are named, in the order of the list."""
+    """Return the chosen failures in the order of the list; all if no name is given."""
     found: list[Failure] = []
     for name in names:
         wanted = name.lower()
@@ -143,7 +151,7 @@ def _chosen(failures: Sequence[Failure], names: Sequence[str]) -> list[Failure]:
 
 def _said(failure: Failure, outcome: FailureOutcome) -> str:
     if outcome.verdict == "refused":
-        given = f", given {failure.reports}" if failure.reports else ""
+        given = f", if the runtime reports {failure.reports}" if failure.reports else ""
         return f"refused by {outcome.clause} at {outcome.at}{given}"
     if outcome.verdict == "unexplained":
         return f"never explained: {failure.why}"
@@ -185,7 +193,10 @@ def _in_full(pairs: Sequence[tuple[Failure, FailureOutcome]]) -> list[str]:
         lines.append(failure.name)
         lines += [f"  {what:12} {text}" for what, text in told.items() if text]
         if failure.enact is not None:
-            lines.append("  the legal run is accepted; the faulty run differs from it by")
+            lines.append(
+                "  the corrected run is accepted; calls of the faulty run that differ "
+                "(- left out, + added):"
+            )
             lines += [f"    {line}" for line in outcome.difference()]
     return lines
 
@@ -194,8 +205,8 @@ def _summary(counted: dict[str, Any]) -> str:
     given = f"{counted['given_a_report']} of them only if the runtime supplies an optional report"
     return (
         f"{number_of(counted['failures'], 'public failure')}, {counted['enacted']} of them "
-        f"re-enacted from their reports: {counted['refused']} refused ({given}), "
-        f"{counted['not_caught']} not caught, {counted['unexplained']} never explained; a detail "
-        f"was guessed in {counted['guessed']}, the whole cause in "
-        f"{counted['refused_by_guess']} of the refused."
+        f"re-enacted. Of all: {counted['refused']} refused ({given}), {counted['not_caught']} "
+        f"not caught, {counted['unexplained']} never explained. A detail of the cause was "
+        f"guessed in {counted['guessed']}, the whole cause in {counted['refused_by_guess']} of "
+        "the refused."
     )

@@ -60,8 +60,8 @@ def awaited_the_event_of_another_stream(h: History) -> None:
     "NVIDIA/Megatron-LM#3164",
     state="fixed 2026-02",
     what="expert-parallel overlap with graphs of a whole iteration",
-    cause="The wgrad of a node of the overlapped schedule ran on the ambient stream instead of the "
-    "node's, and tensors were freed across streams that nobody ordered.",
+    cause="The wgrad of a node of the overlapped schedule ran on the ambient stream instead of "
+    "the node's, and tensors were freed across streams without an order between them.",
     consequence="a crash, or silent wrong numbers",
     fix="run wgrad on the node's stream",
     clause="completion.wrong-stream",
@@ -85,8 +85,8 @@ def wgrad_on_the_ambient_stream(h: History) -> None:
     state="fixed 2026-06",
     what="a delayed wgrad runs on the stream of its creation",
     cause="The deferred closure kept the stream that was current when dI made it. It was called "
-    "under the stream for wgrad but launched on the old stream, and its readers awaited the "
-    "new stream.",
+    "under the stream for wgrad but launched its work on the old stream, while its readers "
+    "awaited the stream for wgrad.",
     consequence="NaN, corrupted gradients",
     fix="look the stream up when the closure is called",
     clause="completion.wrong-stream",
@@ -133,10 +133,10 @@ def two_runners_on_one_stream(h: History) -> None:
     "pytorch/pytorch#144535",
     state="fixed 2025-01",
     what="sharded data parallelism under a pipeline misses its last callback",
-    cause="The pipeline runs backward by hand, and so skipped the callback that waits for the "
+    cause="The pipeline ran backward by hand and skipped the callback that waits for the "
     "reduce-scatter before gradients are read.",
     consequence="a race on gradients",
-    fix="call it",
+    fix="call the callback",
     clause="reduction.in-flight",
     at="check_update e0",
 )
@@ -191,7 +191,7 @@ def the_communication_stream_waited_for_another(h: History) -> None:
     reports="the stream on which a reduction is enqueued",
 )
 def the_reductions_stream_waited_before_the_last_wgrad(h: History) -> None:
-    # What the default stream had seen when the reduction's stream waited for it: one dW too few.
+    # The reduction's stream waited for the default stream before the last dW: one dW too few.
     h.process(reduces=True, callers=("main", "reduction"))
     h.refresh()
     h.forward(0)
@@ -223,7 +223,7 @@ def the_reductions_stream_waited_before_the_last_wgrad(h: History) -> None:
     reports="its buckets as its tapes' slots, and each reduction as a read of its bucket",
 )
 def the_bucket_is_filled_before_its_reduction_ended(h: History) -> None:
-    # The reduction is the reader of what the one bucket holds.
+    # The reduction reads the only bucket.
     h.process(slots=1, sends_gradient=True)
     h.refresh()
     h.forward(0, slot=0)

@@ -10,7 +10,7 @@ from .transcript import stage
 
 ROWS = Rows("epoch")
 
-#: What tells the scale of a gradient.
+#: The report that shows how gradients are scaled.
 WEIGHTS = "the factor by which each microbatch's gradient is weighted"
 
 
@@ -48,7 +48,7 @@ def gradients_scaled_by_every_run(h: History) -> None:
     cause="A hook divides by the number of accumulation steps on each stage that a gradient "
     "passes.",
     consequence="silent wrong numbers",
-    fix="divide on the last stage alone",
+    fix="divide on the last stage only",
     clause="epoch.wrong-weights",
     at="check_update e0",
     reports=WEIGHTS,
@@ -77,11 +77,11 @@ def divided_again_on_every_stage(h: History) -> None:
     what="the loss of a pipeline is normalised after its backward",
     cause="The schedule had already run backward when the loss was divided.",
     consequence="silent wrong numbers: gradients too large",
-    fix="give the count to the loss function",
+    fix="pass the count to the loss function",
     clause="epoch.wrong-weights",
     at="check_update e0",
     reports=WEIGHTS,
-    guessed="how many valid tokens each of two microbatches has",
+    guessed="the number of valid tokens in each of two microbatches",
     shown="tests/failures/test_values.py",
 )
 @ROWS.enacted(
@@ -97,7 +97,7 @@ def divided_again_on_every_stage(h: History) -> None:
     clause="epoch.wrong-weights",
     at="check_update e0",
     reports=WEIGHTS,
-    guessed="how many valid tokens each of two microbatches has",
+    guessed="the number of valid tokens in each of two microbatches",
 )
 def backward_of_a_sum_over_tokens(h: History) -> None:
     tokens = (3, 5)
@@ -115,11 +115,11 @@ ROWS.untold(
     "huggingface/accelerate#4242",
     "huggingface/accelerate#4243",
     state="open 2026-09",
-    what="a skipped update that counts as made",
-    cause="A fused optimizer skips the update on the device after an overflow, and its Python step "
-    "is called all the same, so that the learning-rate schedule goes on.",
+    what="a skipped update is counted as made",
+    cause="A fused optimizer skips the update on the device after an overflow, but its Python "
+    "step is still called, so the learning-rate schedule advances.",
     consequence="the learning rate leaves its schedule",
-    fix="see from the loss scale that the update was skipped",
+    fix="detect the skipped update from the loss scale",
     kind="state",
     why="The schedule of the learning rate is the caller's; the contract counts epochs, not rates.",
 )

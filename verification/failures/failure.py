@@ -16,10 +16,10 @@ from .history import History
 
 __all__ = ["KINDS", "WHOLE_CAUSE", "Enactment", "Failure", "FailureOutcome", "Rows", "run"]
 
-#: What re-enacts a failure: calls of the contract, made to a history.
+#: A re-enactment: a function that makes calls of the contract through a history.
 Enactment = Callable[[History], None]
 
-#: How `Failure.guessed` begins where no report names any cause, so that the row re-enacts a guess.
+#: How `Failure.guessed` begins if no report names a cause and the row re-enacts a guess.
 WHOLE_CAUSE = "the whole cause"
 
 #: Why a failure is not caught, by kind.
@@ -45,8 +45,8 @@ class Failure:
         references: Where it was reported: ``owner/repository#number``, ``!number`` for a merge
             request named in the history, ``@commit`` for a commit.
         relation: The relation that it broke.
-        state: What became of the report.
-        what: What failed, in a line.
+        state: Status of the report, such as ``fixed 2026-03``.
+        what: What failed, in one line.
         cause: The reported cause, in our own words.
         consequence: What the project observed.
         fix: How it was mended.
@@ -82,7 +82,7 @@ class Failure:
 
     @property
     def verdict(self) -> str:
-        """What the row states: ``refused``, ``not caught`` or ``unexplained``."""
+        """The verdict that the row states: ``refused``, ``not caught`` or ``unexplained``."""
         if self.clause:
             return "refused"
         return "unexplained" if self.kind == "cause" else "not caught"
@@ -112,7 +112,7 @@ class Rows:
         return decorate
 
     def untold(self, name: str, *references: str, **story: str) -> None:
-        """Add a row that has no re-enactment: no call of the contract differs."""
+        """Add a row without a re-enactment: fault and fix make the same calls of the contract."""
         self._add(name, references, story, None)
 
     def _add(
@@ -124,22 +124,21 @@ class Rows:
 @frozen
 class FailureOutcome:
     """
-    What running a row gave.
+    The outcome of running a row.
 
     Args:
         verdict: ``refused``, ``not caught`` or ``unexplained``.
-        clause: The clause that refused the faulty run; empty when none did.
-        at: The transition and the action at which it did.
+        clause: The clause that refused the faulty run; empty if it was accepted.
+        at: The transition and the action that were refused.
         found: What the guard found.
-        expected: What it wanted.
-        unchanged: The state was the same before and after the refused call, but for the tape that
-            an action aborts when its own evidence is refused; None where nothing was refused or a
-            table was.
-        legal: The run with the reported step put right was accepted to its end; None where
-            nothing can be run.
-        problem: How this differs from what the row states; empty where it does not.
+        expected: What the guard expected.
+        unchanged: Whether the refused call left the state as it was, apart from the tape that an
+            action aborts when its evidence is refused; None if no call, or only a table, was
+            refused.
+        legal: Whether the corrected run was accepted to its end; None without a re-enactment.
+        problem: How the outcome differs from what the row states; empty if it agrees.
         steps: The calls of the faulty run.
-        legal_steps: The calls of the legal run.
+        legal_steps: The calls of the corrected run.
     """
 
     verdict: str
@@ -155,9 +154,9 @@ class FailureOutcome:
 
     def difference(self) -> tuple[str, ...]:
         """
-        What the faulty run did otherwise, call by call: ``-`` left out, ``+`` done.
+        How the calls of the faulty run differ from the corrected run: ``-`` left out, ``+`` added.
 
-        Calls of the legal run that come after the refusal, and so never came, do not count.
+        Calls of the corrected run that the faulty run would make after its refusal do not count.
         """
         matcher = difflib.SequenceMatcher(None, self.legal_steps, self.steps, autojunk=False)
         found = [op for op in matcher.get_opcodes() if op[0] != "equal"]
@@ -179,7 +178,7 @@ class FailureOutcome:
 
 def run(failure: Failure) -> FailureOutcome:
     """
-    Re-enact a failure: the legal run, then the faulty one.
+    Re-enact a failure: the corrected run, then the faulty run.
 
     Args:
         failure: The row.
@@ -223,13 +222,13 @@ def _judged(failure: Failure, outcome: FailureOutcome, trouble: Refused | None) 
     got = (outcome.verdict, outcome.clause, outcome.at)
     problems: Iterable[str] = ()
     if trouble is not None:
-        problems = (f"the legal run is refused: {trouble}",)
+        problems = (f"the corrected run is refused: {trouble}",)
     elif stated != got:
-        problems = (f"the row states {_said(*stated)}, running it gave {_said(*got)}",)
+        problems = (f"the row states {_said(*stated)}, but its run gave {_said(*got)}",)
     elif outcome.unchanged is False:
         problems = ("the refused call changed the state",)
     elif not outcome.difference():
-        problems = ("the faulty run is the legal one",)
+        problems = ("the faulty run makes the same calls as the corrected run",)
     values = asdict(outcome, recurse=False)
     return FailureOutcome(**{**values, "problem": "; ".join(problems)})
 

@@ -24,7 +24,7 @@ class History(Actions):
     One run of a re-enactment: actions, messages, streams, the ends of epochs, and tables.
 
     Args:
-        faulty: Run the re-enactment as reported; otherwise with the reported step put right.
+        faulty: Run the re-enactment as reported; otherwise with the faulty step corrected.
     """
 
     # Messages
@@ -61,7 +61,7 @@ class History(Actions):
         gradient: bool = False,
         caller: Hashable = "main",
     ) -> None:
-        """A send has completed, and a calling stream awaited its handle."""
+        """A send has completed, and a calling stream has awaited its handle."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}WAIT_SEND_{'B' if gradient else 'F'}{microbatch}", key.epoch)
         link = self.caller.link(stage, caller)
@@ -85,7 +85,7 @@ class History(Actions):
     # The end of an epoch
 
     def finalize(self, stage: int = 0) -> None:
-        """Declare a stage's gradients whole."""
+        """Declare a stage's gradients complete."""
         link = self.caller.link(stage, "main")
         self.step(f"s{stage}", lambda: self.contract.finalize(stage, link), "finalize")
 
@@ -99,8 +99,8 @@ class History(Actions):
         Start the data-parallel reduction of a bucket.
 
         Args:
-            bucket: The bucket; a stage's index where it has only one.
-            caller: The stream that it is enqueued on; by default the gradients' reader.
+            bucket: The bucket, or the index of a stage with a single bucket.
+            caller: The stream that enqueues the reduction; by default the gradients' reader.
         """
         link = None if caller is None else self.caller.link(0, caller)
         detail = "" if caller is None else f"on {caller}"
@@ -111,7 +111,7 @@ class History(Actions):
         )
 
     def reduced(self, bucket: int | str = 0, *, caller: Hashable | None = None) -> None:
-        """A stream waits for that reduction; by default the gradients' reader."""
+        """A stream, by default the gradients' reader, waits for a bucket's reduction."""
         link = None if caller is None else self.caller.link(0, caller)
         detail = "" if caller is None else f"by {caller}"
         self.step(
@@ -121,13 +121,13 @@ class History(Actions):
         )
 
     def start_weights_read(self, stage: int = 0, *, caller: Hashable = "main") -> None:
-        """A stream of its own, started behind a caller, begins to read a stage's weights."""
+        """A separate stream, started behind a caller, begins to read a stage's weights."""
         link = self.caller.link(stage, caller)
         name = self._name(f"s{stage}", self.contract.epoch)
         self.step(name, lambda: self.contract.start_weights_read(stage, link), "read weights")
 
     def finish_weights_read(self, stage: int = 0, *, caller: Hashable = "main") -> None:
-        """The stream of the update waits for that read."""
+        """The stream of the update waits for the read of the weights."""
         link = self.caller.link(stage, caller)
         name = self._name(f"s{stage}", self.contract.epoch)
         self.step(
@@ -141,7 +141,7 @@ class History(Actions):
         Run the optimizer: commit the epoch; the graph streams wait for it.
 
         Args:
-            moves: Whether scales that move once an epoch move.
+            moves: Whether the scales that move once per epoch move now.
         """
         moving = {c.domain: c.stage for c in self.contract.stages if c.scales == "epoch"}
         name = f"e{self.contract.epoch}"
@@ -159,10 +159,10 @@ class History(Actions):
 
     def end(self, *, moves: bool = True) -> None:
         """
-        End the step: every stage final and, where it is reduced, reduced; then the optimizer.
+        End the step: finalize every stage, reduce its buckets if it has any, run the optimizer.
 
         Args:
-            moves: Whether scales that move once an epoch move.
+            moves: Whether the scales that move once per epoch move now.
         """
         for config in self.contract.stages:
             self.finalize(config.stage)
@@ -172,7 +172,7 @@ class History(Actions):
         self.update(moves=moves)
 
     def whole_step(self) -> None:
-        """Run a whole optimizer step of every stage, one microbatch after the other."""
+        """Run an optimizer step of every stage, one microbatch after the other."""
         for config in self.contract.stages:
             self.refresh(config.stage)
             for microbatch in range(config.microbatches):
@@ -204,8 +204,9 @@ class History(Actions):
         Check a table as ``qeffect check`` does.
 
         Args:
-            text: The table as CSV, one row a rank.
-            stage_to_rank: Where its reader takes the stages to live; inferred when left out.
+            text: The table as CSV, one row per rank.
+            stage_to_rank: The rank of each stage, as the table's reader assumes; inferred if
+                omitted.
             transport: How the runtime carries messages.
 
         Raises:
@@ -223,7 +224,7 @@ class History(Actions):
 
 
 def _of(bucket: int | str) -> str:
-    """Name a bucket as a place; one with a number is a stage's only one."""
+    """Name a bucket as a place; a bucket with a number is its stage's only bucket."""
     return f"s{bucket}" if isinstance(bucket, int) else f"bucket {bucket}"
 
 

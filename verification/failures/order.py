@@ -10,15 +10,15 @@ from .transcript import addresses, stage
 
 ROWS = Rows("order")
 
-#: What tells a scaling update that was skipped or doubled from one that was made.
+#: The report that shows a skipped or doubled scaling update.
 UPDATES = "the count of scaling updates that the device keeps"
-#: What tells a tape's own scales from those of another one.
+#: The report that shows whether dI ran with its own tape's scales.
 SCALES = "the forward whose scales dI ran with"
-#: What tells an update in which scales moved from one in which they did not.
-MOVED = "each movement of scales in an update, where scales move once an epoch"
-#: What tells random numbers that were drawn already from new ones.
+#: The report that shows whether scales moved in an update.
+MOVED = "each movement, in an update, of scales that move once per epoch"
+#: The report that shows whether random numbers were drawn before.
 DRAWS = "the position of the random generator at which F began to draw"
-#: What tells the numbers of a tape's own forward from others.
+#: The report that shows whether dI drew the random numbers of its own forward.
 DRAWN = "the position of the random generator at which the recomputation began to draw"
 
 
@@ -36,7 +36,7 @@ DRAWN = "the position of the random generator at which the recomputation began t
     reports=UPDATES,
 )
 def a_recomputation_that_updates_again(h: History) -> None:
-    # The recomputation is a part of dI, which makes one update of its own.
+    # The recomputation is a part of dI; dI itself makes one update.
     h.process(microbatches=1, reports_updates=True)
     h.refresh()
     h.forward(0)
@@ -106,7 +106,7 @@ def gradients_of_other_parameters(h: History) -> None:
     fix="enter the autocast that was recorded",
     clause="order.scaling-updates",
     at="commit_dgrad 0I0",
-    reports=f"{UPDATES}, for each module apart",
+    reports=f"{UPDATES}, for each module separately",
 )
 def a_backward_that_never_updates(h: History) -> None:
     h.process(microbatches=1, reports_updates=True)
@@ -126,10 +126,10 @@ def a_backward_that_never_updates(h: History) -> None:
     cause="Zeros enter the history of a module that did not run, so that its scale grows while its "
     "FP8 data stays.",
     consequence="silent wrong numbers",
-    fix="roll only where an amax was seen",
+    fix="roll only if an amax was seen",
     clause="order.token",
     at="check_forward 1F0",
-    reports=f"{UPDATES}, for each module apart",
+    reports=f"{UPDATES}, for each module separately",
 )
 def the_history_of_an_idle_module_is_rolled(h: History) -> None:
     h.process(stage(0, microbatches=1, domain="ran"), stage(1, microbatches=1, domain="idle"))
@@ -154,7 +154,7 @@ def the_history_of_an_idle_module_is_rolled(h: History) -> None:
     fix="the tape keeps a copy",
     clause="order.scales-moved",
     at="check_dgrad 0I0",
-    reports="a configuration that declares live scales for its tapes",
+    reports="that its tapes use live scales (in its configuration)",
 )
 def a_later_forward_moves_the_scales(h: History) -> None:
     h.process(tape_scales="live" if h.faulty else "carried")
@@ -187,7 +187,7 @@ def a_later_forward_moves_the_scales(h: History) -> None:
     cause="One condition decides whether the state is stashed, and another whether it is restored.",
     guessed="that the latest forward's scales are used if the missing state does not raise",
     consequence="a missing key; silent wrong numbers, or a leak",
-    fix="one condition for both",
+    fix="one condition for stash and restore",
     clause="order.wrong-scales",
     at="commit_dgrad 0I0",
     reports=SCALES,
@@ -230,9 +230,9 @@ def an_update_that_another_model_triggers(h: History) -> None:
     "pytorch/torchtitan#698",
     state="fixed 2024-11",
     what="scales that move once an iteration never move",
-    cause="A setting was compared with a string, though its value was of an enumeration, so that "
-    "the call between backward and optimizer that makes scales from amax histories never ran.",
-    consequence="delayed scaling with the scales of its start",
+    cause="A setting with a value of an enumeration was compared with a string, so that the call "
+    "between backward and optimizer that makes scales from amax histories never ran.",
+    consequence="delayed scaling keeps its initial scales",
     fix="compare with the enumeration's value",
     clause="order.scales-not-moved",
     at="commit_update e0",
@@ -290,10 +290,10 @@ def validated_by_the_graph_of_training(h: History) -> None:
     "pytorch/pytorch#84967",
     state="fixed 2022-09",
     what="replays of a captured forward drop the same elements",
-    cause="A graph kept the seed of its capture. A new seed reset only the offset, so that the "
-    "replays after it drew the numbers of the replays before it.",
+    cause="A graph kept the seed of its capture. A new seed reset only the offset, so that later "
+    "replays drew the same numbers as earlier replays.",
     consequence="the same dropout mask in each iteration",
-    fix="the generator's seed, too, is read at each replay",
+    fix="each replay also reads the generator's seed",
     clause="order.draws-again",
     at="commit_forward 0F0 e1",
     reports=DRAWS,
@@ -313,10 +313,10 @@ def a_graph_with_the_seed_of_its_capture(h: History) -> None:
     "allenai/OLMo-core#828",
     state="fixed 2026-08",
     what="recomputation draws fresh dropout masks",
-    cause="Activation checkpointing was told not to keep the generator's state, so that the "
-    "forward in backward dropped other elements than the forward whose loss was taken.",
+    cause="Activation checkpointing was told not to keep the generator's state, so the "
+    "recomputed forward dropped other elements than the first forward.",
     consequence="a cross entropy of 2.495 instead of 2.195 after 150 steps",
-    fix="keep the state where dropout is active",
+    fix="keep the state if dropout is active",
     clause="order.wrong-draws",
     at="commit_dgrad 0I0",
     reports=DRAWN,

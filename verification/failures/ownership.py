@@ -42,9 +42,9 @@ def output_freed_under_its_send(h: History) -> None:
     "deepspeedai/DeepSpeed#2800",
     "deepspeedai/DeepSpeed#2862",
     state="fixed 2023-03",
-    what="a pipeline schedule that is right only with one buffer too many",
+    what="a pipeline schedule that needs a spare buffer to be right",
     cause="A stage received the activation of a later microbatch into a buffer whose input "
-    "gradient had not been sent yet; a spare buffer hid it.",
+    "gradient had not been sent yet; a spare buffer hid the fault.",
     consequence="silent wrong numbers with the exact number of buffers",
     fix="send before the receive, and the exact number of buffers",
     clause="ownership.slot-busy",
@@ -72,7 +72,7 @@ def received_over_a_gradient_to_send(h: History) -> None:
     "megatron-lm-5876",
     "NVIDIA/Megatron-LM#5876",
     state="closed pull request 2026-07",
-    what="retained inputs of two microbatches are one receive buffer",
+    what="retained inputs of two microbatches share one receive buffer",
     cause="The inputs that a 1F1B keeps for backward aliased the one preallocated receive buffer.",
     consequence="a crash; where it did not crash, silent wrong numbers",
     fix="copy on receive",
@@ -126,7 +126,7 @@ def dgrad_buffer_reused_early(h: History) -> None:
     cause="Not diagnosed in the thread.",
     guessed="the whole cause: each layer has one static set of buffers, and 1F1B keeps two tapes",
     consequence="NaN",
-    fix="none published; here a second set of buffers",
+    fix="none published; the corrected run has a second set of buffers",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
 )
@@ -249,10 +249,10 @@ ROWS.untold(
     guessed="that the place is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward",
     consequence="wrong gradients in any schedule that delays a send",
-    fix="keep them by microbatch; here the send ends first",
+    fix="keep them per microbatch; in the corrected run the send ends first",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
-    reports="the one place for results as the one slot of its tapes",
+    reports="its single place for results as the single slot of its tapes",
 )
 def one_place_for_all_dgrads(h: History) -> None:
     h.process(slots=1, sends_gradient=True)
@@ -298,9 +298,9 @@ def a_block_given_to_another_chunk(h: History) -> None:
     state="open 2023-07",
     what="the last stage keeps one loss for all microbatches",
     cause="Forward stores the loss in one variable, and backward differentiates that variable. "
-    "In a schedule that runs all forwards first, that is the last microbatch's loss.",
+    "In a schedule that runs all forwards first, the variable holds the last microbatch's loss.",
     consequence="wrong gradients in any schedule but 1F1B",
-    fix="none at the time; here each backward takes its own",
+    fix="no fix known; in the corrected run each backward takes its own loss",
     clause="ownership.wrong-key",
     at="check_dgrad 0I0",
 )

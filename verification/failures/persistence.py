@@ -1,5 +1,5 @@
 """
-Failures of persistence: a resumed run that trusts what did not survive.
+Failures of persistence: a resumed run trusts state that was not saved or restored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS.untold(
     what="a grouped FP8 layer is resumed with another layer's state",
     cause="The FP8 state was read outside the autocast, where the state belongs to another recipe.",
     consequence="wrong scales",
-    fix="decide by what the saved state holds",
+    fix="decide by the content of the saved state",
     kind="state",
     shown="tests/failures/test_values.py",
     why="The caller loads the numerical state; the contract assumes that it is in place.",

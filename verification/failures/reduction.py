@@ -45,7 +45,7 @@ def reduced_before_the_deferred_wgrad(h: History) -> None:
     what="a captured dW skips the hook after backward",
     cause="Under graphs the deferred wgrad is replayed and no hook runs, so that no reduction "
     "was started.",
-    consequence="silent wrong numbers: gradients of one replica",
+    consequence="silent wrong numbers: each replica keeps its own gradients",
     fix="an interface for hooks of graphs, and a check of versions",
     clause="reduction.missing",
     at="check_update e0",
@@ -174,7 +174,7 @@ def every_microbatch_ends_the_step(h: History) -> None:
     "deepspeed-5605",
     "deepspeedai/DeepSpeed#5605",
     state="fixed 2024-06",
-    what="a pipeline with gradients that are updated at once",
+    what="a pipeline whose high-precision gradients are updated immediately",
     cause="The update of the high-precision gradient was called twice for one backward.",
     consequence="silent wrong numbers",
     fix="skip the second call",
@@ -237,7 +237,7 @@ def one_weight_whose_hook_never_ran(h: History) -> None:
     at="start_reduction bucket second",
 )
 def buckets_reduced_as_they_come(h: History) -> None:
-    # One rank of the group; the order that the others keep is the declared one.
+    # This is one rank of the group; the other ranks keep the declared order.
     h.process(
         microbatches=1,
         matrices=("v", "w"),
@@ -265,7 +265,7 @@ def buckets_reduced_as_they_come(h: History) -> None:
     "gradient after it.",
     guessed="that the embedding is a bucket of its own",
     consequence="the embedding's gradient is not the sum of all replicas",
-    fix="none published; here the deferred gradient comes first",
+    fix="none published; in the corrected run the deferred gradient comes first",
     clause="reduction.incomplete",
     at="start_reduction bucket embedding",
 )
@@ -381,6 +381,6 @@ ROWS.untold(
     consequence="silent wrong numbers",
     fix="gather the whole gradient before the sum",
     kind="values",
-    why="The reduction runs once and in its place; the contract does not see which elements it "
-    "adds.",
+    why="The reduction runs once and at the right time; the contract does not see which elements "
+    "it adds.",
 )

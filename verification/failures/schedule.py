@@ -1,5 +1,5 @@
 """
-Failures of schedules: a table that cannot run, or that its runtime runs in another order.
+Failures of schedules: a table that cannot run, or that a runtime runs in another order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROWS = Rows("schedule")
     "pytorch/pytorch#172668",
     "pytorch/pytorch#178815",
     state="open; an option of torch 2.13",
-    what="receives at the front of a row block compute, and deferring them all deadlocks",
+    what="receives at the front of a row block compute, but deferring all of them deadlocks",
     cause="With every receive moved to its use, both ranks wait for their send to end before "
     "either rank has posted the matching receive.",
     consequence="a hang",
@@ -42,7 +42,8 @@ ROWS.untold(
     consequence="a hang",
     fix="set up the global communicator first",
     kind="transport",
-    why="Every message is posted in its place; the hang is inside a communicator.",
+    why="Every message is posted at the right place of the schedule; the hang is inside a "
+    "communicator.",
 )
 
 
@@ -51,11 +52,11 @@ ROWS.untold(
     "pytorch/pytorch#194121",
     "pytorch/pytorch#193903",
     state="in torch 2.15",
-    what="where a captured schedule awaits its sends",
-    cause="Without awaits every sent activation lives to the end of the step; a misplaced await "
-    "waits for a receive that comes later.",
-    consequence="a hang at replay, or memory",
-    fix="a pass over the table that places them",
+    what="missing or misplaced waits for the sends of a captured schedule",
+    cause="Without waits, every sent activation lives to the end of the step; a misplaced wait "
+    "comes before the receive that it waits for.",
+    consequence="a hang at replay, or more memory",
+    fix="a pass over the table that places the waits",
     clause="schedule.deadlock",
     at="check rank 0 step 5 0WAIT_SEND_F1",
 )
@@ -105,11 +106,11 @@ ROWS.untold(
     "NVIDIA/Megatron-LM#5271",
     state="open 2025-03",
     what="batched messages of interleaved stages on two ranks",
-    cause="With two ranks the former and the next rank are one. A batch posts a send and a receive "
-    "for each direction in one fixed order, and messages between the same ranks pair by order: "
-    "an activation is received where a gradient was sent.",
+    cause="With two ranks the previous and the next rank are the same. A batch posts a send and "
+    "a receive for each direction in one fixed order, and messages between the same ranks pair "
+    "by order: an activation is received where a gradient was sent.",
     consequence="silent wrong numbers; with other shapes a crash or a hang",
-    fix="messages apart instead of batches",
+    fix="separate messages instead of batches",
     clause="schedule.message-order",
     at="check rank 1 step 8 1RECV_F1",
 )

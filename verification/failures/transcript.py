@@ -24,12 +24,12 @@ from ..process import Process
 
 __all__ = ["MATRICES", "Transcript", "addresses", "stage"]
 
-#: The weight matrices of a stage, where a re-enactment names none.
+#: The weight matrices of a stage, if a re-enactment names none.
 MATRICES = ("fc1", "fc2")
 
 
 def addresses(*matrices: str, first: int = 4096) -> tuple[Destination, ...]:
-    """Return a gradient buffer for each matrix, one after the other from an address on."""
+    """Return a gradient buffer for each matrix, laid end to end from an address."""
     return tuple(
         Destination(name, None, (8, 8), "float32", "cuda:0", first + 256 * place, 256)
         for place, name in enumerate(matrices)
@@ -38,10 +38,10 @@ def addresses(*matrices: str, first: int = 4096) -> tuple[Destination, ...]:
 
 class Transcript:
     """
-    One process, and what was called.
+    One process and the calls made to its contract.
 
     Args:
-        faulty: Run the re-enactment as reported; otherwise with the reported step put right.
+        faulty: Run the re-enactment as reported; otherwise with the faulty step corrected.
 
     Attributes:
         caller: The contract, and the references of its forwards.
@@ -60,21 +60,21 @@ class Transcript:
 
     @property
     def legal(self) -> bool:
-        """Whether this run has the reported step put right."""
+        """Whether the faulty step is corrected in this run."""
         return not self.faulty
 
     def at(self, refusal: Refused) -> str:
-        """Where the run was refused: the transition, and the action that made it."""
+        """Where the run was refused: the transition and its action."""
         return f"{refusal.transition} {self.place}".strip()
 
     def step(self, name: str, call: Callable[[], Any], detail: str = "") -> Any:
         """
-        Make one call of the contract and note it.
+        Make one call of the contract and record it.
 
         Args:
             name: The action, as in a table.
             call: The call.
-            detail: What was given to it, where that matters.
+            detail: Its arguments, if they matter.
 
         Raises:
             Refused: The contract refused it.
@@ -141,7 +141,7 @@ class Transcript:
         try:
             return self.contract.commit(ticket, evidence, **reports)
         except Refused:
-            # The action has run, so the contract aborts it: that, and no more, is the change.
+            # The action has run, so the contract aborts it, and changes nothing else.
             aborted = self.contract.transitions.functions[ABORTS[ticket.action]]
             aborted(twin, ticket.slot, ticket.serial)
             self.unchanged = twin.snapshot() == self.contract.snapshot()
@@ -164,7 +164,7 @@ class Transcript:
         asked: bool,
         of: int | None = None,
     ) -> dict[str, int]:
-        """Return what the device reports as filled, and from which weights, and note it."""
+        """Return and record what the device reports as filled, and from which weights."""
         default = self._matrices(stage) if asked else ()
         given = default if filled is None else tuple(filled)
         if filled is not None:

@@ -9,10 +9,10 @@ from .history import History
 
 ROWS = Rows("completion")
 
-#: How a copy to the host becomes something that the contract orders.
+#: The report by which the contract orders copies to the host.
 AS_READS = "each copy to the host as a read of its tape's slot, on the stream that copies"
 
-#: How an asynchronous save becomes something that the contract orders.
+#: The report by which the contract orders asynchronous saves.
 AS_WEIGHTS_READ = "each asynchronous save, as a read of its stage's weights"
 
 
@@ -50,8 +50,9 @@ def storage_recycled_under_a_copy_to_the_host(h: History) -> None:
     "pytorch/pytorch#180665",
     state="closed pull request 2026-04",
     what="sharded and replicated data parallelism with gradients on the host",
-    cause="The output of the reduce-scatter belongs to one stream, and a second stream copies it "
-    "to the host. The host dropped it at once, so the first stream's next output took its storage.",
+    cause="The output of the reduce-scatter belongs to one stream, and a second stream copies "
+    "the output to the host. The host dropped the output at once, so the first stream's next "
+    "output took its storage.",
     guessed="that an output is acquired and released with its tape's slot; so the refusal comes at "
     "the next tape's forward",
     consequence="silent wrong gradients, in a third to a half of the runs",
@@ -111,10 +112,10 @@ def copied_before_the_forward_ended(h: History) -> None:
     "the copy to the host. It reads the old content of the staging buffer.",
     guessed="that the copy back and backward run on one stream, which the copy to the host feeds",
     consequence="silent wrong gradients in the first iteration",
-    fix="none at the time; here the copy back waits",
+    fix="no fix known; in the corrected run the copy back waits",
     clause="completion.caller-to-graph",
     at="check_dgrad 0I0",
-    reports="the stream that copies to the host, as the stream that fills what dI reads",
+    reports="the stream that copies to the host, as the stream that fills the inputs of dI",
 )
 def copied_back_before_it_had_arrived(h: History) -> None:
     h.process(microbatches=1, callers=("main", "to host"))
@@ -130,7 +131,7 @@ def copied_back_before_it_had_arrived(h: History) -> None:
     "verl-7083",
     "verl-project/verl#7083",
     state="fixed 2026-07",
-    what="broadcast weights are used when the broadcast is only enqueued",
+    what="broadcast weights are used as soon as the broadcast is enqueued",
     cause="The operation that waits for a broadcast of weights returned once the broadcast was "
     "enqueued; nothing made the loader's stream wait for the broadcast to end.",
     guessed="that the loader is a refresh of the weight cache",

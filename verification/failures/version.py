@@ -9,7 +9,7 @@ from .history import History
 
 ROWS = Rows("version")
 
-#: What tells a cache that was filled from one that was only meant to be.
+#: The report that shows whether a cache was really filled.
 FILLS = "the caches that the device filled, and from which weights"
 
 
@@ -22,7 +22,7 @@ FILLS = "the caches that the device filled, and from which weights"
     cause="The manager of graphs never passed the flag, so that captured forwards skipped the "
     "quantization of new weights.",
     consequence="silent wrong numbers: FP8 weights of an earlier step",
-    fix="set it from the counter of microbatches",
+    fix="set the flag from the counter of microbatches",
     clause="version.stale-cache",
     at="check_forward 0F0 e1",
 )
@@ -114,7 +114,7 @@ def parameters_not_there_before_the_replay(h: History) -> None:
     cause="The inverse scale of the cached FP8 weights belongs to the recipe: an update after "
     "microbatch 0 moves it, while the weights stay quantized with the old scale.",
     consequence="silent wrong numbers",
-    fix="the inverse scale is written with the data and moves with nothing else",
+    fix="the inverse scale is written only together with the data",
     clause="version.stale-cache",
     at="check_forward 0F1",
     reports="a move of the scales of cached weights, as a loss of the cache",
@@ -161,8 +161,8 @@ def the_placeholder_is_never_written(h: History) -> None:
     "NVIDIA/TransformerEngine#3065",
     state="fixed 2026-06",
     what="a grouped layer drops the tensor that skips the weight update during capture",
-    cause="The tensor was replaced by a constant, so that whether weights are quantized was "
-    "decided at capture and replayed for every microbatch.",
+    cause="The tensor was replaced by a constant, so the decision whether to quantize was made "
+    "at capture and replayed for every microbatch.",
     guessed="which decision was captured: the re-enacted graph never quantizes",
     consequence="silent wrong numbers: stale weights, or weights quantized again",
     fix="pass the tensor on",
@@ -212,7 +212,7 @@ def every_replay_quantizes(h: History) -> None:
     "changes. With a pipeline each microbatch has a runner, so the first runner never clears "
     "a flag that the others set.",
     consequence="silent wrong numbers: the loss falls, from weights of an earlier step",
-    fix="none known; here the first microbatch quantizes",
+    fix="none known; in the corrected run the first microbatch quantizes",
     clause="version.stale-cache",
     at="check_forward 0F0 e1",
 )
@@ -248,7 +248,7 @@ def nothing_fills_the_cache_after_an_update(h: History) -> None:
     "finds no gather to wait for, and computes with the former step's weights.",
     guessed="that the layer's weight cache is filled from what the bucket holds",
     consequence="silent wrong numbers",
-    fix="none at the time; here the gather comes first",
+    fix="no fix known; in the corrected run the gather comes first",
     clause="version.wrong-fill",
     at="commit_refresh s0 e1",
     reports=FILLS,

@@ -1,12 +1,13 @@
 """
-The artefacts of the proofs: the history beside the memory, and the lemmas that make it inductive.
+The parts of the proofs by induction: the history beside the memory, and the lemmas that make the
+promises inductive.
 
-The specification has the promises (``qeffect.spec.promises``). This package has what their proof
-needs: ghost columns (``ghosts``), their changes by each accepted transition (``history``,
-``effects``), and lemmas of the memory alone (``memory_lemmas``) and of memory and history
-(``tapes``, ``scaling``, ``gradients``, ``device``, ``converse``). ``INVARIANTS`` and ``HISTORY``
-are promises and lemmas together, the claims of the induction. ``ORIGIN`` has its assumptions about
-the initial state.
+The specification has the promises (``qeffect.spec.promises``). This package has what the proof of
+the promises needs: ghost columns (``ghosts``), their changes by each accepted transition
+(``history``, ``effects``), and lemmas of the memory alone (``memory_lemmas``) and of memory and
+history (``tapes``, ``scaling``, ``gradients``, ``device``, ``converse``). ``INVARIANTS`` and
+``HISTORY`` join promises and lemmas: the claims of the induction. ``ORIGIN`` has the assumptions
+about the initial state.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .origin import ORIGIN
 
 __all__ = ["HISTORY", "INVARIANTS", "LEMMAS", "ORIGIN"]
 
-#: Proved: what every transition keeps of the memory.
+#: Proved: every transition keeps these predicates of the memory.
 INVARIANTS: Final = Register(MEMORY, memory_lemmas.MEMORY)
-#: Proved: what every transition keeps of the memory and the history together.
+#: Proved: every transition keeps these predicates of memory and history together.
 HISTORY: Final = Register(
     WORLD,
     tapes.HISTORY,

@@ -1,8 +1,8 @@
 """
-Invariants of the marks that stop an action: each has a reason in the world.
+Invariants of the marks that stop an action: each mark has a reason in the physical history.
 
-The other lemmas state that whatever the world forbids is marked, so that a guard sees it. These
-lemmas state the converse: whatever is marked is forbidden in the world. The proof that every legal
+The other lemmas state that every forbidden situation is marked, so that a guard sees it. These
+lemmas state the converse: every mark stands for a forbidden situation. The proof that every legal
 check is accepted needs them.
 """
 
@@ -15,13 +15,16 @@ from .words import History, Index, State, Truth, domain_of_slot, in_flight, live
 
 __all__ = ["HISTORY"]
 
-#: Proved: of the marks that stop an action.
+#: Proved: lemmas about the marks that stop an action.
 HISTORY = Register()
 
 
 @HISTORY("ownership.good-reference-finds-its-work")
 def finds_its_work(st: State, h: History) -> Truth:
-    """A reference whose work is not gone names that work, in this incarnation."""
+    """
+    If the work of a reference is not gone, the reference names that work in the current
+    incarnation.
+    """
     s = h.ref_slot[0]
     there = live(st, s) & (st.generation[s] == h.ref_generation[0])
     current = (s != NO_SLOT) & (st.incarnation[0] == h.ref_incarnation[0])
@@ -45,7 +48,7 @@ def poison_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.filling-is-busy", needs="version", g="stage")
 def filling_is_busy(st: State, h: History, g: Index) -> Truth:
-    """While an F of a stage fills its cache the domain is busy with it."""
+    """While an F of a stage fills its cache, the domain is busy with that F."""
     d = st.domain_of[g]
     s = h.updater[d]
     ours = (s != NO_SLOT) & (st.slot_stage[s] == g)
@@ -55,7 +58,7 @@ def filling_is_busy(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("version.forward-read-a-fill", needs="order", g="stage")
 def forward_read_a_fill(st: State, h: History, g: Index) -> Truth:
-    """Where a forward of the epoch ran, a fill of the cache was read."""
+    """If a forward of the epoch ran, it read a fill of the cache."""
     return implies(h.forwards_of_epoch[g] != 0, h.fill_of_epoch[g] != NEVER)
 
 
@@ -70,7 +73,7 @@ def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("version.busy-with-first-forward", needs="order", d="domain")
 def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
-    """Where a first F must come next, only that F or a refresh of its stage is in flight."""
+    """If a first F must come next, only that F or a refresh of its stage is in flight."""
     g = st.refreshed[d]
     flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
     return implies(
@@ -80,7 +83,7 @@ def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("epoch.first-forward-before-final", d="domain")
 def first_forward_before_final(st: State, h: History, d: Index) -> Truth:
-    """A stage whose first F is in flight where it must come next is not final."""
+    """If a first F must come next and is in flight, its stage is not final."""
     g = st.refreshed[d]
     here = (g != NO_STAGE) & (st.domain_of[g] == d)
     flying = here & (st.busy[d] != 0) & (st.refreshing[g] == 0)
@@ -104,7 +107,7 @@ def cursor_of_pool(st: State, h: History, p: Index) -> Truth:
 
 @HISTORY("completion.behind-has-a-reason", l="link")
 def behind_has_a_reason(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
-    """A link is not joined because its caller enqueued work since."""
+    """A link is marked as not joined because its caller has enqueued work since."""
     return implies(h.behind[l] == 0, st.joined[l] == st.submitted[l])
 
 
@@ -116,7 +119,7 @@ def unawaited_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("completion.seen-is-counted")
 def seen_is_counted(st: State, h: History) -> Truth:
-    """The wait of a caller for the replay that wrote a tape's output is counted."""
+    """A caller's wait for the replay that wrote a tape's output is counted."""
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     there = retained(st, s) & (st.domain_at[l] == domain_of_slot(st, s))
     return implies(there & (h.seen[0] == 1), st.produced[s] <= st.waited[l])
@@ -130,7 +133,7 @@ def heard_was_told(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a 
 
 @HISTORY("completion.latest-end", s="slot")
 def latest_end(st: State, h: History, s: Index) -> Truth:
-    """The end that a slot remembers is its latest, and is joined once it was waited for."""
+    """The end that a slot remembers is its latest, and counts as joined once it was waited for."""
     l = h.last_end_on[s]  # noqa: E741 - a link
     none = (st.ended_at[s] == 0) & (h.last_end[s] == 0)
     waited = implies(h.last_end[s] <= h.heard[l], st.ended_at[s] <= st.joined[l])

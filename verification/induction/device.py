@@ -3,8 +3,8 @@ Invariants of the device: of graph memory, of enqueued replays, and of reduction
 
 No replay overwrites what a live tape keeps in its pool. A caller that waited past a replay sees
 what the replay wrote. Device work that may be unfinished is marked undrained, or its action is
-still in flight. A bucket's reduction has the state that the contract says, and its gradients are
-whole.
+still in flight. A bucket's reduction is in the state that the contract records, and its gradients
+are complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .words import (
 
 __all__ = ["HISTORY"]
 
-#: Proved: of capture memory, completion and reductions.
+#: Proved: lemmas about capture memory, completion and reductions.
 HISTORY = Register()
 
 
@@ -38,7 +38,9 @@ HISTORY = Register()
 
 @HISTORY("capture.in-pool", s="slot")
 def in_pool(st: State, h: History, s: Index) -> Truth:
-    """A slot keeps memory in its pool from the check of its forward on until nobody reads it."""
+    """
+    A slot keeps memory in its pool from the check of its forward until its last reader is done.
+    """
     unread = (st.moving[s] & READ_BITS) == 0
     kept = retained(st, s) | (live(st, s) & in_flight(st, s)) | (free(st, s) & ~unread)
     claimed = (st.consumers[s] == RESERVED) & (st.held[s] == 0)
@@ -53,7 +55,7 @@ def tenants(st: State, h: History, p: Index) -> Truth:
 
 @HISTORY("capture.every-slot-seated", s="slot")
 def every_slot_seated(st: State, h: History, s: Index) -> Truth:
-    """Every slot has a seat of its own, below the count exactly when it keeps memory."""
+    """Every slot has a separate seat, which is below the count exactly if the slot keeps memory."""
     p, seat = st.pool_of[s], h.seat[s]
     kept = (seat < h.tapes[p]) == (h.in_pool[s] == 1)
     return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s) & kept
@@ -69,7 +71,10 @@ def every_seat_taken(st: State, h: History, p: Index, i: Index) -> Truth:
 
 @HISTORY("capture.cursor", s="slot")
 def cursor(st: State, h: History, s: Index) -> Truth:
-    """The cursor is the rank of the pool's latest replay, and none kept was later."""
+    """
+    The cursor is the rank of the pool's latest replay, and no slot that keeps memory has a higher
+    one.
+    """
     p = st.pool_of[s]
     last = h.last_replayed[p]
     latest = (last != NO_SLOT) & (st.pool_of[last] == p) & (st.cursor[p] == h.last_rank[last])
@@ -93,13 +98,13 @@ def last_rank(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("completion.behind", l="link")
 def behind(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
-    """A link called joined has no work that the graph stream has yet to wait for."""
+    """If a link is marked as joined, the graph stream has waited for all of its work."""
     return implies(st.joined[l] == st.submitted[l], h.behind[l] == 0)
 
 
 @HISTORY("completion.replays", d="domain")
 def replays(st: State, h: History, d: Index) -> Truth:
-    """The replays counted are those that were enqueued."""
+    """The count of replays is the number of enqueued replays."""
     return st.replays[d] == h.enqueued[d]
 
 
@@ -113,7 +118,9 @@ def seen(st: State, h: History) -> Truth:
 
 @HISTORY("completion.saw-all")
 def saw_all(st: State, h: History) -> Truth:
-    """A caller that waited for all replays, or a tape's dW, saw all earlier work of the slot."""
+    """
+    A caller that waited for all replays, or for a tape's dW, has seen all earlier work of the slot.
+    """
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     d = domain_of_slot(st, s)
     there = st.domain_at[l] == d
@@ -124,7 +131,9 @@ def saw_all(st: State, h: History) -> Truth:
 
 @HISTORY("completion.former-work")
 def former_work(st: State, h: History) -> Truth:
-    """A caller that waited past where a slot was vacated waited for all of its former work."""
+    """
+    A caller that waited until after a slot was vacated has waited for all former work of the slot.
+    """
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     there = st.domain_at[l] == domain_of_slot(st, s)
     return implies(there & (st.vacated[s] <= st.waited[l]), h.clear[0] == 1)
@@ -179,7 +188,9 @@ def device(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("reduction.stations", b="bucket")
 def stations(st: State, h: History, b: Index) -> Truth:
-    """Each bucket's reduction has the state that the contract says; its gradients are whole."""
+    """
+    Each bucket's reduction is in the state that the contract records; its gradients are complete.
+    """
     none, running, done = (h.reduction[b] == k for k in (NONE, RUNNING, DONE))
     s, t = st.stage_at[b], st.tied_at[b]
     whole = (st.wgrads[s] == st.cells[s]) & (st.wgrads[t] == st.cells[t])
@@ -193,19 +204,19 @@ def stations(st: State, h: History, b: Index) -> Truth:
 
 @HISTORY("reduction.counted")
 def counted(st: State, h: History) -> Truth:
-    """The reductions counted are those that were started."""
+    """The count of reductions is the number of started reductions."""
     return (st.started[0] == h.begun[0]) & (0 <= h.begun[0])
 
 
 @HISTORY("reduction.none-before-the-first", b="bucket")
 def none_before_the_first(st: State, h: History, b: Index) -> Truth:
-    """Until a reduction of the epoch started, no bucket's has."""
+    """If no reduction of the epoch is counted, no bucket's reduction has started."""
     return implies(h.begun[0] == 0, h.reduction[b] == NONE)
 
 
 @HISTORY("epoch.walks")
 def walks(st: State, h: History) -> Truth:
-    """The walks that are over are counted."""
+    """The contract counts the completed walks."""
     return (st.walk[0] == h.walks[0]) & (0 <= h.walks[0])
 
 
@@ -264,26 +275,31 @@ def gradients_awaited_by_consumer(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("completion.read-gradients-whole", g="stage")
 def read_gradients_whole(st: State, h: History, g: Index) -> Truth:
-    """Every dW of the stage ran while its gradients are being read."""
+    """While gradients of a stage are being read, every dW of the stage has run."""
     return implies(st.gradients_read[g] != 0, st.wgrads[g] == st.cells[g])
 
 
 @HISTORY("completion.read-shared-whole", needs="arena", g="stage")
 def read_shared_whole(st: State, h: History, g: Index) -> Truth:
-    """Every dW of the stage that shares a destination ran, too."""
+    """
+    While gradients of a stage are being read, every dW of the stage that shares a destination has
+    run.
+    """
     t = st.sharer_of[g]
     return implies(st.gradients_read[g] != 0, st.wgrads[t] == st.cells[t])
 
 
 @HISTORY("completion.read-gradients-reduced", needs="reduction", g="stage", b="bucket")
 def read_gradients_reduced(st: State, h: History, g: Index, b: Index) -> Truth:
-    """Every bucket is reduced while gradients are being read."""
+    """While gradients are being read, every bucket is reduced."""
     return implies(st.gradients_read[g] != 0, st.reduced[b] == now(st, g))
 
 
 @HISTORY("completion.behind-update", l="link")
 def behind_update(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
-    """A caller that may run beside the latest update is marked, and the update's stream known."""
+    """
+    If a caller may run beside the latest update, it is marked, and the update's stream is known.
+    """
     told = (st.unseen[l] != 0) & (st.updater[0] == h.updated_on[0])
     return implies(h.behind_update[l] != 0, told)
 

@@ -60,7 +60,7 @@ def issue(st: State, h: History, key: Any, slot: Any) -> None:
 
 
 def bury(h: History, slot: Any) -> None:
-    """The work in the slot is gone; its references have ended."""
+    """The work in the slot ends, and so do its references."""
     h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1), 1, h.dead[0])
 
 
@@ -88,7 +88,10 @@ def replay(st: State, h: History, slot: Any, rank: Any) -> None:
 
 
 def trade(numbers: Any, members: Any, group: Any, member: Any, number: Any) -> None:
-    """A member of a numbered group takes a number; its former holder gets the member's."""
+    """
+    A member of a numbered group takes a number; the former holder of that number gets the member's
+    number.
+    """
     other, before = members[group, number], numbers[member]
     numbers[other] = before
     numbers[member] = number
@@ -105,7 +108,7 @@ def enter_pool(st: State, h: History, slot: Any) -> None:
 
 
 def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
-    """Where ``leaves``, the slot no longer keeps memory in its pool."""
+    """If ``leaves``, the slot no longer keeps memory in its pool."""
     pool = st.pool_of[slot]
     last = h.tapes[pool] - 1
     trade(h.seat, h.seated, pool, slot, choose(leaves, last, h.seat[slot]))
@@ -124,7 +127,7 @@ def vacate(st: State, h: History, slot: Any) -> None:
 
 
 def visit(st: State, h: History, slot: Any, bit: Any) -> None:
-    """A consumer is done with the work in a slot; the last one frees it."""
+    """A consumer is done with the work in a slot; the last consumer frees the slot."""
     left = h.owing[slot] & ~bit
     gone = (left == 0) & (h.owing[slot] != 0)
     unread = (h.moving[slot] & READ_BITS) == 0
@@ -136,7 +139,7 @@ def visit(st: State, h: History, slot: Any, bit: Any) -> None:
 
 
 def replayed_on(h: History, slot: Any) -> None:
-    """A replay may touch a slot; the next stream that fills the slot must wait for it."""
+    """A replay may touch a slot; the next stream that fills the slot must wait for the replay."""
     h.saw[0] = choose(slot == h.slot[0], 0, h.saw[0])
 
 
@@ -151,7 +154,7 @@ def transferred(h: History, slot: Any, link: Any) -> None:
 
 
 def copied(h: History, slot: Any, link: Any, d: Any, copies: Any) -> None:
-    """Where ``copies``, a caller's stream copies the input of a key into its slot."""
+    """If ``copies``, a caller's stream copies the input of a key into its slot."""
     mine = copies & (slot == h.slot[0]) & (link == h.link[0])
     h.trailing[0] = choose(mine, 1, h.trailing[0])
     h.behind[link] = choose(copies, 1, h.behind[link])
@@ -173,7 +176,7 @@ def begin(st: State, h: History, slot: Any) -> None:
 
 
 def end(st: State, h: History, slot: Any) -> None:
-    """An action ends; what it enqueued after a drain is also device work."""
+    """An action ends; work that it enqueued after a drain is also device work."""
     h.acting[slot] = h.acting[slot] - 1
     h.device[domain_of_slot(st, slot)] = 1
 
@@ -192,7 +195,7 @@ def begin_update(h: History, d: Any) -> None:
 
 
 def end_update(h: History, d: Any, updates: Any) -> None:
-    """Scaling state was updated as often as the backend reports; once if it does not report."""
+    """Scaling state was updated as often as the backend reports, or once without a report."""
     h.running[d] = h.running[d] - 1
     h.updates[d] = h.updates[d] + updates
     h.updates_of_walk[d] = h.updates_of_walk[d] + updates
@@ -202,8 +205,8 @@ def end_scaling(st: State, h: History, stage: Any, updates: Any) -> None:
     """
     An F or dI of a stage succeeded.
 
-    It moved scales as often as the backend reports. A backend that does not report moved them once,
-    or, where they move once an epoch, not at all: the F or dI gathered.
+    It moved scales as often as the backend reports. Without a report it moved scales once. If
+    scales move once per epoch, the F or dI only gathers amaxes and moves none.
     """
     d = st.domain_of[stage]
     gathers = st.epoch_scales[d] != 0
@@ -214,7 +217,7 @@ def end_scaling(st: State, h: History, stage: Any, updates: Any) -> None:
 
 
 def move(h: History, d: Any, times: Any) -> None:
-    """The scales of a domain move some number of times, with all that was gathered."""
+    """The scales of a domain move some number of times, with everything gathered so far."""
     h.moves[d] = h.moves[d] + times
     h.gathers[d] = choose(times == 0, h.gathers[d], 0)
 
@@ -228,8 +231,10 @@ def break_update(h: History, d: Any) -> None:
 
 
 def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> Any:
-    """Return the weights in the cache after a fill: the reported ones if every matrix was reported;
-    the current ones if the backend does not report."""
+    """
+    Return the version of the weights in the cache after a fill: the reported version if every
+    matrix was reported; the current version if the backend does not report.
+    """
     reported = choose(filled == st.matrices[stage], fill_epoch, NEVER)
     return choose(st.reports_fills[stage] != 0, reported, h.weights[0])
 
@@ -238,7 +243,9 @@ def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> 
 
 
 def write(st: State, h: History, cell: Any, more: int) -> None:
-    """A dW begins or ends to write a cell's own buffer, and the shared one if that is another."""
+    """
+    A dW begins or ends a write to a cell's own buffer, and to the shared buffer if that differs.
+    """
     own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
     h.writers[own] = h.writers[own] + more
     h.writers[shared] = h.writers[shared] + choose(own == shared, 0, more)
@@ -248,7 +255,7 @@ def write(st: State, h: History, cell: Any, more: int) -> None:
 
 
 def forget_epoch(st: State, h: History) -> None:
-    """The weights change: all counts of the epoch start again."""
+    """The weights change, so all counts of the epoch restart."""
     forget_walk(st, h)
     h.walks[0] = 0
     st.fill(h.weighed, 0)
@@ -263,7 +270,7 @@ def forget_epoch(st: State, h: History) -> None:
 
 
 def forget_walk(st: State, h: History) -> None:
-    """Every microbatch comes again: all counts of the walk start again."""
+    """Every microbatch runs again, so all counts of the walk restart."""
     for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds, h.skipped):
         st.fill(count, 0)
     st.fill(h.output_read, 0)

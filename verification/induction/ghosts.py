@@ -1,8 +1,8 @@
 """
 The ghost columns of the physical history, by name.
 
-Some ghosts follow one thing only, chosen once and for all and arbitrary: a reference, a ticket, a
-slot, a link and a stage. A property proved of an arbitrary one holds of each.
+Some ghosts follow a single reference, ticket, slot, link or stage, chosen arbitrarily once. A
+property proved for an arbitrary choice holds for all.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from qeffect.spec.constants import NEVER
 
 __all__ = ["GHOSTS", "Ghost", "History", "State"]
 
-#: The memory, and the history beside it: a column by each name.
+#: The memory, and the history beside it: each maps names to columns.
 State = Any
 History = Any
 
 
 class Ghost(NamedTuple):
-    """A column of the history: sorts of its indices and values, and what it starts with."""
+    """A column of the history: the sorts of its indices and values, and its initial value."""
 
     indices: tuple[str, ...]
     values: str = "int"

@@ -1,9 +1,9 @@
 """
-Invariants of the gradients: of an epoch's counts and of the gradient buffers.
+Invariants of the gradients: the counts of an epoch and the gradient buffers.
 
-The counts say which cells' dW ran. A final stage has the dW of every cell. A stage that a failure
-spoiled is marked and never final. A buffer holds the gradients of the epoch in which it was opened,
-at most one dW writes it, and a cell is bound to it before its dI runs.
+The counts tell which cells have run dW. A final stage has the dW of every cell. A stage that a
+failure spoiled is marked and never final. A buffer holds the gradients of the epoch in which it was
+opened, at most one dW writes it, and a cell is bound to it before its dI runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .words import (
 
 __all__ = ["HISTORY"]
 
-#: Proved: of an epoch's gradients and their buffers.
+#: Proved: lemmas about an epoch's gradients and their buffers.
 HISTORY = Register()
 
 
@@ -34,8 +34,10 @@ HISTORY = Register()
 
 @HISTORY("epoch.counts", g="stage")
 def wgrads(st: State, h: History, g: Index) -> Truth:
-    """The count of dW is of those that ran and of the cells left out: no more dW ran than dI, no
-    more dI than F, no more F than cells that were not left out."""
+    """
+    The count of dW includes the dW that ran and the cells left out. No more dW ran than dI, no more
+    dI than F, and no more F than cells that were not left out.
+    """
     forwards, dgrads, wgrads = h.num_forwards[g], h.num_dgrads[g], h.num_wgrads[g]
     skipped = h.num_skipped[g]
     first = (st.wgrads[g] == wgrads + skipped) & (0 <= wgrads) & (0 <= skipped)
@@ -44,8 +46,10 @@ def wgrads(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.every-cell-placed", c="cell")
 def every_cell_placed(st: State, h: History, c: Index) -> Truth:
-    """Every cell has a place of its own: those left out first, then each below a count exactly when
-    that action ran."""
+    """
+    Every cell has a separate place: first the cells left out, then each cell below a count exactly
+    if that action ran.
+    """
     g, place = st.stage_of[c], h.place[c]
     out, first = h.skipped[c] == 1, h.num_skipped[g]
     ran = (
@@ -97,7 +101,7 @@ def half_written(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.final-is-whole", g="stage")
 def final_is_whole(st: State, h: History, g: Index) -> Truth:
-    """A final stage has every gradient, every dI that is counted ran, and nothing spoiled them."""
+    """A final stage has every gradient, every counted dI ran, and nothing spoiled the gradients."""
     whole = (st.wgrads[g] == st.cells[g]) & (st.spoiled[g] != now(st, g))
     counted = (st.forwards[g] == 0) | (st.dgrads[g] == st.cells[g])
     return implies(st.final[g] == now(st, g), whole & counted)
@@ -111,7 +115,7 @@ def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.parts-counted", g="stage")
 def parts_counted(st: State, h: History, g: Index) -> Truth:
-    """The contract counts the weights of an epoch's gradients, and the parts that are left."""
+    """The contract counts the weights of an epoch's gradients, and the remaining parts."""
     left = st.unweighed[g] == h.counted_in[g] - h.weighed[g]
     silent = (st.reports_weights[g] != 0) | (h.counted_in[g] == 0)
     return left & silent & (st.parts[g] == h.counted_in[g]) & (0 <= st.parts[g])
@@ -150,7 +154,7 @@ def update_without_evaluation(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.update-of-whole-stages", g="stage")
 def update_of_whole_stages(st: State, h: History, g: Index) -> Truth:
-    """Every dW ran while an update is in flight."""
+    """While an update is in flight, every dW has run."""
     return implies(updating(st), st.wgrads[g] == st.cells[g])
 
 
@@ -187,7 +191,7 @@ def update_without_gradients_readers(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("reduction.update-of-reduced", b="bucket")
 def update_of_reduced(st: State, h: History, b: Index) -> Truth:
-    """Every bucket is reduced while an update is in flight."""
+    """While an update is in flight, every bucket is reduced."""
     return implies(updating(st), st.reduced[b] == now(st, st.stage_at[b]))
 
 
@@ -196,21 +200,21 @@ def update_of_reduced(st: State, h: History, b: Index) -> Truth:
 
 @HISTORY("arena.written-is-held", c="cell")
 def written_is_held(st: State, h: History, c: Index) -> Truth:
-    """Where a cell's dW ran, its buffers hold gradients of the current epoch."""
+    """If a cell's dW ran, its buffers hold gradients of the current epoch."""
     own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[st.buffer_of[c]]]
     return implies(h.ran_wgrad[c] != 0, (own == h.weights[0]) & (shared == h.weights[0]))
 
 
 @HISTORY("arena.shared-is-held", c="cell")
 def shared_is_held(st: State, h: History, c: Index) -> Truth:
-    """Where a stage's own buffer holds gradients of the current epoch, the shared one does."""
+    """If a stage's own buffer holds gradients of the current epoch, so does the shared buffer."""
     own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[st.buffer_of[c]]]
     return implies(own == h.weights[0], shared == h.weights[0])
 
 
 @HISTORY("arena.content", b="buffer")
 def content(st: State, h: History, b: Index) -> Truth:
-    """A buffer holds the gradients of the epoch that it was opened in."""
+    """A buffer holds the gradients of the epoch in which it was opened."""
     return st.opened[b] == h.content[b]
 
 

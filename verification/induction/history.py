@@ -1,12 +1,12 @@
 """
-The physical history: what really happened beside the contract, recorded without the contract.
+The physical history: the real effects of actions, recorded independently of the contract.
 
-Each function below states the effect of one accepted transition on the world: which work ran, what
-a buffer or a cache now holds, which stream has waited for which. It depends on the action, its
+Each function below states the physical effect of one accepted transition: which work ran, what a
+buffer or a cache now holds, which stream has waited for which. It depends on the action, its
 arguments and the configuration, never on the contract's own state or a guard. A property of the
-history is therefore a claim about the world and not a repeated guard. (A reference's generation and
-incarnation are read from the memory, because the caller receives them from there.) Timing is
-conservative: from its check to its commit an action may touch the device at any moment.
+history is therefore a claim about the physical world, not a repeated guard. (A reference's
+generation and incarnation are read from the memory, because the caller receives them from there.)
+Timing is conservative: from its check to its commit an action may touch the device at any moment.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def reserve(st: State, h: History, key: Any, slot: Any, link: Any) -> None:
 
 
 def skip(st: State, h: History, key: Any) -> None:
-    """The cells that a walk leaves out take the first places of their stage."""
+    """The cells that a walk leaves out take the first places in their stage."""
     s = key.stage
     trade(h.place, h.placed, s, key.cell, h.num_skipped[s])
     h.skipped[key.cell] = h.skipped[key.cell] + 1
@@ -211,7 +211,7 @@ def abort_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
 def check_evaluation(
     st: State, h: History, stage: Any, link: Any, cached: Any, ticket: Any
 ) -> None:
-    """A forward that reads scaling state and changes none."""
+    """A forward that reads scaling state and does not change it."""
     d = st.domain_of[stage]
     h.evaluating[stage] = h.evaluating[stage] + 1
     h.evaluator[d] = stage
@@ -458,7 +458,7 @@ def finish_gradients_read(st: State, h: History, stage: Any, link: Any) -> None:
 
 
 def next_walk(st: State, h: History, epoch: Any) -> None:
-    """The same keys come again; weights, caches, gradients and scaling state stay as they are."""
+    """The same keys run again; weights, caches, gradients and scaling state stay unchanged."""
     h.walks[0] = h.walks[0] + 1
     forget_walk(st, h)
 
@@ -474,7 +474,7 @@ def check_update(st: State, h: History, epoch: Any, caller: Any, ticket: Any) ->
 
 
 def move_scales(st: State, h: History, stage: Any, updates: Any) -> None:
-    """The scales of a domain move, as often as the backend reports; once if it does not report."""
+    """The scales of a domain move as often as the backend reports, or once without a report."""
     d = st.domain_of[stage]
     h.rolls[d] = h.rolls[d] + 1
     h.rolled_after[d] = h.updates[d]
@@ -504,7 +504,7 @@ def abort_update(st: State, h: History, epoch: Any, ticket: Any) -> None:
 
 
 def fail(st: State, h: History, stage: Any, epoch: Any) -> None:
-    """The gradients of an epoch turn out wrong; its update may have begun, or be done."""
+    """The gradients of an epoch turn out wrong; its update may have begun or ended."""
     current = epoch == h.weights[0]
     h.spoiled[stage] = choose(current, epoch, h.spoiled[stage])
     used = (epoch != h.weights[0]) | (h.optimizing[0] != 0)
@@ -512,7 +512,7 @@ def fail(st: State, h: History, stage: Any, epoch: Any) -> None:
 
 
 def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
-    """Numerical state comes from a checkpoint; streams, events, slots and pools are new."""
+    """Numerical state is loaded from a checkpoint; streams, events, slots and pools are new."""
     h.weights[0] = epoch
     h.half_updated[0] = 0
     forget_epoch(st, h)
@@ -548,7 +548,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     h.dead[0] = choose(h.issued[0] == 1, 1, h.dead[0])
 
 
-#: The effect of each transition on the world; a transition that is absent has none.
+#: The physical effect of each transition; a transition that is absent has none.
 ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
     function.__name__: function
     for function in (

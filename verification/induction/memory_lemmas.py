@@ -1,5 +1,5 @@
 """
-Lemmas of the memory alone, which the induction needs beside the promises.
+Lemmas about the memory only, which the induction needs besides the promises.
 
 The lemmas hold in every reachable state. They are not promised: another kernel that keeps the
 promises may have other lemmas.
@@ -27,7 +27,7 @@ from .words import Index, State, Truth, awaits, domain_of_slot, live, retained
 
 __all__ = ["MEMORY"]
 
-#: Proved, beside the promises of the memory alone.
+#: Proved: these lemmas, besides the promises about the memory only.
 MEMORY = Register()
 
 
@@ -53,14 +53,14 @@ def held_is_live(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.held-by-consumer", s="slot")
 def held_by_consumer(st: State, s: Index) -> Truth:
-    """What is in flight on a retained tape is a consumer that it waits for."""
+    """An action in flight on a retained tape is a consumer that the tape waits for."""
     waits = awaits(st, s, DGRAD_BIT) | awaits(st, s, WGRAD_BIT)
     return implies((st.held[s] != 0) & retained(st, s), waits)
 
 
 @MEMORY("ownership.forwarded-marks", s="slot")
 def forwarded_marks(st: State, s: Index) -> Truth:
-    """A cell is marked as forwarded once its forward has been checked, not before."""
+    """A cell is marked as forwarded only after its forward was checked."""
     here = st.forwarded[st.cell_at[s]] == st.weight_epoch[st.slot_stage[s]]
     begun = retained(st, s) | (st.held[s] != 0)
     return implies(live(st, s), here == begun)
@@ -68,7 +68,10 @@ def forwarded_marks(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.reads-of-readers", s="slot")
 def reads_of_readers(st: State, s: Index) -> Truth:
-    """A live tape is read by readers that it waits for, and its input gradient after dI."""
+    """
+    A live tape is read only by readers that it waits for, and its input gradient is read only after
+    dI.
+    """
     moving, mask = st.moving[s], st.consumers[s]
     reading = moving & READ_BITS
     known = (moving & ~(IN_BIT | BACK_BIT | READ_BITS)) == 0
@@ -79,7 +82,7 @@ def reads_of_readers(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.receives-under-way", s="slot")
 def receives_under_way(st: State, s: Index) -> Truth:
-    """A live tape receives what it is configured to: its input before F, a gradient before dI."""
+    """A live tape receives the configured messages: its input before F, a gradient before dI."""
     moving, mask = st.moving[s], st.consumers[s]
     receives = st.receives[st.slot_stage[s]]
     wanted = ((moving & (IN_BIT | BACK_BIT)) & ~receives) == 0
@@ -91,7 +94,10 @@ def receives_under_way(st: State, s: Index) -> Truth:
 
 @MEMORY("ownership.received-before-use", s="slot")
 def received_before_use(st: State, s: Index) -> Truth:
-    """A tape's messages arrived, and its input's copy was enqueued, before their use."""
+    """
+    A tape's messages arrived before their use, and the copy of its input was enqueued before its
+    use.
+    """
     arrived, receives = st.arrived[s], st.receives[st.slot_stage[s]]
     claimed = (st.consumers[s] == RESERVED) & (st.held[s] == 0)
     run = live(st, s) & ((st.consumers[s] != RESERVED) | (st.held[s] != 0))
@@ -106,7 +112,7 @@ def received_before_use(st: State, s: Index) -> Truth:
     )
 
 
-# Marks of an epoch are never ahead of it, so that the next epoch begins with none
+# Marks never have a future epoch, so that the next epoch begins without marks
 
 
 @MEMORY("epoch.counts-from-zero", g="stage")
@@ -130,13 +136,13 @@ def forwarded_by_now(st: State, c: Index) -> Truth:
 
 @MEMORY("ownership.skipped-by-now", c="cell")
 def skipped_by_now(st: State, c: Index) -> Truth:
-    """No cell was left out in an epoch to come."""
+    """No cell is marked as left out in a future epoch."""
     return st.skipped[c] <= st.weight_epoch[st.stage_of[c]]
 
 
 @MEMORY("ownership.skipped-is-counted", c="cell")
 def skipped_is_counted(st: State, c: Index) -> Truth:
-    """Where no cell is counted as left out, none is."""
+    """If no cell is counted as left out, no cell is left out."""
     none = st.skipped[c] != st.weight_epoch[st.stage_of[c]]
     return (0 <= st.skips[0]) & implies(st.skips[0] == 0, none)
 
@@ -151,13 +157,13 @@ def skipped_is_idle(st: State, c: Index) -> Truth:
 
 @MEMORY("arena.bound-by-now", c="cell")
 def bound_by_now(st: State, c: Index) -> Truth:
-    """No cell was bound in an epoch to come."""
+    """No cell is marked as bound in a future epoch."""
     return st.bound[c] <= st.weight_epoch[st.stage_of[c]]
 
 
 @MEMORY("arena.opened-by-now", c="cell")
 def opened_by_now(st: State, c: Index) -> Truth:
-    """No buffer was opened in an epoch to come."""
+    """No buffer is marked as opened in a future epoch."""
     now = st.weight_epoch[st.stage_of[c]]
     return (st.opened[st.buffer_of[c]] <= now) & (st.opened[st.shared_of[st.buffer_of[c]]] <= now)
 
@@ -167,7 +173,7 @@ def opened_by_now(st: State, c: Index) -> Truth:
 
 @MEMORY("version.cache-by-now", g="stage")
 def cache_by_now(st: State, g: Index) -> Truth:
-    """No cache holds weights to come."""
+    """No cache holds weights of a future epoch."""
     return (st.cache_epoch[g] == NEVER) | (
         (0 <= st.cache_epoch[g]) & (st.cache_epoch[g] <= st.weight_epoch[g])
     )
@@ -175,7 +181,7 @@ def cache_by_now(st: State, g: Index) -> Truth:
 
 @MEMORY("version.refreshed-at-home", d="domain")
 def refreshed_at_home(st: State, d: Index) -> Truth:
-    """The stage whose first forward must come next is one of the domain."""
+    """The stage whose first forward must come next belongs to the domain."""
     return implies(st.refreshed[d] != NO_STAGE, st.domain_of[st.refreshed[d]] == d)
 
 
@@ -295,7 +301,7 @@ def writing_with_wgrad(st: State, s: Index) -> Truth:
 
 @MEMORY("completion.joins-behind-work", l="link")
 def joins_behind_work(st: State, l: Index) -> Truth:  # noqa: E741 - a link
-    """No graph stream has waited for more than its caller submitted."""
+    """No graph stream has waited for more work than its caller submitted."""
     return st.joined[l] <= st.submitted[l]
 
 
@@ -334,6 +340,9 @@ def waits_from_zero(st: State, l: Index) -> Truth:  # noqa: E741 - a link
 
 @MEMORY("reduction.reduced-by-now", b="bucket")
 def reduced_by_now(st: State, b: Index) -> Truth:
-    """No bucket was reduced in an epoch to come, and none under way was in this one."""
+    """
+    No bucket is marked as reduced in a future epoch, and no bucket under way is marked as reduced
+    in the current epoch.
+    """
     now = st.weight_epoch[st.stage_at[b]]
     return (st.reduced[b] <= now) & implies(st.reducing[b] != 0, st.reduced[b] != now)

@@ -11,13 +11,15 @@ from .words import History, Index, State, Truth
 
 __all__ = ["ORIGIN"]
 
-#: Assumed of ghosts with an arbitrary initial value.
+#: Assumptions about ghosts with an arbitrary initial value.
 ORIGIN = Register()
 
 
 @ORIGIN("ownership.cells-counted", c="cell")
 def cells_counted(st: State, h: History, c: Index) -> Truth:
-    """The cells of a stage are numbered from 0 to its configured number of cells less one."""
+    """
+    The cells of a stage are numbered from 0 up to, not including, its configured number of cells.
+    """
     g, place = st.stage_of[c], h.place[c]
     return (0 <= place) & (place < st.cells[g]) & (h.placed[g, place] == c)
 
@@ -31,7 +33,7 @@ def cell_numbers_used(st: State, h: History, g: Index, i: Index) -> Truth:
 
 @ORIGIN("capture.slots-counted", s="slot")
 def slots_counted(st: State, h: History, s: Index) -> Truth:
-    """The slots of a pool are numbered from 0 to its number of slots less one."""
+    """The slots of a pool are numbered from 0 up to, not including, its number of slots."""
     p, seat = st.pool_of[s], h.seat[s]
     return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s)
 

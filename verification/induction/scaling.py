@@ -27,7 +27,7 @@ from .words import (
 
 __all__ = ["HISTORY"]
 
-#: Proved: of weights, caches and scaling state.
+#: Proved: lemmas about weights, caches and scaling state.
 HISTORY = Register()
 
 
@@ -62,7 +62,7 @@ def tape_of_that_fill(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("version.filled-just-before", needs="order", g="stage")
 def filled_just_before(st: State, h: History, g: Index) -> Truth:
-    """Between a refresh and its stage's first forward no scaling update happens in the domain."""
+    """Between a refresh and the first forward of its stage, the domain makes no scaling update."""
     d = st.domain_of[g]
     waiting = (st.cache_epoch[g] == now(st, g)) & (h.fill_of_epoch[g] == NEVER)
     return implies(waiting, (st.refreshed[d] == g) & (h.filled_after[g] == h.updates[d]))
@@ -78,7 +78,7 @@ def undisturbed_fill(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("version.first-forward-shows", needs="order", g="stage")
 def first_forward_shows(st: State, h: History, g: Index) -> Truth:
-    """An epoch's first forward of a stage shows in its counts, in flight, or as a failure."""
+    """A stage's first forward in an epoch is counted, in flight, or recorded as failed."""
     d = st.domain_of[g]
     s = h.updater[d]
     flying = (s != NO_SLOT) & (st.held[s] != 0) & (st.consumers[s] == RESERVED)
@@ -99,7 +99,7 @@ def first_forward_reads(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("version.lost-in-use", needs="order", g="stage")
 def lost_in_use(st: State, h: History, g: Index) -> Truth:
-    """An epoch in which a cache in use was lost is spoiled, or its domain is poisoned."""
+    """If a cache in use was lost in an epoch, the epoch is spoiled or the domain is poisoned."""
     lost, d = h.lost_in_use[g], st.domain_of[g]
     marked = (st.spoiled[g] == now(st, g)) | (st.poisoned[d] != 0)
     return implies(lost == now(st, g), marked) & (lost <= now(st, g))
@@ -148,7 +148,7 @@ def broken(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.counts", g="stage")
 def counts(st: State, h: History, g: Index) -> Truth:
-    """F are counted over the epoch, dI over the walk."""
+    """F are counted over the epoch, and dI over the walk."""
     counted = (st.forwards[g] == h.forwards_of_epoch[g]) & (
         st.dgrads[g] == h.num_dgrads[g] + h.num_skipped[g]
     )
@@ -172,7 +172,7 @@ def touched(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.toucher", s="slot")
 def toucher(st: State, h: History, s: Index) -> Truth:
-    """An F in flight is the last that touched its domain."""
+    """An F in flight is the last action that touched its domain."""
     forward = in_flight(st, s) & (st.consumers[s] == RESERVED)
     return implies(forward, h.toucher[domain_of_slot(st, s)] == st.slot_stage[s])
 
@@ -186,7 +186,7 @@ def tape_touches(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.scaled-by", s="slot")
 def scaled_by(st: State, h: History, s: Index) -> Truth:
-    """A tape's scales have the position at which they were rolled, and some update came after."""
+    """A tape's scales have the position at which they were rolled, and some update came later."""
     d = domain_of_slot(st, s)
     before = (st.scaled_at[s] < st.token[d]) & (st.scaled_at[s] == h.scaled_by[s])
     return implies(retained(st, s), before)
@@ -194,14 +194,16 @@ def scaled_by(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.rolled-after", d="domain")
 def rolled_after(st: State, h: History, d: Index) -> Truth:
-    """A domain knows after how many updates its scales were rolled last."""
+    """A domain records the number of updates before its scales were last rolled."""
     return (st.rolled_at[d] == h.rolled_after[d]) & (st.rolled_at[d] <= st.token[d])
 
 
 @HISTORY("order.rolled", s="slot")
 def rolled(st: State, h: History, s: Index) -> Truth:
-    """A tape's scales are the live ones while its forward is the latest of its domain; always, if
-    scales move once an epoch."""
+    """
+    A tape's scales are the live scales while its forward is the latest of its domain. If scales
+    move once per epoch, they always are.
+    """
     d = domain_of_slot(st, s)
     live_now = h.rolls_seen[s] == h.rolls[d]
     latest = (st.scaled_at[s] == st.rolled_at[d]) == live_now
@@ -214,7 +216,7 @@ def rolled(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.gathered", d="domain")
 def gathered(st: State, h: History, d: Index) -> Truth:
-    """A domain is marked if and only if something gathered since its scales moved."""
+    """A domain is marked if and only if an action gathered since its scales moved."""
     once = st.epoch_scales[d] != 0
     marked = (st.gathered[d] != 0) == (h.gathers[d] != 0)
     return (0 <= h.gathers[d]) & marked & implies(st.gathered[d] != 0, once)
@@ -222,7 +224,9 @@ def gathered(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.final-has-gathered", g="stage")
 def final_has_gathered(st: State, h: History, g: Index) -> Truth:
-    """A final stage whose scales move once an epoch has gathered, until the update moves them."""
+    """
+    A final stage whose scales move once per epoch has gathered, until the update moves the scales.
+    """
     d = st.domain_of[g]
     waits = (st.epoch_scales[d] != 0) & (st.optimizing[0] == 0) & (st.half_updated[0] == 0)
     return implies(waits & (st.final[g] == now(st, g)), st.gathered[d] != 0)
@@ -238,15 +242,17 @@ def forward_has_gathered(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("order.tape-has-gathered", s="slot")
 def tape_has_gathered(st: State, h: History, s: Index) -> Truth:
-    """Where a tape is live behind its F, its domain has gathered."""
+    """If a tape is live after its F, its domain has gathered."""
     d = domain_of_slot(st, s)
     return implies(retained(st, s) & (st.epoch_scales[d] != 0), st.gathered[d] != 0)
 
 
 @HISTORY("order.moved-in-update", g="stage")
 def moved_in_update(st: State, h: History, g: Index) -> Truth:
-    """While an update is in flight, a domain that has gathered has yet to move, and any other has
-    moved once more than updates ended."""
+    """
+    While an update is in flight, a domain that has gathered has not moved its scales yet; every
+    other domain has moved once more than the number of ended updates.
+    """
     d = st.domain_of[g]
     moved = h.moves[d] == h.commits[0] + 1
     waits = h.moves[d] == h.commits[0]
@@ -256,7 +262,9 @@ def moved_in_update(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("order.gathered-is-touched", d="domain")
 def gathered_is_touched(st: State, h: History, d: Index) -> Truth:
-    """What gathered since scales moved touched scaling state since the last commit."""
+    """
+    An action that gathered since scales moved has touched scaling state since the last commit.
+    """
     return implies(h.gathers[d] != 0, h.touched[d] != 0)
 
 
@@ -271,6 +279,6 @@ def drawn_at(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.drawn", d="domain")
 def drawn(st: State, h: History, d: Index) -> Truth:
-    """The memory knows where a domain's latest reporting F began, and none began later."""
+    """The memory knows where a domain's latest reporting F began to draw, and no F began later."""
     latest = (st.drawn[d] == h.drew_last[d]) & (NEVER <= st.drawn[d])
     return latest & implies(h.repeats[d] != 0, h.number[0] <= st.drawn[d])

@@ -1,7 +1,7 @@
 """
 Invariants of slots, of the work in them, and of outstanding tickets.
 
-A live slot holds the work of one key, and its mask says exactly which actions of that work have
+A live slot holds the work of one key, and its mask tells exactly which actions of that work have
 run. Per weight epoch F runs at most once, dI only after F, and dW only after dI and over every
 matrix. At most one action is in flight on a slot. A reference matches only the work that it was
 issued for. An outstanding ticket finds at its commit what its check reserved.
@@ -25,7 +25,7 @@ from .words import History, Index, State, Truth, awaits, live, now, retained
 
 __all__ = ["HISTORY"]
 
-#: Proved: of slots, cells, references and tickets.
+#: Proved: lemmas about slots, cells, references and tickets.
 HISTORY = Register()
 
 
@@ -34,7 +34,7 @@ HISTORY = Register()
 
 @HISTORY("ownership.acting", s="slot")
 def acting(st: State, h: History, s: Index) -> Truth:
-    """At most one action is in flight on a slot, and the ticket there is its own."""
+    """At most one action is in flight on a slot, and the slot has the ticket of that action."""
     idle = (st.held[s] == 0) & (h.acting[s] == 0)
     return idle | ((st.held[s] != 0) & (h.acting[s] == 1))
 
@@ -47,14 +47,14 @@ def ran_is_marked(st: State, h: History, c: Index) -> Truth:
 
 @HISTORY("ownership.skipped-is-marked", c="cell")
 def skipped_is_marked(st: State, h: History, c: Index) -> Truth:
-    """A cell is marked as left out exactly if it was, and it is left out at most once."""
+    """A cell is marked as left out exactly if it was left out, and this happens at most once."""
     marked = st.skipped[c] == now(st, st.stage_of[c])
     return ((h.skipped[c] == 0) | (h.skipped[c] == 1)) & (marked == (h.skipped[c] == 1))
 
 
 @HISTORY("ownership.progress", s="slot")
 def progress(st: State, h: History, s: Index) -> Truth:
-    """What a slot's mask says of its cell is what ran."""
+    """A slot's mask tells exactly which actions of its cell have run."""
     c = st.cell_at[s]
     claimed = implies(st.consumers[s] == RESERVED, h.ran_forward[c] == 0)
     forwarded = implies(retained(st, s), h.ran_forward[c] == 1)
@@ -65,7 +65,7 @@ def progress(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("ownership.reads-began", s="slot")
 def reads_began(st: State, h: History, s: Index) -> Truth:
-    """A read of a tape that is under way, or no longer awaited, began."""
+    """A read of a tape that is under way, or no longer awaited, has begun."""
     owes, mask, c = st.owes[st.slot_stage[s]], st.consumers[s], st.cell_at[s]
     under_way = st.moving[s]
     output = ((under_way & OUT_BIT) != 0) | (((owes & OUT_BIT) != 0) & ((mask & OUT_BIT) == 0))
@@ -77,8 +77,10 @@ def reads_began(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("ownership.kept-or-done", c="cell")
 def kept_or_done(st: State, h: History, c: Index) -> Truth:
-    """A cell whose F ran has its tape, has run its dI and been read, or a failure spoiled its
-    stage's epoch."""
+    """
+    After the F of a cell, its tape is live, or its dI ran and the input gradient was read if it has
+    a reader, or a failure spoiled the epoch of its stage.
+    """
     g = st.stage_of[c]
     read = implies((st.owes[g] & GRAD_BIT) != 0, h.gradient_read[c] == 1)
     done = (h.ran_dgrad[c] == 1) & read
@@ -95,7 +97,7 @@ def deferred_whole(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("ownership.reference", s="slot")
 def reference(st: State, h: History, s: Index) -> Truth:
-    """A reference that matches was issued for the work in its slot, and conversely."""
+    """A reference matches if and only if it was issued for the work in its slot."""
     mine = (s == h.ref_slot[0]) & (st.incarnation[0] == h.ref_incarnation[0])
     issued = mine & (h.issued[0] == 1)
     matches = st.generation[s] == h.ref_generation[0]
@@ -125,7 +127,7 @@ def dead_was_issued(st: State, h: History) -> Truth:
     return flags & (h.dead[0] <= h.issued[0])
 
 
-# Tickets: an outstanding ticket is the ticket that its commit finds
+# Tickets: the commit of an outstanding ticket finds that ticket
 
 
 @HISTORY("tickets.outstanding")
@@ -153,7 +155,7 @@ def outstanding_refresh(st: State, h: History) -> Truth:
 
 @HISTORY("tickets.nothing-else", s="slot")
 def nothing_else(st: State, h: History, s: Index) -> Truth:
-    """A ticket in flight on a slot is outstanding, and of the kind that the mask says."""
+    """A ticket in flight on a slot is outstanding, and its kind follows from the mask."""
     mine = (st.held[s] == h.ticket[0]) & (h.ticket[0] != 0)
     forward = (st.consumers[s] == RESERVED) & (h.outstanding[0] == FORWARD)
     dgrad = retained(st, s) & awaits(st, s, DGRAD_BIT) & (h.outstanding[0] == DGRAD)
@@ -185,7 +187,7 @@ def nothing_else_evaluates(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("tickets.outstanding-update")
 def outstanding_update(st: State, h: History) -> Truth:
-    """An outstanding update is the update in flight, and conversely."""
+    """An update is outstanding if and only if it is in flight."""
     mine = (st.optimizing[0] == h.ticket[0]) & (h.ticket[0] != 0)
     return (h.outstanding[0] == UPDATE) == mine
 

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def retained(st: State, slot: Index) -> Truth:
-    """The forward has run, and its work is retained for the consumers in the mask."""
+    """The forward has run, and the slot retains its work for the consumers in the mask."""
     return (st.consumers[slot] != 0) & (st.consumers[slot] != RESERVED)
 
 

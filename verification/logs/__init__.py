@@ -1,3 +1,4 @@
 """
-The example logs of ``spec/logs``: valid ones recorded from scenarios, rejected ones a field away.
+The example logs of ``spec/logs``: valid logs recorded from scenarios, and rejected logs that differ
+from these in one place.
 """

@@ -1,6 +1,6 @@
 """
 ``python -m qeffect.verification.logs``: write the example logs of ``spec/logs``, or check that they
-are current.
+are up to date.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name.
 
     Returns:
-        0 when the examples are current (or were written), 1 when ``--check`` finds a stale one.
+        0 if the examples are up to date or were written; 1 if ``--check`` finds one out of date.
     """
     parser = argparse.ArgumentParser(
         prog="python -m qeffect.verification.logs", description=__doc__
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if an example is out of date",
+    )
     folder = Path(spec.__file__).parent / "logs"
     parser.add_argument("--folder", type=Path, default=folder, help="folder of the example logs")
     args = parser.parse_args(argv)
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in stale:
         name = path.relative_to(args.folder)
         if args.check:
-            print(f"{name} is stale: run python -m qeffect.verification.logs")
+            print(f"{name} is out of date; run python -m qeffect.verification.logs")
         elif path in wanted:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(wanted[path])

@@ -1,6 +1,6 @@
 """
-Edits of a log in one place: a semantic field of one line that changes, or a line too few or too
-many.
+Edits of a log in one place: a changed semantic field of one line, a missing line, or a repeated
+line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qeffect.log.recorder import seal
 __all__ = ["Edit", "LineEdit", "edits", "line_schema", "reseal", "schema", "semantic_fields"]
 
 Path = tuple[str | int, ...]
-_MOST: Final = 4  # values tried for one place
+_MOST: Final = 4  # maximum number of values tried per place
 
 
 @frozen
@@ -31,7 +31,7 @@ class Edit:
     Args:
         line: Line of the log, counted from 1.
         path: Place in the line.
-        was: The value there.
+        was: The value before.
         now: The value after.
     """
 
@@ -52,7 +52,7 @@ class Edit:
 
         Args:
             lines: The log.
-            sealed: Whether to compute the digests of this and all later lines anew.
+            sealed: Whether to recompute the digests of this and all later lines.
         """
         bodies = [_body(line) for line in lines]
         bodies[self.line - 1] = compact(
@@ -65,16 +65,16 @@ class Edit:
         return changed
 
     def entry(self) -> dict[str, Any]:
-        """Return what the index of rejected logs says of the change."""
+        """Return the change's entry in the index of rejected logs."""
         return {"line": self.line, "field": self.field, "was": self.was, "now": self.now}
 
 
 @frozen
 class LineEdit:
     """
-    One line that is missing, or that stands at a second place too.
+    One missing line, or one line repeated at a second place.
 
-    Later events have the numbers that fit, and the closing line their count.
+    Later events are renumbered, and the closing line has their count.
 
     Args:
         line: Line of the log, counted from 1; an event.
@@ -85,7 +85,7 @@ class LineEdit:
     at: int | None = None
 
     def apply(self, lines: Sequence[str]) -> list[str]:
-        """Return the log with this change, every digest computed anew."""
+        """Return the log with this change and recomputed digests."""
         changed = [_fields(line) for line in lines]
         moved = changed[self.line - 1]
         if self.at is None:
@@ -98,7 +98,7 @@ class LineEdit:
         return reseal(compact(fields)[:-1] for fields in changed)
 
     def entry(self) -> dict[str, Any]:
-        """Return what the index of rejected logs says of the change."""
+        """Return the change's entry in the index of rejected logs."""
         if self.at is None:
             return {"line": self.line, "removed": True}
         return {"line": self.line, "repeated_at": self.at}
@@ -108,7 +108,7 @@ _END: Final = len(',"digest":""}\n') + 2 * DIGEST_BYTES
 
 
 def reseal(bodies: Iterable[str]) -> list[str]:
-    """Return a log's lines from their bodies, with every digest computed anew."""
+    """Return a log's lines from their bodies, with recomputed digests."""
     chain = blake2b(digest_size=DIGEST_BYTES)
     return [seal(body, chain) for body in bodies]
 
@@ -144,8 +144,8 @@ def edits(lines: Sequence[str]) -> Iterator[Edit]:
     """
     Yield edits of every place in every semantic field of a log.
 
-    A place gets its neighbouring numbers, a changed digit or letter, and values that the same
-    field has elsewhere in the log, because a runtime makes such mistakes.
+    The values tried are the neighbouring numbers, a changed digit or letter, and values of the same
+    field elsewhere in the log, because a runtime makes such mistakes.
     """
     parsed = [_fields(line) for line in lines]
     seen: dict[Path, list[Any]] = {}
@@ -192,7 +192,7 @@ def _alternatives(
     elif isinstance(value, str):
         near = [value[:-1] + ("0" if value[-1:] != "0" else "1")]
     elif isinstance(value, list):
-        # Keys, references and the like have a fixed length; only lists of names vary.
+        # Keys and references have a fixed length; only lists of names vary.
         near = [value[:-1], [*value, value[0]]] if value and path[0] not in ("key", "ref") else []
         others = []
     else:

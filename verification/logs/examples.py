@@ -1,5 +1,6 @@
 """
-The example logs: the log of each scenario, and for every reachable clause an edit that breaks it.
+The example logs: the log of each scenario, and for every reachable clause an edited log that breaks
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .scenarios import SCENARIOS
 
 __all__ = ["UNREACHED", "Rejected", "files", "outcomes", "rejected", "single_edit_logs", "valid"]
 
-#: Clauses that no change of one place in a valid log breaks; the contract says why at its end.
+#: Clauses that no change of one place in a valid log breaks; the end of the contract gives the
+#: reasons.
 UNREACHED: Final = frozenset(
     {
         "persistence.reduction-in-flight",
@@ -38,7 +40,7 @@ UNREACHED: Final = frozenset(
 @frozen
 class Rejected:
     """
-    A rejected example: a valid log with one field changed, or with one line too few or too many.
+    A rejected example: a valid log with one changed field, one missing line or one repeated line.
 
     Args:
         clause: The clause that refuses it.
@@ -119,18 +121,18 @@ _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "ref": ("slot", "generation", "incarnation"),
 }
 
-#: Valid logs that exist for the sake of one edit.
+#: Valid logs that exist only for one edit each.
 _SINGLE_EDIT_LOGS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "given-up": given_up,
     "two-writes-at-once": two_writes_at_once,
 }
 
-#: Clauses that only these logs break: the log, the first line with this text, the place, and the
-#: value after the edit.
+#: Clauses that only edits of these logs break: the log, a text (its first line with the text is
+#: edited), the place, and the value after the edit.
 _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
     "arena.spoiled": ("given-up", "bind", ("key", 1), 1),
-    # The stage then accumulates into one symbolic buffer, and the buffer's number that the second
-    # dW names is now that of the other stage's, whose description is equal.
+    # The stage then accumulates into one symbolic buffer. The buffer number in the second dW then
+    # belongs to the other stage, whose description is the same.
     "arena.in-flight": ("two-writes-at-once", "event-log", ("stages", 0, "destinations"), []),
 }
 
@@ -138,8 +140,8 @@ _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
 #: An event of a log: its transition, and its number among those of this transition.
 _Event = tuple[str, int]
 
-#: Clauses that no change of a field breaks, but a line too few or too many: the log, the event, and
-#: the event before which a copy stands; None if the event is missing.
+#: Clauses that no change of a field breaks, only a missing or repeated line: the log, the event,
+#: and the event before which the copy stands, or None if the event is missing.
 _LINES: Final[Mapping[str, tuple[str, _Event, _Event | None]]] = {
     "ownership.duplicate-dgrad": ("two-writes-at-once", ("check_dgrad", 0), ("check_forward", 1)),
     "ownership.wgrad-before-dgrad": ("two-writes-at-once", ("check_wgrad", 0), ("check_dgrad", 0)),
@@ -156,12 +158,12 @@ _LINES: Final[Mapping[str, tuple[str, _Event, _Event | None]]] = {
 
 @cache
 def single_edit_logs() -> Mapping[str, list[str]]:
-    """Return the valid logs that are used for one rejected log each, by name."""
+    """Return the valid logs that each serve one rejected log, by name."""
     return {name: scenario() for name, scenario in _SINGLE_EDIT_LOGS.items()}
 
 
 def _made(clause: str) -> Rejected:
-    """The example of a clause that no field of the scenarios' logs breaks."""
+    """Return the example of a clause that no edited field of the scenarios' logs breaks."""
     edit: Edit | LineEdit
     if clause in _LINES:
         log, event, before = _LINES[clause]
@@ -177,7 +179,9 @@ def _made(clause: str) -> Rejected:
         edit = Edit(line, path, was, now)
     outcome = replay_lines(edit.apply(lines))
     if outcome.clause != clause or outcome.line is None:
-        raise ValueError(f"{clause} should refuse {log} after {edit}: {outcome.summary()}")
+        raise ValueError(
+            f"expected {clause} to refuse {log} after {edit}, found: {outcome.summary()}"
+        )
     return Rejected(clause, log, edit, outcome.line, edit.apply(lines))
 
 
@@ -193,8 +197,8 @@ def rejected() -> dict[str, Rejected]:
 
     Every edit of the scenarios' logs is tried. Edits that are refused at their own line are
     preferred, then edits of the part that the clause names (such as ``ref.generation``), then
-    shorter logs, then earlier edits. Clauses that no such edit breaks have a log of their own, or a
-    line too few or too many.
+    shorter logs, then earlier edits. Clauses that no such edit breaks have a separate log, or a
+    missing or repeated line.
     """
     best: dict[str, tuple[tuple[bool, bool, int], Rejected]] = {}
     for log, lines in valid().items():
@@ -221,7 +225,7 @@ def rejected() -> dict[str, Rejected]:
 
 def _part(argument: str) -> tuple[str | int, ...] | None:
     """
-    Return the place in a line of a key's or a reference's part that a clause names.
+    Return the place in a line of the part of a key or reference that a clause names.
 
     >>> _part("ref.generation"), _part("key")
     (('ref', 1), None)

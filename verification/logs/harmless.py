@@ -2,8 +2,8 @@
 Proofs that an accepted edit of a log is harmless: the contract allows what the log records.
 
 The proofs run the composed transitions over their own memories, line by line, and compare whole
-states. They never use the replayer, so an edit that the replayer only overlooks has no proof. Equal
-states have equal futures: a transition reads only its state and its arguments.
+states. They never use the replayer, so an edit that the replayer merely overlooks has no proof.
+Equal states have equal futures, since a transition reads only its state and its arguments.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ __all__ = ["LASTING", "REASONS", "History", "history", "proof", "unread"]
 
 #: Every kind of proof.
 REASONS: Final[Mapping[str, str]] = {
-    "name": "the edited header describes a contract in the same state: it has no names",
-    "same call": "the field stands for the same argument",
-    "unread": "the transition, composed without a part that is left out, never reads the argument",
-    "same effect": "both lines are legal there, and lead to the same state",
-    "needless": "a submit, join or wait without which the log leads to the same states too",
-    "undone": "a restore leads to the same state but for entries that are written before they are "
-    "read again, and nothing before it outlives a restore",
+    "name": "the edited header describes a contract with the same state, which has no names",
+    "same call": "the changed field gives the same argument",
+    "unread": "the transition never reads the argument, since the part that reads it is left out",
+    "same effect": "both lines are legal there and lead to the same state",
+    "needless": "the line is a submit, join or wait, and the log leads to the same states "
+    "without it",
+    "undone": "the next restore leads to the same state, except for entries that are written "
+    "before they are read again, and no effect before the restore outlives it",
 }
 #: Transitions whose effect a restore does not undo.
 LASTING: Final = frozenset({"commit_update", "checkpoint"})
@@ -50,8 +51,8 @@ class History:
     Args:
         contract: The contract of the header, after the last event.
         events: The events.
-        arguments: Arguments of each, as the contract's own calls pass them.
-        states: The state before the first event, and after each.
+        arguments: Arguments of each event, as the contract's own calls pass them.
+        states: The state before the first event, and after each event.
     """
 
     contract: Contract
@@ -64,14 +65,14 @@ class _Unreadable:
     """A column entry that may only be overwritten; any other use raises."""
 
     def _read(self, *_: Any) -> Any:
-        raise TypeError("an entry that was left over is read")
+        raise TypeError("an entry that must be written first was read")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _read
     __bool__ = __int__ = __index__ = __iter__ = __add__ = __sub__ = __and__ = __or__ = _read
 
 
 class _Steps:
-    """Steps that were recorded, by the number of the line with which each began."""
+    """Recorded steps, by the number of their first line."""
 
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
@@ -80,7 +81,7 @@ class _Steps:
         self._kept: dict[int, tuple[Memory, list[Event]]] = {}
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Begin, keep or drop a step, or run a kept one again, moved like the counters."""
+        """Begin, keep or drop a recorded step, or run a kept step again, moved by its counters."""
         memory, mark = self.contract.memory, event["transition"]
         if (self._began is None) is (mark in ("keep_step", "drop_step")):
             raise ValueError(mark)
@@ -107,8 +108,8 @@ def history(
 
     Args:
         lines: A whole log; digests and line numbers are not checked.
-        spoiled: By number of events: the entries that become unreadable after it, by column and
-            index.
+        spoiled: By number of events, the entries that become unreadable after these events, by
+            column and index.
     """
     header, *events = [json.loads(line) for line in lines[:-1]]
     try:
@@ -119,7 +120,7 @@ def history(
         states = [contract.snapshot()]
         for number, event in enumerate(events, 1):
             if converters.unknown(event)[1] != "destination":
-                return None  # it names what the header does not configure
+                return None  # it names something that the header does not configure
             given = converters.arguments(event)
             name = event["transition"]
             if name in MARKS:
@@ -143,7 +144,7 @@ def history(
 def _own(lines: tuple[str, ...]) -> History:
     found = history(lines)
     if found is None:
-        raise ValueError("the log itself does not keep the contract")
+        raise ValueError("expected a log that the contract accepts; the contract refuses this log")
     return found
 
 
@@ -183,7 +184,7 @@ def _undone(lines: Sequence[str], ours: History, theirs: History, at: int) -> bo
     spoiled = history(lines, (restored, left))
     try:
         return spoiled is not None and spoiled.states[-1] == ours.states[-1]
-    except TypeError:  # one of them is there still
+    except TypeError:  # one of the changes is still there
         return False
 
 
@@ -199,7 +200,7 @@ def _differing(contract: Contract, one: Snapshot, other: Snapshot) -> list[tuple
 
 
 def _same_state(ours: History, theirs: History, at: int) -> str:
-    """Return why two lines lead to the same state."""
+    """Return the reason why two lines lead to the same state."""
     name = ours.events[at - 1]["transition"]
     before, after = ours.arguments[at - 1], theirs.arguments[at - 1]
     if name == theirs.events[at - 1]["transition"]:

@@ -1,5 +1,5 @@
 """
-A caller whose calls are recorded in an event log: a runtime in miniature.
+A caller whose calls are recorded in an event log, as a small stand-in for a runtime.
 """
 
 from __future__ import annotations

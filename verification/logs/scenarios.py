@@ -1,5 +1,5 @@
 """
-Scenarios whose event logs are the valid examples: each walks one part of the contract to its end.
+Scenarios whose event logs are the valid examples: each runs one part of the contract to its end.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def reductions_and_checkpoint() -> list[str]:
 
 
 def buckets() -> list[str]:
-    """Two stages that share a bucket, each with one of its own, reduced on another stream."""
+    """
+    Two stages that share a bucket and have one separate bucket each, reduced on another stream.
+    """
     stages = [
         StageConfig(
             stage,
@@ -390,7 +392,7 @@ def chunks_with_messages() -> list[str]:
 
 
 def shared_pool_in_declared_order() -> list[str]:
-    """Slots that share a capture pool, replayed in capture order, under a declared order."""
+    """Slots that share a capture pool, replayed in capture order, with a declared order."""
     cells = [(0, m, 0, 0) for m in (0, 1)]
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, pool="graphs")],
@@ -479,7 +481,10 @@ def without_version_order_arena() -> list[str]:
 
 
 def reported_evidence() -> list[str]:
-    """Backends that report fills and scaling updates: one's tapes carry scales, one reads live."""
+    """
+    Two stages that report fills and scaling updates: the tapes of one carry scales, the other reads
+    live scales.
+    """
     d = RecordedCaller(
         [
             StageConfig(
@@ -537,7 +542,9 @@ def reported_draws() -> list[str]:
 
 
 def reported_weights() -> list[str]:
-    """Weights that add up over two walks of an epoch, then over one; another stage reports none."""
+    """
+    Weights that add up over two walks of an epoch, then over one walk; another stage reports none.
+    """
     d = RecordedCaller(
         [
             StageConfig(0, 2, 1, matrices=MATRICES, weights_sum=(1, 2)),
@@ -578,7 +585,7 @@ def updates() -> list[str]:
 
 
 def late_faults() -> list[str]:
-    """A fault of the current epoch is seen late, then a fault of an epoch that was committed."""
+    """A fault of the current epoch is found late, then a fault of a committed epoch."""
     d = RecordedCaller([StageConfig(0, 2, 2, matrices=MATRICES)], incarnation=0x5EED_1200)
     d.refresh(0)
     d.whole(0, 0)
@@ -600,7 +607,7 @@ def late_faults() -> list[str]:
 
 
 def weights_readers() -> list[str]:
-    """A save reads the weights on a stream of its own; another caller starts a broadcast."""
+    """A save reads the weights on a separate stream; another caller starts a broadcast."""
     d = RecordedCaller(
         [StageConfig(0, 1, 1, matrices=MATRICES)],
         incarnation=0x5EED_0E00,
@@ -623,7 +630,7 @@ def weights_readers() -> list[str]:
 
 
 def gradients_readers() -> list[str]:
-    """A norm reads reduced gradients on a stream of its own, also beside another reader."""
+    """A norm reads reduced gradients on a separate stream, also beside another reader."""
     d = RecordedCaller(
         [StageConfig(s, 1, 1, matrices=MATRICES, reduces=True) for s in (0, 1)],
         incarnation=0x5EED_1300,
@@ -707,7 +714,7 @@ def accumulated_walks() -> list[str]:
 
 def short_walk() -> list[str]:
     """
-    Three microbatches in a declared order, and two of three in a domain without one.
+    Three microbatches in a declared order, and two of three in a domain without a declared order.
 
     The next walk takes all three.
     """
@@ -736,7 +743,8 @@ def scales_of_an_epoch() -> list[str]:
     """
     Two chunks of one domain and one of another, all of whose scales move once an epoch.
 
-    The first epoch has two walks. The update of the second fails after one domain has moved.
+    The first epoch has two walks. The update of the second epoch fails after one domain has moved
+    its scales.
     """
     reports: dict[str, Any] = {"reports_updates": True, "tape_scales": "live"}
     own: tuple[dict[str, Any], ...] = (reports, reports, {"domain": 1})
@@ -768,7 +776,7 @@ def scales_of_an_epoch() -> list[str]:
 
 
 def recurring_steps() -> list[str]:
-    """A step that is recorded and then committed as one, twice, with a drain between."""
+    """A step that is recorded, then committed twice in one call, with a drain in between."""
     d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096))],
         incarnation=0x5EED_0B00,

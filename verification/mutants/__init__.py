@@ -39,7 +39,7 @@ class MutantReport:
     Args:
         verdicts: The verdict of each.
         seconds: Total time.
-        setup_seconds: The part of it that tries all mutants in reachable states.
+        setup_seconds: The part of the time that tries all mutants in reachable states.
     """
 
     verdicts: list[MutantVerdict] = field(factory=list)
@@ -68,7 +68,7 @@ class MutantReport:
 
     @property
     def by_class(self) -> dict[str, int]:
-        """Count the kills of each class."""
+        """Return the number of kills of each class."""
         kinds = [verdict.kind for verdict in self.verdicts]
         return {words: kinds.count(kind) for kind, words in CLASSES.items() if kind in kinds}
 
@@ -89,7 +89,7 @@ class MutantReport:
 
 
 def sites_with(text: str) -> list[Site]:
-    """Return the sites whose line contains a text."""
+    """Return the sites whose line in reports contains a text."""
     return [site for site in sites() if text in str(site)]
 
 
@@ -107,7 +107,7 @@ def run(
         progress: Called with a progress line.
         only: Part of a site's text, for example ``check_dgrad`` or ``arena.``; None for all.
         among: Transitions whose mutants are run; by default all.
-        note: Told the first survivor at once.
+        note: Called at once with the first survivor.
     """
     report = MutantReport()
     began = time.perf_counter()

@@ -23,7 +23,7 @@ from ..walks.shadow import Shadow
 
 __all__ = ["by_hand", "telling"]
 
-#: What a commit tells of effects that a backend may report or not, told at random.
+#: Reports of a commit about effects that a backend may or may not report, with random values.
 _NOISE: Final = {
     "filled": ("another",),
     "fill_epoch": 7,
@@ -33,7 +33,7 @@ _NOISE: Final = {
     "weight": 7,
     "parts": 9,
 }
-#: The flag of a stage by which it reports each of those.
+#: The flag of a stage that enables each of these reports.
 _REPORTED: Final = {
     "filled": "reports_fills",
     "fill_epoch": "reports_fills",
@@ -49,10 +49,10 @@ def by_hand(process: Process) -> Iterator[Schedule]:
     Yield the schedules that a process can run.
 
     Args:
-        process: What they run on.
+        process: The process that runs them.
 
     Raises:
-        AssertionError: A call is not legal; the oracle's findings are told.
+        AssertionError: A call is not legal; the message has the oracle's findings.
     """
     for config in process.stages:
         own = _links(Shadow(process, incarnation=1), config.stage)
@@ -92,7 +92,9 @@ def _made(process: Process, plan: Callable[[Shadow], Plan]) -> Schedule:
 
 
 def _judged(shadow: Shadow, plan: Plan) -> Plan:
-    """Make the calls of a plan, each after what puts it right; nothing may be wrong then."""
+    """
+    Make the calls of a plan, each after the calls that make it legal; raise if it is still illegal.
+    """
     result = None
     while True:
         try:
@@ -102,7 +104,7 @@ def _judged(shadow: Shadow, plan: Plan) -> Plan:
         yield from prepared(shadow, call)
         wrong = violations(shadow, call)
         if wrong:
-            raise AssertionError(f"{call} is not legal: {', '.join(wrong)}")
+            raise AssertionError(f"expected a legal call, but {call} breaks {', '.join(wrong)}")
         result = yield call
 
 
@@ -128,7 +130,7 @@ def _refresh_failed(shadow: Shadow, stage: int) -> Plan:
 
 
 def _read_elsewhere(shadow: Shadow, stage: int) -> Plan:
-    """An output is read on one link; dI comes from another, and needs no word of the read."""
+    """An output is read on one link; dI comes on another link and need not wait for the read."""
     key = TapeKey(shadow.epoch, *shadow.configs[stage].cells()[0])
     ours, theirs = _links(shadow, stage)[:2]
     refresh = shadow.uses("version")
@@ -143,14 +145,15 @@ def _read_elsewhere(shadow: Shadow, stage: int) -> Plan:
 
 
 def _passes_on(config: StageConfig) -> bool:
-    """Whether a stage is between two others: all four messages of a tape are its own."""
+    """Whether a stage is between two others, so that its tapes have all four messages."""
     sends = config.sends_output and config.sends_gradient
     return sends and config.receives_input and config.receives_gradient
 
 
 def _ended_elsewhere(shadow: Shadow, stage: int) -> Plan:
     """
-    Transfers of a slot end on one link where an action, or another transfer's end, is of another.
+    Transfers of a slot end on one link; an action, or the end of another transfer, is on another
+    link.
 
     In the first tape the read of the output ends before the receive of the gradient, in the second
     after it.
@@ -184,7 +187,7 @@ def _copied(shadow: Shadow, stage: int) -> Plan:
     """
     Inputs are copied into one slot on one link, then on another, where the last read ended.
 
-    The second copy is enqueued on the stream of that end, so that nothing is awaited in between.
+    The second copy is enqueued on the stream where the read ended, so no wait is needed in between.
     """
     ours, theirs = (_links(shadow, stage) * 2)[:2]
     for cell, link in zip(shadow.configs[stage].cells()[:2], (theirs, ours), strict=True):
@@ -203,7 +206,7 @@ def _keys(shadow: Shadow, stage: int) -> list[TapeKey]:
 
 
 def _received(shadow: Shadow, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> Plan:
-    """Post a receive if it is not, and end it."""
+    """End a receive; post it first if it is not posted."""
     link = _links(shadow, key.stage)[0]
     given = {"key": key, "ref": ref, "gradient": gradient, "link": link}
     if ("back" if gradient else "in") not in shadow.slots[ref.slot].moving:
@@ -223,7 +226,9 @@ def _taken(shadow: Shadow, key: TapeKey) -> Generator[Call, Any, TapeRef]:
 
 
 def _target_reused(shadow: Shadow, stage: int) -> Plan:
-    """The target's slot has its next tenant when dI of the source uses the last one's gradient."""
+    """
+    The target's slot has its next tape when dI of the source uses the gradient of the tape before.
+    """
     target = shadow.configs[stage].feeds
     assert target is not None
     ours, theirs = _keys(shadow, stage), _keys(shadow, target)
@@ -239,7 +244,9 @@ def _target_reused(shadow: Shadow, stage: int) -> Plan:
 
 
 def _message_after_message(shadow: Shadow, stage: int) -> Plan:
-    """The target's slot has its next tenant when the last one's gradient arrives at the source."""
+    """
+    The target's slot has its next tape when the gradient of the tape before arrives at the source.
+    """
     target = shadow.configs[stage].feeds
     assert target is not None
     (first, second), (one, two) = _keys(shadow, stage)[:2], _keys(shadow, target)[:2]
@@ -283,7 +290,7 @@ def _message_before_wgrad(shadow: Shadow, stage: int) -> Plan:
 
 
 def _messages_of_lost_tapes(shadow: Shadow, stage: int) -> Plan:
-    """Receives whose tapes were dropped end, though what they received was never read."""
+    """Receives of dropped tapes end, although the received messages were never read."""
     target = shadow.configs[stage].feeds
     assert target is not None
     one = _keys(shadow, target)[0]
@@ -313,7 +320,9 @@ def _source_lost(shadow: Shadow, stage: int) -> Plan:
 
 
 def _reduced_together(shadow: Shadow) -> Plan:
-    """Of stages that share a gradient the last one's dW is not awaited before its reader comes."""
+    """
+    Stages share a gradient; the reader comes before anyone waited for the dW of the last stage.
+    """
     done = set()
     for stage, config in shadow.configs.items():
         link = _links(shadow, stage)[0]
@@ -330,7 +339,10 @@ def _reduced_together(shadow: Shadow) -> Plan:
 
 
 def _evaluation_awaited_by_another(shadow: Shadow) -> Plan:
-    """Behind an evaluation another stream waits for the graph stream, then the update's own."""
+    """
+    After an evaluation another stream waits for the graph stream, then the stream of the update
+    does.
+    """
     yield from _finalized(shadow)
     ours, theirs = _links(shadow, 0)[:2]
     given = {"stage": 0, "cached": False, "link": ours}
@@ -342,8 +354,8 @@ def _evaluation_awaited_by_another(shadow: Shadow) -> Plan:
 
 def _weights_read_by_another(shadow: Shadow) -> Plan:
     """
-    In the next epoch another stream than the last optimizer's waits for a reader of weights, and
-    starts one of its own once it has waited for the update.
+    In the next epoch a stream that did not run the last optimizer step waits for a reader of
+    weights. Once it has waited for the update, it starts a reader itself.
     """
     ours, theirs = yield from _updated(shadow)
     yield Call("start_weights_read", {"stage": 0, "link": ours})
@@ -354,7 +366,7 @@ def _weights_read_by_another(shadow: Shadow) -> Plan:
 
 
 def _weights_read_after_restore(shadow: Shadow) -> Plan:
-    """After a restore a stream reads weights that never waited for the last update."""
+    """After a restore, a stream that never waited for the last update reads weights."""
     _, theirs = yield from _updated(shadow)
     yield Call("drain")
     checkpoint = yield Call("checkpoint")
@@ -416,12 +428,12 @@ def _backward(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Plan:
 
 def telling(process: Process, actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """
-    Return a legal schedule with other evidence where nothing is reported.
+    Return a legal schedule with other evidence for effects that are not reported.
 
-    What a stage that is not configured to report tells all the same is not looked at.
+    The contract ignores reports of a stage that is not configured to report.
 
     Args:
-        process: What the schedule runs on.
+        process: The process of the schedule.
         actions: The schedule.
     """
     memory = process.contract().memory

@@ -1,5 +1,5 @@
 """
-Calls to try in a state: the plausible ones, and each of them with one argument changed.
+Calls to try in a state: plausible calls, and each of them with one argument changed.
 """
 
 from __future__ import annotations
@@ -106,12 +106,15 @@ def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def moved(st: Any, stage: int) -> int:
-    """Return how often an F or dI of a stage moves scales."""
+    """Return how many times an F or dI of a stage moves scales."""
     return 1 - int(st.epoch_scales[st.domain_of[stage]])
 
 
 def share(st: Any, stage: int) -> tuple[int, int]:
-    """Return one part, as many as the stage has cells, for the next dI; none once all are given."""
+    """
+    Return the weight for the next dI: one part of the weight, which has as many parts as the stage
+    has cells. It is zero once all parts are given.
+    """
     parts = st.parts[stage] or st.cells[stage]
     left = st.unweighed[stage] if st.parts[stage] else parts
     return max(min(left, 1), 0), parts
@@ -151,7 +154,7 @@ def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict
     yield "check_dgrad", {**named, "token": st.token[st.domain_of[stage]]}
     own = st.opened[st.buffer_of[cell]] == key.epoch
     joined = st.opened[st.shared_of[st.buffer_of[cell]]] == key.epoch
-    first = ADDS if own else JOINS if joined else OVERWRITES  # without a sharer the two are one
+    first = ADDS if own else JOINS if joined else OVERWRITES  # no sharer: both are this stage
     destination = st.destination_of[cell]
     yield "check_wgrad", {**named, "destination": destination, "first": first}
     for bit in (OUT_BIT, GRAD_BIT):
@@ -172,7 +175,7 @@ def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[An
     """Yield other values of an argument."""
     st, value = run.laid.memory, base[name]
     if name == "slot":
-        none = () if "ticket" in base else (NO_SLOT,)  # what a choice says that found no slot
+        none = () if "ticket" in base else (NO_SLOT,)  # the answer of a choice that found no slot
         yield from (slot for slot in (*none, *range(len(st.consumers))) if slot != value)
     elif name == "key":
         yield TapeKey(value.epoch + 1, *value.cell)

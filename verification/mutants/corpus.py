@@ -1,8 +1,8 @@
 """
 The corpus: calls that distinguish mutants from the contract.
 
-The states are those along legal schedules and a few calls off them. In each state every candidate
-call goes to the contract and to the mutants of its transition. A call is kept where a mutant gives
+The states lie along legal schedules, or a few calls away from them. In each state every candidate
+call is made on the contract and on the mutants of its transition. A call is kept if a mutant gives
 another answer or leaves another state.
 """
 
@@ -37,18 +37,20 @@ __all__ = ["Corpus", "corpus", "legal_schedules"]
 #: Random walks through each process's life, and the steps of each.
 SEEDS: Final = 8
 LENGTH: Final = 60
-#: How often each of these calls is made out of turn after each kind of call, in a process.
+#: How often each of these calls is made out of order after each kind of call, per process.
 STRAYS: Final = 2
 _OFTEN: Final = ("check_", "invalidate", "drain")
-#: How often the schedule is left for longer, where no relation is left out and where one is, and
-#: for how many calls.
+#: How often the schedule is left for longer (with all relations, and with one left out), and for
+#: how many calls.
 WANDER: Final = 0.1
 WANDER_ELSEWHERE: Final = 0.3
 STEPS: Final = 6
-#: Calls kept that show a mutant's harm, and of each other answer that it gives.
+#: Maximum number of kept calls: calls that show a mutant's harm, and calls per other answer of the
+#: mutant.
 KEPT: Final = 3
-#: Calls judged that a mutant accepts at any one moment, and differences after which it is no
-#: longer tried: of both kinds, if harm was found; of those judged, and of any kind, if none was.
+#: Maximum number of judged calls that a mutant accepts per moment; then the numbers of differences
+#: after which a mutant is no longer tried: if harm was found, of both kinds; if none was found, of
+#: judged differences, and of any kind.
 JUDGED: Final = 10
 FEW: Final = 40
 ENOUGH_JUDGED: Final = 200
@@ -65,8 +67,8 @@ class Corpus:
         searched: Transitions whose mutants are tried.
         harmful: For each site, calls that its mutant accepts, each with the predicates that then
             fail, by class and name.
-        renamed: For each site, calls that its mutant refuses by another clause, by that clause; or
-            calls that raise a Python error, by its text.
+        renamed: For each site, calls that its mutant refuses by another clause, or that raise a
+            Python error; grouped by that clause or the text of the error.
     """
 
     omit: tuple[str, ...] = ()
@@ -77,7 +79,7 @@ class Corpus:
     _untold: dict[str, dict[Site, Any]] = field(factory=dict)
 
     def kept_calls(self, site: Site) -> Iterator[Probe]:
-        """Yield every call kept for a site."""
+        """Yield every kept call for a site."""
         yield from (probe for probe, _ in self.harmful.get(site, ()))
         for probes in self.renamed.get(site, {}).values():
             yield from probes
@@ -90,7 +92,7 @@ class Corpus:
 
     @property
     def searching(self) -> bool:
-        """Whether any mutant is left to try."""
+        """Whether some mutant is still to be tried."""
         return any(self._untold.values())
 
     def untold(self, transition: str) -> list[tuple[Site, Any]]:
@@ -99,12 +101,13 @@ class Corpus:
 
     def wants(self, site: Site, answer: str | None, moment: Any) -> bool:
         """
-        Note that the mutant of a site answers a call otherwise; say whether to keep the call.
+        Record that the mutant of a site answers a call differently; return whether to keep the
+        call.
 
         Args:
             site: The site.
-            answer: None if the mutant accepts; the clause of its refusal, or of its breakdown.
-            moment: What the answer may have to do with; at each moment a few calls are judged.
+            answer: None if the mutant accepts; else the clause of its refusal, or its Python error.
+            moment: A key for the situation of the call; per moment only a few calls are judged.
         """
         self._counts[site,] += 1
         keeps = len(self.renamed.get(site, {}).get(answer or "", ())) < KEPT
@@ -118,7 +121,7 @@ class Corpus:
         return keeps
 
     def tell(self, site: Site, answer: str | None, probe: Probe) -> None:
-        """Keep a call to which the mutant of a site answers otherwise."""
+        """Keep a call that the mutant of a site answers differently."""
         if answer is None:
             failing = harm(mutant(site, self.omit), probe)
             if failing:
@@ -129,11 +132,11 @@ class Corpus:
     def _keep_harmful(self, site: Site, probe: Probe, failing: list[tuple[str, str]]) -> None:
         kept = self.harmful.setdefault(site, [])
         kept.append((probe, sorted(failing, key=_rank)))
-        kept.sort(key=lambda found: _rank(found[1][0]))  # stable: the first found stay first
+        kept.sort(key=lambda found: _rank(found[1][0]))  # stable: earlier calls stay first
         del kept[KEPT:]
 
     def few(self, most: int, *kind: Any) -> bool:
-        """Count one more of a kind, and say whether there are not too many."""
+        """Count one more of a kind; return whether the maximum is not exceeded."""
         self._counts[kind] += 1
         return self._counts[kind] <= most
 
@@ -147,12 +150,12 @@ def legal_schedules(
     omit: tuple[str, ...] = (),
 ) -> tuple[tuple[Process, tuple[Action, ...]], ...]:
     """
-    Return legal schedules of every process, as the oracle of the random walks has them: those that
-    random numbers name, and those written by hand.
+    Return legal schedules of every process by the oracle of the random walks: random schedules and
+    schedules written by hand.
 
     Args:
-        omit: Relations left out. What is legal with a relation is legal without it, but for a
-            refresh where no version says what is fresh.
+        omit: Relations left out. A call that is legal with a relation is legal without it; the
+            exception is a refresh without version, which has no notion of fresh.
     """
     pairs = [(own, _walked(own, without_version="version" in omit)) for own in MUTANT_PROCESSES]
     walked = [
@@ -173,7 +176,7 @@ def legal_schedules(
 
 
 def _walked(process: Process, *, without_version: bool) -> Process:
-    """Return the process that a schedule is written for: a schedule begins in epoch 0."""
+    """Return the process for schedules: the same process, beginning in epoch 0."""
     if not without_version:
         return evolve(process, epoch=0)
     stages = [evolve(config, reports_fills=False) for config in process.stages]
@@ -181,14 +184,14 @@ def _walked(process: Process, *, without_version: bool) -> Process:
 
 
 def _walk(process: Process, seed: int) -> Schedule:
-    """Walk through a process's life; every other seed goes on until a reduction fails."""
+    """Walk through a process's life; with every other seed, until a reduction fails."""
     dice = random.Random(seed)
     walk = ScheduleWalk(process)
     for _ in range(LENGTH):
         walk.step(dice.getrandbits(64))
     if seed % 2 and any(config.reduces for config in process.stages):
         bucket = None
-        while bucket is None:  # a reduction runs in each epoch that comes to its end
+        while bucket is None:  # each complete epoch has a running reduction
             walk.step(dice.getrandbits(64))
             reductions = walk.shadow.reductions.items()
             bucket = next((bucket for bucket, it in reductions if it.running), None)
@@ -202,9 +205,8 @@ def corpus(omit: tuple[str, ...], searched: tuple[str, ...]) -> Corpus:
     """
     Return the calls that distinguish the mutants of a composition from the contract.
 
-    Where relations are left out, only those are looked at that nothing harmful was found for in
-    the full composition. The states that are visited, and so the calls found for a mutant, do not
-    depend on which other mutants are tried.
+    If relations are left out, only mutants without harm in the full composition are tried. The
+    visited states, and so the calls found for a mutant, do not depend on the other mutants.
 
     Args:
         omit: Relations left out.
@@ -235,7 +237,7 @@ def corpus(omit: tuple[str, ...], searched: tuple[str, ...]) -> Corpus:
 
 
 def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what the commit after a check tells of an action that did what was asked for."""
+    """Return the evidence in the commit of an action that did as requested by its check."""
     if transition == "check_update":
         return ()
     if transition == "check_evaluation":
@@ -256,7 +258,7 @@ def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tu
 
 
 def _movements(run: ConcreteRun) -> Iterator[Action]:
-    """Yield a movement of the scales of each domain that has to move before its update ends."""
+    """Yield a movement of scales for each domain whose scales must move before its update ends."""
     st = run.laid.memory
     stages = {st.domain_of[config.stage]: config.stage for config in run.process.stages}
     for domain, stage in stages.items():
@@ -273,7 +275,7 @@ def _is_harmless(site: Site, searched: tuple[str, ...]) -> bool:
 def _strays(
     found: Corpus, where: tuple[str, str], others: Sequence[Action], dice: random.Random
 ) -> Iterator[Action]:
-    """Yield accepted calls to leave the schedule with: some of any kind, more of F, dI and dW."""
+    """Yield accepted calls that leave the schedule: a few of any kind, more of F, dI and dW."""
     kinds = sorted({transition for transition, _ in others})
     chosen = [dice.choice(kinds)] if kinds and dice.random() < 0.25 else []
     chosen += [
@@ -292,7 +294,7 @@ def _wander(
     calls: list[Action],
     dice: random.Random,
 ) -> None:
-    """Leave the schedule and go on with accepted calls, of any kind alike."""
+    """Leave the schedule and continue with accepted calls, each kind equally often."""
     scout = _Scout(found, run, dice)
     for _ in range(STEPS):
         kinds = sorted({transition for transition, _ in calls if transition != "restore"})
@@ -306,14 +308,14 @@ def _wander(
 
 
 class _Scout:
-    """Tries calls in a run's state, with the contract and with its mutants."""
+    """Tries calls in the state of a run, on the contract and on its mutants."""
 
     def __init__(self, found: Corpus, run: ConcreteRun, dice: random.Random) -> None:
         self.found, self.run, self.dice = found, run, dice
         self.functions = transitions(found.omit).functions
 
     def look(self, trace: tuple[Action, ...], *planned: Action) -> list[Action]:
-        """Try calls, keep those that distinguish a mutant, return those that are accepted."""
+        """Try calls, keep the calls that distinguish a mutant, and return the accepted calls."""
         accepted = []
         memory = self.run.laid.memory
         after = memory.copy()
@@ -335,7 +337,7 @@ class _Scout:
                     followed = about(self.run, transition, arguments)
                     probe = Probe(self.run.process, trace, transition, arguments, clause, followed)
                     self.found.tell(site, answer, probe)
-                if answer is None or answer.endswith(")"):  # it wrote, or may have
+                if answer is None or answer.endswith(")"):  # the mutant wrote, or may have written
                     rehearsal = memory.copy()
             if clause is None:
                 after = memory.copy()
@@ -349,7 +351,9 @@ class _Scout:
         return self.run.process.name, final, spoiled, any(st.reducing), any(st.busy)
 
     def stray(self, call: Action) -> list[Action]:
-        """Make a call that is not the schedule's next; most checks are followed by a commit."""
+        """
+        Make a call that is not the next of the schedule; most checks are followed by a commit.
+        """
         run = self.run
         transition, arguments = call
         ticket = run.take(transition, self.functions[transition], arguments)
@@ -388,7 +392,7 @@ class _Scout:
 
 
 def _answer(function: Any, memory: Memory, arguments: tuple[Any, ...]) -> str | None:
-    """Return the clause of a refusal, or what Python says of a breakdown; None if accepted."""
+    """Return the clause of a refusal or the text of a Python error; None if accepted."""
     try:
         function(memory, *arguments)
     except Refused as refused:

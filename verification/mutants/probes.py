@@ -1,5 +1,5 @@
 """
-A call in a reachable state, a mutant's answer, and the predicates that then fail.
+A call in a reachable state, with a mutant's answer and the predicates that fail afterwards.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .sites import BREAKDOWN, Mutant
 
 __all__ = ["Probe", "about", "harm", "outcome"]
 
-#: Calls before which ends of transfers through their slot have to be awaited, on whichever link
-#: they were told: the history follows that link.
+#: Calls that require a wait for the ends of transfers through their slot. The history follows the
+#: link on which an end was reported.
 _AFTER_ENDS: Final = ("check_forward", "check_dgrad", "finish_read", "finish_receive")
 
 
@@ -35,8 +35,8 @@ class Probe:
         trace: Accepted calls that lead to the state.
         transition: The transition called.
         arguments: Its arguments.
-        clause: What the contract answers: the clause of its refusal, or None.
-        focus: The members that the history should follow to see the call's effect.
+        clause: The contract's answer: the clause of its refusal, or None.
+        focus: The members that the history must follow to see the call's effect.
     """
 
     process: Process = field(repr=False)
@@ -47,7 +47,9 @@ class Probe:
     focus: Focus = field(repr=False)
 
     def run(self, omit: Sequence[str] = (), functions: Transitions | None = None) -> ConcreteRun:
-        """Return the state, with its history, as the contract's or other functions reach it."""
+        """
+        Return the state and its history after the trace, run by the contract's or other functions.
+        """
         functions = functions or transitions(omit)
         run = ConcreteRun(self.process, self.focus, frozenset(functions.relations))
         for name, arguments in self.trace:
@@ -56,7 +58,7 @@ class Probe:
 
 
 def about(run: ConcreteRun, transition: str, arguments: tuple[Any, ...]) -> Focus:
-    """Return the members that the history should follow to see a call's effect."""
+    """Return the members that the history must follow to see a call's effect."""
     st = run.laid.memory
     named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
     serial = st.serial[0] + 1 if transition.startswith("check_") else None
@@ -77,7 +79,9 @@ def about(run: ConcreteRun, transition: str, arguments: tuple[Any, ...]) -> Focu
 
 
 def _consumer_of_evaluation(st: Any, link: int) -> int | None:
-    """Return the consumer's link where another stream waits for an evaluation before it does."""
+    """
+    Return the consumer's link if another stream waits for an evaluation before the consumer does.
+    """
     domain = st.domain_at[link]
     if st.unwaited[domain] == 0:
         return None
@@ -86,7 +90,10 @@ def _consumer_of_evaluation(st: Any, link: int) -> int | None:
 
 
 def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the stages whose gradients a call reads; the history follows one not awaited."""
+    """
+    Return the stages whose gradients a call reads; the history follows a stage that was not
+    awaited.
+    """
     if transition == "start_reduction":
         return st.stage_at[named["bucket"]], st.tied_at[named["bucket"]]
     if transition == "finalize":
@@ -96,13 +103,13 @@ def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[i
 
 def outcome(run: ConcreteRun, probe: Probe, mutant: Mutant) -> str | None:
     """
-    Run a broken transition in a probe's state.
+    Run the transition of a mutant in a probe's state.
 
     Returns:
         The clause of its refusal, or None when it accepts.
 
     Raises:
-        KeyError, IndexError, TypeError: It broke down (``BREAKDOWN``).
+        KeyError, IndexError, TypeError: The mutant raised a Python error (``BREAKDOWN``).
     """
     try:
         run.take(probe.transition, mutant.function, probe.arguments)
@@ -126,5 +133,5 @@ def harm(mutant: Mutant, probe: Probe) -> list[tuple[str, str]]:
         if outcome(run, probe, mutant) is not None:
             return []
     except BREAKDOWN:
-        return []  # it broke down before it did harm
+        return []  # it raised a Python error before it did harm
     return [*run.broken_invariants(), *steps]

@@ -202,7 +202,7 @@ MUTANT_PROCESSES: Final = (
             StageConfig(2, 1, 1, domain=2, matrices=("w",)),
         ),
     ),
-    # The consumer's second slot is often free: where an input has no tape, nothing else refuses it.
+    # The consumer's second slot is often free. If an input has no tape, no other guard refuses it.
     Process(
         "chunks by messages, a spare slot",
         (

@@ -1,5 +1,5 @@
 """
-A counterexample as a program: the calls that lead to a state, and what a broken transition does.
+A counterexample as a program: the calls that lead to a state, and the effect of a mutant there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CALL, ARGUMENTS = {call}
 
 
 def outcome(functions):
-    """Return what a call answers, and what fails after it if it is accepted."""
+    """Return the answer to a call, and the predicates that fail after an accepted call."""
     run = ConcreteRun(PROCESS, FOCUS, frozenset(contract.relations))
     for name, arguments in LEADING:
         run.take(name, {leader}.functions[name], arguments)
@@ -78,17 +78,17 @@ assert {claim}
 
 def program(verdict: MutantVerdict) -> str:
     """
-    Return a program that shows why what a mutant lacks is needed.
+    Return a program that shows why the code that a mutant lacks is needed.
 
     Args:
-        verdict: One with a probe: a kill, or an equivalent mutant's, shown together with what
-            covers it.
+        verdict: A verdict with a probe: a kill, or an equivalent mutant, which is shown together
+            with the guard that covers it.
 
     Raises:
         ValueError: The verdict has no probe.
     """
     if verdict.probe is None:
-        raise ValueError(f"nothing was found that shows {verdict.mutant.site}")
+        raise ValueError(f"no call was found that shows the effect of {verdict.mutant.site}")
     mutant = verdict.shown
     probe = shortest(verdict)
     found = sorted(name for _, name in _harm(verdict, probe))
@@ -110,7 +110,7 @@ def program(verdict: MutantVerdict) -> str:
 
 
 def shortest(verdict: MutantVerdict) -> Probe:
-    """Return a verdict's probe with as few leading calls as show the same."""
+    """Return a verdict's probe with the fewest leading calls that have the same effect."""
     assert verdict.probe is not None
     probe = verdict.probe
     wanted = _shown(verdict, probe)
@@ -127,12 +127,14 @@ def shortest(verdict: MutantVerdict) -> Probe:
 
 
 def _harm(verdict: MutantVerdict, probe: Probe) -> list[tuple[str, str]]:
-    """Return what fails; nothing for a refused legal schedule, where the refusal is the harm."""
+    """
+    Return the predicates that fail; none for a refused legal schedule, whose harm is the refusal.
+    """
     return [] if verdict.kind == "legal" else harm(verdict.shown, probe)
 
 
 def _shown(verdict: MutantVerdict, probe: Probe) -> Any:
-    """Return what a probe shows of a mutant: what fails, or the two answers."""
+    """Return the difference that a probe shows: the predicates that fail, or the two answers."""
     broken = sorted(_harm(verdict, probe))
     if broken:
         return broken[0]
@@ -153,8 +155,10 @@ def _shown(verdict: MutantVerdict, probe: Probe) -> Any:
 
 
 def _without(verdict: MutantVerdict, probe: Probe, position: int) -> Probe | None:
-    """Return a probe without one of its leading calls, or a check and its end; None if it needs
-    them."""
+    """
+    Return a probe without one leading call, or without a check and its end; None if it needs these
+    calls.
+    """
     trace = list(probe.trace)
     name, _ = trace.pop(position)
     arguments = probe.arguments
@@ -184,7 +188,7 @@ def _redeems(action: Action) -> bool:
 
 
 def _renumbered(action: Action, removed: int) -> Action:
-    """Return an action after one check less, so that later tickets have lower serials."""
+    """Return an action with the serials of its tickets after one check was removed."""
     if not _redeems(action) or action[1][1] <= removed:
         return action
     name, (place, ticket, *rest) = action

@@ -1,8 +1,8 @@
 """
 The sites of mutants: every guard, every operand of a guard, every state update.
 
-Sites are found in the syntax trees of the relations' halves, with their helpers written out, so
-that a helper's guard is deleted in one transition at a time.
+Sites are found in the syntax trees of the relations' halves. Helpers are inlined first, so that a
+helper's guard is deleted in one transition at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transition
 
 __all__ = ["BREAKDOWN", "Mutant", "Site", "mutant", "sites"]
 
-#: Exceptions that a broken function may raise beside a refusal.
+#: Exceptions, besides a refusal, that a mutant may raise.
 BREAKDOWN: Final = (KeyError, IndexError, TypeError)
 
 #: Steps from a syntax node to one of its parts: attribute names and positions.
@@ -37,10 +37,10 @@ class Site:
         transition: The transition of the site.
         half: ``relation.function`` of its half.
         kind: ``guard``, ``operand`` or ``update``; ``condition`` for the test of an update, which
-            then always happens.
+            then always runs.
         text: The deleted source.
         clause: Clause that the guard raises; empty for an update.
-        place: Place in the half's tree, with helpers written out.
+        place: Place in the half's tree, after helpers are inlined.
     """
 
     transition: str
@@ -52,7 +52,7 @@ class Site:
 
     @property
     def relation(self) -> str:
-        """The relation that it is a part of."""
+        """The relation of the site."""
         return self.half.partition(".")[0]
 
     def __str__(self) -> str:
@@ -66,7 +66,8 @@ class Mutant:
     The transitions with some sites deleted.
 
     Args:
-        deleted: The deleted sites; more than one only to show that one guard covers another.
+        deleted: The deleted sites. There is more than one only to show that one guard covers
+            another.
         omit: Relations left out.
     """
 
@@ -80,7 +81,7 @@ class Mutant:
 
     @cached_property
     def replaced(self) -> dict[str, ast.FunctionDef]:
-        """The halves to put in place of the relations' own."""
+        """The halves that replace the relations' own."""
         found: dict[str, ast.FunctionDef] = {}
         # From the back, so that deleting one site does not move the others.
         for site in sorted(self.deleted, key=lambda s: _sortable(s.place), reverse=True):
@@ -104,7 +105,7 @@ class Mutant:
 
     @cached_property
     def functions(self) -> Transitions:
-        """The composed transitions, this one among the kernel's own."""
+        """All composed transitions: the kernel's, except the mutant's transition."""
         own = transitions(self.omit)
         return evolve(own, functions={**own.functions, self.site.transition: self.function})
 
@@ -217,11 +218,11 @@ def _delete(half: ast.FunctionDef, place: Place) -> None:
     holder, position = parents[-1]
     del holder[position]
     if isinstance(node, ast.expr) and len(holder) == 1:
-        # One operand is left; it takes the place of the whole.
+        # Only one operand is left; it replaces the whole operation.
         above, step = parents[-3]
         if isinstance(step, int):
             above[step] = holder[0]
         else:
             setattr(above, step, holder[0])
     elif isinstance(node, ast.stmt) and not holder:
-        holder.append(ast.Expr(ast.Constant("deleted")))  # as a docstring, which composing skips
+        holder.append(ast.Expr(ast.Constant("deleted")))  # a docstring, which composing skips

@@ -1,13 +1,13 @@
 """
 The verdict on a mutant.
 
-These questions are asked in turn. Does the broken transition accept a call in a reachable state
-after which an invariant, a property of the history or a step property fails? Does it refuse an
-action of a legal schedule? Does it name another clause? Does it do any of that in a composition
-that leaves a relation out? Does it break an invariant from some state that satisfies all of them,
-whether or not that state is reachable? Does it equal the contract on every state that satisfies
-them? The last answer is a proof over unbounded sorts; then another guard must be found that covers
-the mutant.
+These questions are asked in turn. After a call in a reachable state that the broken transition
+accepts, does an invariant, a property of the history or a step property fail? Does the transition
+refuse an action of a legal schedule? Does it name another clause? Does any of this happen in a
+composition that leaves a relation out? Does it break an invariant from some state that satisfies
+all invariants, reachable or not? Does it equal the contract in every state that satisfies all
+invariants? The last answer is a proof over unbounded sorts; then another guard must be found that
+covers the mutant.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .sites import BREAKDOWN, Mutant, Site, sites
 
 __all__ = ["CLASSES", "MutantVerdict", "judge", "prepare"]
 
-#: Kinds of kills, best first, each in words.
+#: Kinds of kills in words, strongest first.
 CLASSES: Final = {
     "state": "a state invariant fails",
     "history": "a property of the physical history fails",
@@ -46,7 +46,7 @@ CLASSES: Final = {
     "induction": "a property fails, though in no state that was reached",
 }
 
-#: Relations that are left out to see what a guard does without them.
+#: Relations that are left out in turn, to see the effect of a guard without them.
 ELSEWHERE: Final = ("order", "arena", "version")
 
 
@@ -56,12 +56,13 @@ class MutantVerdict:
     The verdict on a mutant.
 
     Args:
-        mutant: The mutant; of another composition where the full composition shows no difference.
+        mutant: The mutant; it is of another composition if the full composition shows no
+            difference.
         kind: One of ``CLASSES``; ``equivalent`` or ``survived``.
-        by: The failing predicate, or what is refused or named instead; for an equivalent mutant
+        by: The failing predicate, the refused action or the other clause; for an equivalent mutant,
             the guard that covers it.
         probe: A call in a reachable state that shows the difference.
-        covering: The mutant of the probe where it is not the mutant alone: another guard is deleted
+        covering: The mutant of the probe, if it differs from ``mutant``: another guard is deleted
             too, or a relation is left out.
         seconds: Time to decide.
     """
@@ -80,7 +81,7 @@ class MutantVerdict:
 
     @property
     def shown(self) -> Mutant:
-        """What the probe shows it with."""
+        """The mutant that the probe runs."""
         return self.covering or self.mutant
 
     @property
@@ -110,8 +111,8 @@ def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Mut
 
     Args:
         mutant: The mutant.
-        searched: Transitions whose mutants are tried together in reachable states, its own among
-            them. The verdict does not depend on the others.
+        searched: Transitions, including its own, whose mutants are tried together in reachable
+            states. The verdict does not depend on the others.
     """
     began = time.perf_counter()
     found = (
@@ -121,7 +122,7 @@ def judge(mutant: Mutant, searched: tuple[str, ...] = tuple(TRANSITIONS)) -> Mut
         or _matters_elsewhere(mutant, searched)
         or _harms_by_induction(mutant)
         or _equivalent(mutant, searched)
-        or MutantVerdict(mutant, "survived", "nothing tells it apart")
+        or MutantVerdict(mutant, "survived", "no difference from the contract was found")
     )
     return evolve(found, seconds=time.perf_counter() - began)
 
@@ -163,7 +164,7 @@ def _names_another(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict |
 
 
 def _matters_elsewhere(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | None:
-    """Look for any of these in a composition that leaves a relation out."""
+    """Look for any such effect in a composition that leaves a relation out."""
     elsewhere = [Mutant(mutant.deleted, (relation,)) for relation in ELSEWHERE]
     elsewhere = [other for other in elsewhere if mutant.site.relation not in other.omit]
     for look in (_harms, _names_another):
@@ -217,7 +218,7 @@ def _equivalent(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict | No
 
 
 def _difference(ours: Path, theirs: Path) -> Term | None:
-    """Return when two paths, both taken, differ in what they do; None for never."""
+    """Return when two paths, both taken, have different effects; None for never."""
     if ours.clause != theirs.clause:
         return z3.BoolVal(True)
     changed = [
@@ -230,10 +231,10 @@ def _difference(ours: Path, theirs: Path) -> Term | None:
 
 def _covering(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict:
     """
-    Find what does an equivalent mutant's work.
+    Find the guard that covers an equivalent mutant.
 
-    That is a guard without which what the mutant deletes is what refuses, so that deleting both
-    does harm, or at least names the refusal otherwise.
+    Without this guard, the code that the mutant deletes would refuse. So deleting both does harm,
+    or at least another clause refuses.
     """
     site = mutant.site
     named: MutantVerdict | None = None
@@ -252,15 +253,18 @@ def _covering(mutant: Mutant, searched: tuple[str, ...]) -> MutantVerdict:
                 why = f"covered by {other.clause}; without both, {done[0][1]} fails"
                 return MutantVerdict(mutant, "equivalent", why, probe, both)
             if clause != site.clause and named is None:
-                why = f"covered by {other.clause}; without it, this refuses, else {clause} would"
+                why = (
+                    f"covered by {other.clause}; without that guard this one refuses, without "
+                    f"both {clause or 'nothing'} refuses"
+                )
                 named = MutantVerdict(mutant, "equivalent", why, probe, both)
     if named is not None:
         return named
-    return MutantVerdict(mutant, "equivalent", "nothing was found that covers it")
+    return MutantVerdict(mutant, "equivalent", "found no guard that covers it")
 
 
 def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple[Site, ...]]]:
-    """Yield the sites that may cover one, each with what to delete to be without both."""
+    """Yield the sites that may cover a site, each with the sites to delete to remove both."""
     here = [other for other in sites(omit) if other.transition == site.transition]
     for other in here:
         inside = other.half == site.half and site.place[: len(other.place)] == other.place
@@ -283,7 +287,7 @@ def prepare(tell: Callable[[str], None]) -> None:
         tell: Called with a progress line per composition.
     """
     for omit in ((), *((relation,) for relation in ELSEWHERE)):
-        tell(f"Mutants. Trying all in reachable states, {composition_name(omit)}")
+        tell(f"Mutants. Trying them in reachable states: {composition_name(omit)}")
         corpus(omit, tuple(TRANSITIONS))
     for composition, _ in (_finite(()), _unbounded(())):
         assert composition.paths

@@ -35,10 +35,11 @@ SCOPE: Mapping[str, int] = {
     "bucket": 1,
     "opaque": 2,
 }
-#: Transitions in a row.
+#: Number of transitions in a row.
 DEPTH = 8
 
-#: The greatest first epoch, restored epoch and generation; with the depth, below the integers.
+#: Greatest first epoch, restored epoch and generation. Together with the depth they stay in the
+#: range of the integers.
 _GREATEST = 3
 
 
@@ -53,12 +54,12 @@ def scope_name(scope: Mapping[str, int]) -> str:
 
 class Unrolling:
     """
-    A number of accepted transitions in a row, from the initial state.
+    Several accepted transitions in a row, from the initial state.
 
     Each step takes one accepting path of the path table; sequences are not forked.
 
     Args:
-        composition: One in a finite encoding.
+        composition: A composition in a finite encoding.
     """
 
     def __init__(self, composition: Composition) -> None:
@@ -74,7 +75,7 @@ class Unrolling:
         self._base = dict(self.words.before.columns())
         self._after = [dict(self.words.after(path).columns()) for path in self.accepting]
         self._denied = [self.words.denied(c) for c in self.words.invariants(self.words.before)]
-        self._settled = -1  # the last state that is known to break nothing
+        self._settled = -1  # the last state that is known to satisfy all predicates
         self.states = [self._begin()]
 
     def _begin(self) -> dict[str, Value]:
@@ -99,7 +100,7 @@ class Unrolling:
 
     @property
     def depth(self) -> int:
-        """How many steps are taken."""
+        """Number of steps."""
         return len(self.taken)
 
     def extend(self) -> None:
@@ -150,7 +151,9 @@ class Unrolling:
         taken: list[Term],
         after: Mapping[str, Value],
     ) -> list[Term]:
-        """Return of each invariant that it is broken after a step, and of each property of it."""
+        """
+        Return, for each invariant and each step property, the term that says that a step breaks it.
+        """
         known: Known = {}
         broken = [self.ground.value(term, after, known) for term in self._denied]
         given = {**before, **arguments}
@@ -165,16 +168,19 @@ class Unrolling:
         return self._broken(self.states[-2], self.arguments[-1], self.taken[-1], self.states[-1])
 
     def violation(self) -> Term:
-        """Return that the last step broke a step property, or its end an invariant."""
+        """
+        Return the term that says that the last step broke a step property, or that the state after
+        it breaks an invariant.
+        """
         return z3.Or(self._last())
 
     @cached_property
     def suspects(self) -> frozenset[int]:
         """
-        Which of the violations one step can cause from some state that breaks no invariant.
+        Return the violations that one step can cause from some state that satisfies all invariants.
 
-        Not every such state is reached, and integers that wrap lead from many to a violation. But
-        a violation that no such state leads to needs no search among the states that are reached.
+        Not every such state is reachable, and wrapping integers lead from many of them to a
+        violation. But a violation without such a state needs no search among the reachable states.
         """
         solver = new_solver("bits")
         before = {STAGE_OF: self.states[0][STAGE_OF]}
@@ -202,7 +208,8 @@ class Unrolling:
             verdict = answer(solver, [some])
             if verdict == "unsat":
                 break
-            # With what an unknown leaves open, and all that the model breaks at once.
+            # Add the violations that an unknown leaves open, and all violations of the model
+            # together.
             model = solver.model() if verdict == "sat" else None
             hit = {n for n, name in left.items() if model is None or z3.is_true(model[name])}
             found |= hit
@@ -211,10 +218,10 @@ class Unrolling:
 
     def check(self) -> str:
         """
-        Ask whether a violation is reachable in exactly this many steps.
+        Ask whether a violation is reachable in exactly this number of steps.
 
-        Where none is, later steps may build on that: then only what one step can break at all is
-        looked for.
+        If none is, later steps use this result: then only violations that one step can cause are
+        searched for.
         """
         broken = self._last()
         asked = broken
@@ -230,7 +237,7 @@ class Unrolling:
         return verdict
 
     def reaches(self, transition: str) -> str:
-        """Ask whether the last step can be an accepted transition of this name."""
+        """Ask whether the last step can be an accepted call of this transition."""
         choices = [
             choice
             for choice, path in zip(self.taken[-1], self.accepting, strict=True)
@@ -249,11 +256,12 @@ def bounded(
     composition: Composition, depth: int = DEPTH, scope: Mapping[str, int] = SCOPE
 ) -> Iterator[Obligation]:
     """
-    Yield, for each number of steps up to a depth, that no violation is reachable in that number.
+    Yield the proof, for each number of steps up to a depth, that no violation is reachable in so
+    many steps.
 
     Args:
-        composition: One whose encoding has this scope.
-        depth: Transitions in a row.
+        composition: A composition whose encoding has this scope.
+        depth: Number of transitions in a row.
         scope: Members of each sort.
     """
     unrolling = Unrolling(composition)

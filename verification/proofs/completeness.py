@@ -1,7 +1,7 @@
 """
 No guard is too strong: a check is accepted whenever its action is legal.
 
-The specification defines legal (``qeffect.spec.promises.legal``) in terms of the world. The proof
+The specification defines legal (``qeffect.spec.promises.legal``) by the physical history. The proof
 is for the composition with every relation, and so with every guard.
 """
 
@@ -16,12 +16,12 @@ from .obligations import Composition
 
 __all__ = ["CHECKS", "completeness"]
 
-#: The transitions of which it is said when they are legal.
+#: The transitions with a definition of legal.
 CHECKS = tuple(dict.fromkeys(name for predicate in LEGAL for name in predicate.transitions))
 
 
 def completeness(composition: Composition) -> Iterator[Goal]:
-    """Yield that no refusing path of a check is taken where the check is legal."""
+    """Yield the goals that no refusing path of a check is taken if the check is legal."""
     words = composition.vocabulary
     for transition in CHECKS:
         legal = [term for claim in words.legal(transition) for term in words.close(claim)]

@@ -1,5 +1,5 @@
 """
-Questions in a finite scope, where every quantifier is expanded and every question is decided.
+Questions in a finite scope: every quantifier is expanded, and every question is decided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .obligations import Composition
 __all__ = ["SCOPE", "refuted", "solver_of"]
 
 #: Members of each sort: enough for two tapes of one stage and a tape of another, and for a
-#: destination that two stages share beside one of their own each.
+#: destination that two stages share, besides a separate destination for each.
 SCOPE: Final[Mapping[str, int]] = {
     "slot": 3,
     "cell": 3,
@@ -31,7 +31,7 @@ SCOPE: Final[Mapping[str, int]] = {
 
 
 def solver_of(composition: Composition) -> Any:
-    """Return a solver with all that holds in every state before a transition."""
+    """Return a solver with every predicate that holds in each state before a transition."""
     words = composition.vocabulary
     solver = new_solver("finite")
     solver.add(words.counted())
@@ -45,7 +45,7 @@ def refuted(composition: Composition, transition: str, solver: Any) -> Iterator[
     Yield the predicates that an accepting path of a transition fails to keep, from some state.
 
     Args:
-        composition: The contract's or, for a mutant, one with other functions.
+        composition: The contract's composition, or a mutant's.
         transition: The transition.
         solver: ``solver_of`` a composition of the same relations in the same encoding.
     """

@@ -1,6 +1,6 @@
 """
-What is asked of a solver and what it answered, whatever the transitions are: those of the contract
-or those of the ranks' protocol.
+Questions to a solver and its answers, for the transitions of the contract and of the ranks'
+protocol.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Claim:
 
     Args:
         name: The predicate's name.
-        needs: Relations that it speaks of.
+        needs: Relations that it reads.
         variables: Sort of each variable.
         body: Term over constants named ``var.NAME``.
     """
@@ -52,14 +52,14 @@ class Claim:
         yield from encoding.close(variables, self.body, weight)
 
     def denied(self, encoding: Encoding) -> Term:
-        """Return the claim's denial: it fails for some values of its variables."""
+        """Return the claim's denial: the claim fails for some values of its variables."""
         if encoding.members:
             return z3.Not(z3.And(list(self.close(encoding))))
         members = [term != null for term, null in self._with_sentinels(encoding)]
         return z3.And(*members, z3.Not(self.body))
 
     def at_hand(self, encoding: Encoding) -> Term:
-        """Return the claim for the members that its denial would name."""
+        """Return the claim for the members that its denial names."""
         nulls = [term == null for term, null in self._with_sentinels(encoding)]
         return z3.Or(*nulls, self.body)
 
@@ -77,17 +77,17 @@ class Obligation:
     One proof obligation and its verdict.
 
     Args:
-        name: What is claimed: a predicate's name, or a theorem's.
+        name: The name of the claimed predicate or theorem.
         kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
             ``capture``, ``restore``, ``recovery``, ``recurring``, ``complete``, ``width``; for a
             search, ``witness`` or ``bounded``.
         composition: The relations that took part, or the ranks' protocol.
         transition: The transition, or empty.
-        path: The path through it: its clause or ``accepted``, and its position; empty where a
-            transition has one.
-        solver: ``z3``, ``cvc5``, or ``syntax`` where both sides are the same term.
+        path: The path through it: its clause or ``accepted``, and its position; empty if a
+            transition has a single path.
+        solver: ``z3``, ``cvc5``, or ``syntax`` if both sides are the same term.
         verdict: ``unsat``, ``sat`` or ``unknown``.
-        seconds: Time of the answer; 0 where a stronger claim was already proved.
+        seconds: Time of the answer in seconds; 0 if the proof follows from an earlier one.
         expected: The verdict that proves it.
         attempt: The attempt of a second solver that gave the verdict, or empty.
     """
@@ -105,18 +105,18 @@ class Obligation:
 
     @property
     def proved(self) -> bool:
-        """Whether the verdict is as expected; ``unknown`` never is."""
+        """Whether the verdict is the expected verdict, which is never ``unknown``."""
         return self.verdict == self.expected
 
     @property
     def found(self) -> str:
-        """What was found, and where."""
+        """The transition, the path and the claim."""
         where = " ".join(filter(None, (self.transition, self.path)))
         return f"{where or 'initially'}: {self.name}"
 
     @property
     def text(self) -> str:
-        """The obligation in a line, with its verdict."""
+        """The obligation in one line, with its verdict."""
         return f"  {self.verdict:8} {self.found}"
 
     def asdict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Goal:
     Args:
         name, kind, transition, path: As in ``Obligation``.
         relations: Relations whose lemmas are the hypotheses of the first attempt; None for claims
-            about the initial state, which have no hypotheses.
+            about the initial state, which has no hypotheses.
         facts: The path's tests, the assumptions, the claim before the transition.
         denied: The claim's negation.
     """
@@ -153,7 +153,7 @@ class Goal:
     def answered(
         self, composition: str, solver: str, verdict: str, seconds: float, attempt: str = ""
     ) -> Obligation:
-        """Return the obligation with a solver's verdict."""
+        """Return the goal as an obligation with a solver's verdict."""
         return Obligation(
             self.name,
             self.kind,
@@ -172,33 +172,33 @@ class Theory(Protocol):
 
     @property
     def name(self) -> str:
-        """Whose transitions they are."""
+        """The name of the composition or protocol."""
 
     @property
     def encoding(self) -> Encoding:
-        """What the sorts are."""
+        """The encoding of the sorts."""
 
     @property
     def configuration(self) -> Sequence[Claim]:
-        """What is assumed of a configuration."""
+        """The assumptions about the configuration."""
 
     @property
     def lemmas(self) -> Mapping[str, Claim]:
-        """What holds in every state before a transition, by name."""
+        """The lemmas, which hold in every state before a transition, by name."""
 
     @property
     def untouched(self) -> Sequence[Term]:
         """Facts about the columns that no transition writes: they keep their initial values."""
 
     def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
-        """Return the names of the lemmas that speak of no other relations; none for None."""
+        """Return the names of the lemmas about these relations only; none for None."""
 
     def instances(self, goal: Goal) -> Iterator[Term]:
-        """Yield the lemmas of a goal's relations, each for members that the goal speaks of."""
+        """Yield the lemmas of a goal's relations, each for the members that the goal names."""
 
 
 def lemmas_within(lemmas: Mapping[str, Claim], relations: frozenset[str] | None) -> frozenset[str]:
-    """Return the names of the lemmas that speak of no other relations; none for None."""
+    """Return the names of the lemmas about these relations only; none for None."""
     if relations is None:
         return frozenset()
     return frozenset(name for name, claim in lemmas.items() if claim.needs <= relations)

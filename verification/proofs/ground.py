@@ -1,8 +1,8 @@
 """
 Grounding: terms of a finite encoding as plain bit vectors, so that a query is a Boolean problem.
 
-A column becomes one bit vector per member of its index sort, a slot or a stage a number, an
-integer six bits with sign. Within the few steps of a bounded proof no count leaves that range.
+A column becomes one bit vector per member of its index sort, a slot or a stage a number, an integer
+six bits with sign. No count leaves this range within the few steps of a bounded proof.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BITS", "Grounding", "Known", "Value"]
 #: Width of an integer.
 BITS = 6
 
-#: A ground value: a bit vector or truth value, or for an array one of each index.
+#: A ground value: a bit vector or a truth value; for an array, one such value per index.
 Value = Any
 
 #: Terms and their values, by the terms' ids.
@@ -37,7 +37,7 @@ class Grounding:
     Evaluation of terms of a finite encoding under values for their constants.
 
     Args:
-        encoding: A finite one.
+        encoding: A finite encoding.
     """
 
     def __init__(self, encoding: Encoding) -> None:
@@ -63,14 +63,14 @@ class Grounding:
         return z3.BitVec(name, self._width(sort))
 
     def possible(self, value: Value, sort: Any) -> list[Term]:
-        """Return that variables of a sort with few members name one of them."""
+        """Return the condition that variables of a finite sort name a member."""
         if isinstance(value, dict):
             return [fact for entry in value.values() for fact in self.possible(entry, sort.range())]
         size = self._sizes.get(sort.name(), 0)
         return [z3.ULT(value, size)] if size and size < 1 << value.size() else []
 
     def same(self, one: Value, other: Value) -> list[Term]:
-        """Return that two values are equal."""
+        """Return the condition that two values are equal."""
         if isinstance(one, dict):
             return [fact for key in one for fact in self.same(one[key], other[key])]
         return [one == other]
@@ -100,7 +100,7 @@ class Grounding:
         """
         found = known.get(term.get_id())
         if found is None:
-            # With the term itself, which keeps its id from becoming another's.
+            # Keep the term as well, so that its id is not used again.
             found = known[term.get_id()] = (term, self._value(term, given, known))
         return found[1]
 

@@ -1,5 +1,5 @@
 """
-Lemmas without quantifiers: each for the members that a goal speaks of.
+Lemmas without quantifiers: each for the members that a goal names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .goals import Claim, Goal
 
 __all__ = ["smallest_instances"]
 
-#: How many of a goal's smallest terms of one sort a lemma is instantiated for.
+#: A lemma is instantiated for at most this many of a goal's smallest terms per sort.
 _TERMS: Final = 6
 
 

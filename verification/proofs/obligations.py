@@ -29,7 +29,8 @@ __all__ = [
     "obligations",
 ]
 
-#: The compositions that are proved: with every relation, without each optional one, with none.
+#: The compositions to prove: with every relation, without each optional relation, and without all
+#: of them.
 COMPOSITIONS: tuple[tuple[str, ...], ...] = (
     ("arena", "capture", "completion", "order", "reduction", "version"),
     ("arena",),
@@ -56,12 +57,12 @@ def composition_name(omit: Sequence[str]) -> str:
 @frozen(slots=False)
 class Composition:
     """
-    The transitions over one choice of relations, as paths, with the predicates that are claimed.
+    The transitions over one choice of relations, as paths, with the claimed predicates.
 
     Args:
         omit: Relations left out.
-        encoding: What the sorts are.
-        functions: The composed transitions; a mutant's differ from the kernel's.
+        encoding: The encoding of the sorts.
+        functions: The composed transitions of the kernel or of a mutant.
     """
 
     omit: tuple[str, ...]
@@ -80,22 +81,22 @@ class Composition:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The predicates that are claimed of the composition."""
+        """The predicates claimed of the composition."""
         return Vocabulary(self.encoding, self.functions.relations)
 
     @cached_property
     def configuration(self) -> list[Claim]:
-        """What is assumed of a configuration."""
+        """The assumptions about the configuration."""
         return self.vocabulary.configuration()
 
     @cached_property
     def lemmas(self) -> dict[str, Claim]:
-        """What holds in every state before a transition, by name."""
+        """The lemmas, which hold in every state before a transition, by name."""
         words = self.vocabulary
         return {claim.name: claim for claim in words.invariants(words.before)}
 
     def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
-        """Return the names of the lemmas that speak of no other relations; none for None."""
+        """Return the names of the lemmas about these relations only; none for None."""
         return lemmas_within(self.lemmas, relations)
 
     def instances(self, goal: Goal) -> Iterator[Term]:
@@ -110,11 +111,11 @@ class Composition:
 
     @cached_property
     def paths(self) -> PathTable:
-        """Every path, with paths joined that leave the same state and give the same answer."""
+        """Every path, after joining paths that leave the same state and give the same answer."""
         return {name: self._merged(found) for name, found in self.every_path.items()}
 
     def paths_of(self, transition: str) -> tuple[Path, ...]:
-        """Return the joined paths of one transition, without looking at the others."""
+        """Return the joined paths of one transition only."""
         one = Transitions(
             self.functions.relations, {transition: self.functions.functions[transition]}
         )
@@ -123,7 +124,7 @@ class Composition:
     def _merged(self, found: tuple[Path, ...]) -> tuple[Path, ...]:
         known = self.encoding.memo.get(("merged", id(found)))
         if known is None:
-            known = (found, merge(found))  # with the paths themselves, which keeps the id theirs
+            known = (found, merge(found))  # keeps the paths, so that their id stays unique
             self.encoding.memo["merged", id(found)] = known
         joined: tuple[Path, ...] = known[1]
         return joined
@@ -155,10 +156,10 @@ def slice_of(predicate: Predicate | Claim) -> frozenset[str]:
 
 def obligations(composition: Composition) -> Iterator[Goal]:
     """
-    Yield what must be proved of every accepting path of every transition.
+    Yield the goals for every accepting path of every transition.
 
-    A predicate whose columns the path does not change is the same term before and after. It holds
-    by hypothesis and yields no goal.
+    If the path does not change a column of a predicate, the predicate is the same term before and
+    after. It holds by hypothesis and yields no goal.
     """
     words = composition.vocabulary
     before = {claim.name: claim for claim in words.invariants(words.before)}
@@ -179,7 +180,7 @@ def obligations(composition: Composition) -> Iterator[Goal]:
 
 def changes(composition: Composition) -> Iterator[Obligation | Goal]:
     """
-    Yield what every accepting path must change, and what it must not change.
+    Yield the goals about required and forbidden changes of every accepting path.
 
     Most paths change none of a promise's columns: the terms before and after are the same, and no
     solver is needed.

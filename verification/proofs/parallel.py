@@ -40,12 +40,12 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
     """
     Run some parts and return their results by name.
 
-    All but the last run in processes forked off this one where the system forks and has more than
-    one core; otherwise one after another. The last part runs here.
+    All parts except the last run in forked processes if the system can fork and has more than one
+    core, otherwise one after another. The last part runs in this process.
 
     Args:
         parts: The parts, by name.
-        tell: Called with a line now and then.
+        tell: Called with a progress line from time to time.
 
     Raises:
         RuntimeError: A part's process ended without a result.
@@ -55,7 +55,7 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
     *others, last = parts
     context = multiprocessing.get_context("fork")
     processes = []
-    pipes: dict[Any, str] = {}  # what wait gives back is typed as more than it is given
+    pipes: dict[Any, str] = {}  # the type of the result of wait is wider than that of its argument
     found: dict[str, Result] = {}
 
     def listen(timeout: float | None) -> None:
@@ -66,7 +66,9 @@ def run_parallel(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict
             elif isinstance(message, Result):
                 found[pipes.pop(pipe)] = message
             else:
-                raise message or RuntimeError(f"{pipes[pipe]}: its process ended without a result")
+                raise message or RuntimeError(
+                    f"part {pipes[pipe]} of the proofs: its process ended without a result"
+                )
 
     def tell_and_listen(line: str) -> None:
         tell(line)
@@ -98,7 +100,7 @@ def _received(pipe: Any) -> Any:
 
 
 def _cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

@@ -53,14 +53,14 @@ def run(
 
     Args:
         progress: Called with a progress line.
-        seeds: Seeds of Z3. The proofs use the first; each other seed proves the goals of the full
-            composition again.
+        seeds: Seeds of Z3. The proofs use the first seed; each further seed proves the goals of the
+            full composition again.
         solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
         depth: Steps of the bounded proofs.
-        note: Told the first obligation without a proof at once.
+        note: Called at once with the first obligation that has no proof.
 
     Raises:
-        ImportError: cvc5 is asked for and not installed.
+        ImportError: cvc5 is requested but not installed.
     """
     tell = progress or (lambda line: None)
     first, *others = [*seeds] or [0]
@@ -78,7 +78,7 @@ def run(
     }
     for agreement in again(others, solvers):
         report.agreements.append(agreement)
-        tell(f"Proving. {agreement.counted}")
+        tell(f"Proving. {agreement.counted} obligations proved again")
     return report
 
 
@@ -105,7 +105,10 @@ def _in_scope(tell: Progress) -> list[Obligation]:
     found = []
     for witness in in_scope.witnesses(Composition.of((), Encoding.finite(SCOPE))):
         found.append(witness)
-        tell(f"Proving. Looking for states that take {witness.transition} {witness.path}")
+        tell(
+            f"Proving. Looking for a state from which {witness.transition} takes path "
+            f"{witness.path}"
+        )
     return found
 
 
@@ -125,8 +128,8 @@ def unbounded(
 
     Args:
         seed: Seed of Z3's own choices.
-        compositions: The relations that each leaves out. Put compositions that leave out more
-            first: their proofs are reused.
+        compositions: The relations that each composition leaves out. Put compositions with more
+            left out first: their proofs are reused.
     """
     encoding = Encoding.sorted()
     proved = Proved()
@@ -150,18 +153,19 @@ def everywhere(fixed: Mapping[str, bool] | None = None) -> Iterator[Obligation]:
     Yield the unbounded obligations of each composition that a contract may have.
 
     Args:
-        fixed: Relations that all compositions leave out (True) or have (False); by default all
-            choices are made.
+        fixed: Relations that all compositions leave out (True) or have (False); by default every
+            choice occurs.
     """
     yield from unbounded(compositions=choices(fixed or {}))
 
 
 def choices(fixed: Mapping[str, bool]) -> list[tuple[str, ...]]:
     """
-    Return the relations that each composition leaves out, those that leave out more first.
+    Return the relations that each composition leaves out; compositions with more left out come
+    first.
 
     Args:
-        fixed: Relations that all of them leave out (True) or have (False).
+        fixed: Relations that all compositions leave out (True) or have (False).
     """
     numbers = range(len(OPTIONAL), -1, -1)
     left_out = chain.from_iterable(combinations(sorted(OPTIONAL), number) for number in numbers)
@@ -177,7 +181,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
         solvers: Contains ``cvc5`` to ask cvc5 too.
 
     Raises:
-        ImportError: cvc5 is asked for and not installed.
+        ImportError: cvc5 is requested but not installed.
     """
     if not seeds and "cvc5" not in solvers:
         return

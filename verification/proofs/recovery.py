@@ -1,12 +1,12 @@
 """
-Recovery is always possible: from every reachable state, calls that cannot be refused lead to a
-restore that cannot be refused either.
+Recovery is always possible: from every reachable state, calls that are never refused lead to a
+restore that is accepted.
 
 The calls are: abort every outstanding ticket, fail every running reduction, drain every domain,
-restore. An abort and a failed reduction are accepted while there is something to end. Each ends one
-thing and begins none, so their number is finite. A drain is always accepted. A restore is accepted
-after all of these. The proof assumes nothing about how the state came about, or about how many
-things are under way.
+restore. An abort is accepted while its ticket is outstanding, and a failed reduction while it runs.
+Each ends one action and begins none, so their number is finite. A drain is always accepted. A
+restore is accepted after all of these. The proof does not depend on the history of the state or on
+the number of actions under way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .obligations import Composition
 
 __all__ = ["ENDED", "recovery"]
 
-#: What a recovery step ends: the column that shows it, and its index among the arguments.
+#: For each recovery step, the column that shows the ended action, and its index among the
+#: arguments.
 ENDED: Final[Mapping[str, tuple[str, str]]] = {
     "abort_forward": ("held", "slot"),
     "abort_dgrad": ("held", "slot"),
@@ -38,13 +39,14 @@ ENDED: Final[Mapping[str, tuple[str, str]]] = {
     "drain": ("undrained", "domain"),
 }
 
-#: What a step never begins. A drain comes last, so that what aborts enqueued is drained.
+#: Columns in which a step never begins anything. A drain comes last, so it also drains the work of
+#: aborts.
 _UNDER_WAY: Final = ("held", "refreshing", "evaluating", "optimizing", "reducing")
 _SETTLED: Final = (*_UNDER_WAY, "undrained")
 
 
 def recovery(composition: Composition) -> Iterator[Goal]:
-    """Yield that every recovery step is accepted, ends one thing, and begins none."""
+    """Yield the goals that every recovery step is accepted, ends one action and begins none."""
     yield from _accepted(composition)
     yield from _one_fewer(composition)
     yield from _restored(composition)
@@ -56,7 +58,7 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
     st, h = words.state(words.before), words.history(words.before)
     slot = enc.const("arg.slot", "slot")
     ticket = enc.const("arg.ticket", "ticket")
-    # The history follows an arbitrary ticket; let it be this one.
+    # The history follows an arbitrary ticket; choose the ticket of the step.
     mine = [st.held[enc.sym(slot)].term == ticket, h.ticket[0].term == ticket]
     tape = ("abort_forward", "abort_dgrad", "abort_wgrad")
     facts = [*words.assumed("abort_forward"), *mine, ticket != 0]
@@ -78,7 +80,7 @@ def _accepted(composition: Composition) -> Iterator[Goal]:
 
 
 def _one_fewer(composition: Composition) -> Iterator[Goal]:
-    """An accepted step ends what it is for, and leaves everything else as it is or ended."""
+    """An accepted step ends its action, and begins no other."""
     words, enc = composition.vocabulary, composition.encoding
     for name, (column, index) in ENDED.items():
         kept = _SETTLED if name == "drain" else _UNDER_WAY
@@ -101,7 +103,10 @@ def _one_fewer(composition: Composition) -> Iterator[Goal]:
 
 
 def _restored(composition: Composition) -> Iterator[Goal]:
-    """With nothing under way and all drained, a restore into a new incarnation is accepted."""
+    """
+    If nothing is under way and every domain is drained, a restore into a new incarnation is
+    accepted.
+    """
     words, enc = composition.vocabulary, composition.encoding
     st = words.state(words.before)
     facts = list(words.assumed("restore"))
@@ -120,12 +125,12 @@ def _restored(composition: Composition) -> Iterator[Goal]:
 
 
 def _entry(term: Term, index: Term | None) -> Term:
-    """Return an entry of a column; a column of one entry has no index."""
+    """Return an entry of a column; a column with a single entry has no index."""
     return term if index is None else z3.Select(term, index)
 
 
 def _conditions(composition: Composition, transition: str) -> Term:
-    """When a transition is accepted."""
+    """Return the conditions under which a transition is accepted."""
     accepted = [p.condition for p in composition.paths[transition] if p.clause is None]
     return z3.Or(accepted)
 

@@ -1,12 +1,12 @@
 """
 Moving the counters of a recorded step changes no guard's decision and commutes with every write.
 
-A contract commits a recorded step as one (`qeffect.steps`) if the entries that the step reads are
-the recorded ones, moved: all numbers of one family by the amount that the family's counter has
-moved. That replaces the guards only if every transition of a step, from a moved state with moved
-arguments, takes the same path and leaves the moved result. This is proved here for every path of
-every transition that a recorded step may contain, one family at a time; a move of several families
-is one after another. The sorts are unbounded, so the proof holds for any number of slots, stages,
+A contract commits a recorded step in one call (`qeffect.steps`) if the entries that the step reads
+equal the recorded entries after a move: all numbers of one family move by as much as the family's
+counter. This replaces the guards only if every transition of a step, from a moved state with moved
+arguments, takes the same path and leaves the moved result. The proof covers every path of every
+transition that a recorded step may contain, one family at a time; a move of several families is a
+sequence of such moves. The sorts are unbounded, so the proof holds for any number of slots, stages,
 links and epochs, and for any amount.
 """
 
@@ -31,12 +31,13 @@ from .obligations import Composition
 
 __all__ = ["MEMBERS", "MOVED", "NAME", "recurring"]
 
-#: What is proved of each path and family: the promise of a step in one call.
+#: The claim about each path and family: the promise of a step in one call.
 NAME: Final = "steps.moved-alike"
 
 #: The columns that a move changes within a step: those of a recorded step, and the tickets that are
-#: out between a check and its commit. No evaluation is part of a recorded step, and its transitions
-#: only ask whether one is in flight, so that ticket stands still.
+#: outstanding between a check and its commit. A recorded step has no evaluation, and its
+#: transitions only test whether an evaluation is in flight, so the ticket of an evaluation does not
+#: move.
 MOVED: Final[Mapping[str, Counter]] = {
     **COUNTERS,
     **{
@@ -46,7 +47,7 @@ MOVED: Final[Mapping[str, Counter]] = {
     },
 }
 
-#: The sort of each family's members; a family that is not named has one.
+#: The sort of each family's members; every other family has a single member.
 MEMBERS: Final[Mapping[str, str]] = {
     family: STATE[name].index
     for family, name in BASES.items()
@@ -69,13 +70,14 @@ def recurring(
     families: Iterable[str] = tuple(BASES),
 ) -> Iterator[Obligation | Goal]:
     """
-    Yield for each path of a step's transitions, and each family, that a move commutes with it.
+    Yield for each path of a step's transitions, and each family, the goal that a move commutes with
+    the path.
 
-    Where the path's terms do not mention the family, both sides are the same term.
+    If the path's terms do not mention the family, both sides are the same term.
 
     Args:
         composition: The transitions.
-        moved: What the numbers of each column count; a mutant's lacks an entry.
+        moved: The counter of the numbers in each column; a mutant lacks an entry.
         families: The families to move, one at a time.
     """
     chosen = tuple(families)
@@ -111,10 +113,10 @@ class Move:
     A move of one family by arbitrary amounts, one for each member.
 
     Args:
-        encoding: What the sorts are.
+        encoding: The encoding of the sorts.
         before: Term of every column before a transition.
         family: The family that moves.
-        moved: What the numbers of each column count.
+        moved: The counter of the numbers in each column.
     """
 
     encoding: Encoding
@@ -123,7 +125,7 @@ class Move:
     moved: Mapping[str, Counter] = field(repr=False)
 
     def amount(self, member: Term | None = None) -> Term:
-        """How far a member's counter moves."""
+        """The amount by which a member's counter moves."""
         if self.family not in MEMBERS:
             return self.encoding.const(f"move.{self.family}", "int")
         amounts = self.encoding.array(f"move.{self.family}", (MEMBERS[self.family],), "int")
@@ -132,7 +134,7 @@ class Move:
     def entry(
         self, name: str, columns: Mapping[str, Term], index: Term | None, value: Term
     ) -> Term:
-        """Return a column's entry, moved."""
+        """Return the moved entry of a column."""
         counter = self.moved.get(name)
         if counter is None or counter.family != self.family:
             return value
@@ -143,7 +145,7 @@ class Move:
         return higher if counter.none is None else z3.If(value == counter.none, value, higher)
 
     def column(self, name: str) -> Term:
-        """Return a column before a transition, moved."""
+        """Return the moved column before a transition."""
         term = self.before[name]
         if not z3.is_array(term):
             return self.entry(name, self.before, None, term)
@@ -164,7 +166,7 @@ class Move:
         return pairs
 
     def _argument(self, name: str, value: Term, given: Mapping[str, Term]) -> Term | None:
-        """Return an argument, moved; None if the family does not move it."""
+        """Return the moved argument; None if the family does not move it."""
         at, select = self.before, z3.Select
         if self.family == "epoch" and name in ("key.epoch", "epoch"):
             return value + self.amount()
@@ -184,7 +186,7 @@ class Move:
 
     def facts(self, transition: str) -> Iterator[Term]:
         """
-        Yield what a recorded step requires of the move and of the arguments.
+        Yield the requirements of a recorded step on the move and the arguments.
 
         Counters never fall, keys name an epoch, and no slot reaches its last generation.
         """
@@ -202,7 +204,7 @@ class Move:
             yield self.encoding.const("arg.key.epoch", "int") >= 0
 
     def differences(self, path: Path, pairs: list[tuple[Term, Term]]) -> Iterator[Term]:
-        """Yield each way in which a path, from the moved state, may not do the same, moved."""
+        """Yield each way in which a path from the moved state may differ from the moved result."""
         for test in path.tests:
             moved = self._from_moved(test, pairs)
             if not moved.eq(self._simple(test)):
@@ -229,7 +231,7 @@ class Move:
                 yield ran != wanted
 
     def _from_moved(self, term: Term, pairs: list[tuple[Term, Term]]) -> Term:
-        """Return a term of a path with the moved state and arguments in it."""
+        """Return a term of a path with the moved state and arguments inserted."""
         memo = self.encoding.memo
         key = ("moved", self.family, id(self.moved), term.get_id(), *(p.get_id() for p, _ in pairs))
         if key not in memo:
@@ -243,12 +245,15 @@ class Move:
         return z3.simplify(_without_lambdas(simple, known))
 
 
-#: Results by the id of a term, with the term, which keeps the id its own.
+#: Results by the id of a term, with the term, so that the id is not used again.
 _Known = dict[int, tuple[Term, Term]]
 
 
 def _without_lambdas(term: Term, known: _Known) -> Term:
-    """Replace each read of a moved column by the entry read; other solvers know no lambdas."""
+    """
+    Replace each read of a moved column by the entry read, since other solvers do not support
+    lambdas.
+    """
     if not z3.is_app(term) or term.num_args() == 0:
         return term
     number = term.get_id()

@@ -1,5 +1,5 @@
 """
-What the proofs found: every obligation with its verdict, and the answers of other seeds and
+The report of the proofs: every obligation with its verdict, and the answers of other seeds and
 solvers.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["Agreement", "ProofReport", "agree", "agreements"]
 @define
 class Agreement:
     """
-    The answer of another seed or solver to goals that were proved before.
+    The answers of another seed or solver to goals that were proved before.
 
     Args:
         solver: ``z3`` or ``cvc5``.
@@ -33,7 +33,7 @@ class Agreement:
         unsat: Number of goals proved.
         seconds: Wall-clock time.
         open: Goals without a proof.
-        attempts: Number of goals that each attempt proved; empty where attempts are not named.
+        attempts: Number of goals that each attempt proved; empty if attempts have no names.
     """
 
     solver: str
@@ -46,12 +46,12 @@ class Agreement:
 
     @property
     def counted(self) -> str:
-        """How many goals it proved, for progress lines."""
+        """Number of proved goals, for progress lines."""
         return f"{self.solver}, seed {self.seed}: {self.unsat} of {self.goals}"
 
     @property
     def text(self) -> str:
-        """The answer in a line."""
+        """The answers in one line."""
         named = (f", {count} from {name}" for name, count in self.attempts.items())
         return f"{self.counted} agree{''.join(named)}"
 
@@ -75,7 +75,7 @@ class ProofReport:
 
     Args:
         obligations: Every unbounded obligation, with its verdict.
-        witnesses: For every path of every transition, whether some state takes it.
+        witnesses: For every path of every transition, whether some state takes the path.
         bounded: Bounded proofs from the initial state, by number of steps.
         agreements: Answers of other seeds and solvers for the full composition.
         seconds: Time of the unbounded proofs, path tables included.
@@ -111,7 +111,7 @@ class ProofReport:
 
     @property
     def unknown(self) -> int:
-        """Number of obligations that a solver gave up on; each is a failure."""
+        """Number of obligations on which a solver gave up; each counts as a failure."""
         return sum(obligation.verdict == "unknown" for obligation in self.obligations)
 
     @property
@@ -167,7 +167,7 @@ def agreements(
     asked: Sequence[tuple[Theory, Sequence[Goal]]], seeds: Sequence[int], solvers: Sequence[str]
 ) -> Iterator[Agreement]:
     """
-    Yield the answers of other seeds, and of cvc5, to the goals of some theories.
+    Yield the answers of other seeds, and of cvc5 if requested, to the goals of some theories.
 
     Args:
         asked: Each theory with its goals.
@@ -175,7 +175,7 @@ def agreements(
         solvers: Contains ``cvc5`` to ask cvc5 too.
 
     Raises:
-        ImportError: cvc5 is asked for and not installed.
+        ImportError: cvc5 is requested but not installed.
     """
     for seed in seeds:
         yield _together([agree(Z3(theory, seed=seed), goals, seed) for theory, goals in asked])
@@ -200,7 +200,7 @@ def agree(solver: Z3 | Cvc5, goals: Sequence[Goal], seed: int) -> Agreement:
 
 
 def _together(parts: Sequence[Agreement]) -> Agreement:
-    """Return the answers of one solver and seed to several parts of the goals as one."""
+    """Join the answers of one solver and seed to several parts of the goals."""
     attempts: Counter[str] = Counter()
     for part in parts:
         attempts.update(part.attempts)

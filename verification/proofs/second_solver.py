@@ -1,5 +1,5 @@
 """
-cvc5 as a second solver, for the same goals as Z3, through SMT-LIB.
+The second solver, cvc5, which gets the same goals as Z3 through SMT-LIB.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class Attempt:
 
     Args:
         name: Name in reports.
-        whole: Whether every lemma is a hypothesis, or only those of the goal's relations. A model
-            of fewer hypotheses refutes nothing; a model of all of them is a disagreement.
+        whole: Whether every lemma is a hypothesis, or only the lemmas of the goal's relations. A
+            model for fewer hypotheses refutes nothing; a model for all hypotheses is a
+            disagreement.
         seed: Seed of the solver's own choices.
-        most: Timeout in milliseconds; None for the solver's own.
-        instances: Whether the lemmas of the goal's relations are told for the members that the
-            goal speaks of instead of for all.
+        most: Timeout in milliseconds; None for the timeout of `Cvc5`.
+        instances: Whether the lemmas of the goal's relations are instantiated for the members that
+            the goal names, instead of stated for all members.
     """
 
     name: str
@@ -52,10 +53,10 @@ ATTEMPTS: Final = (
 
 class Cvc5:
     """
-    cvc5 over the goals of one theory, each a script of its own.
+    Runs cvc5 over the goals of one theory, each as a separate script.
 
     Args:
-        theory: Whose lemmas are the hypotheses.
+        theory: The theory whose lemmas are the hypotheses.
         timeout: Milliseconds for one attempt at a goal.
 
     Raises:
@@ -82,12 +83,12 @@ class Cvc5:
 
     def hypotheses(self, goal: Goal, *, whole: bool, told: bool = False) -> list[Term]:
         """
-        Return the hypotheses beside a goal's own facts.
+        Return the hypotheses besides a goal's own facts.
 
         Args:
             goal: The goal.
             whole: Whether every lemma is a hypothesis; a goal about the initial state has none.
-            told: Whether the lemmas of the goal's relations are told for its own members.
+            told: Whether the lemmas of the goal's relations are instantiated for its own members.
         """
         if told:
             return [*self._trusted, *self.theory.instances(goal)]
@@ -100,11 +101,11 @@ class Cvc5:
         return [*self._trusted, *closed]
 
     def script(self, goal: Goal, *, whole: bool = False, told: bool = False) -> str:
-        """Return a goal, facts and denial, as an SMT-LIB script that should be called unsat."""
+        """Return a goal (facts and denial) as an SMT-LIB script; the expected answer is unsat."""
         solver = z3.Solver()
         hypotheses = self.hypotheses(goal, whole=whole, told=told)
         given = [*goal.facts, goal.denied]
-        if told:  # instances speak of the goal's terms, constant arrays among them
+        if told:  # instances contain the goal's terms, also constant arrays
             given, hypotheses = [*hypotheses, *given], []
         solver.add(hypotheses)
         solver.add(_without_constant_arrays(given))
@@ -138,7 +139,10 @@ class Cvc5:
 
 
 def _without_constant_arrays(terms: list[Term]) -> list[Term]:
-    """Name arrays of one value and say so: other solvers want a literal there."""
+    """
+    Replace constant arrays by named arrays with a defining fact, since other solvers require a
+    literal value.
+    """
     found: dict[int, Term] = {}
     todo = list(terms)
     seen: dict[int, Term] = {}
@@ -156,5 +160,5 @@ def _without_constant_arrays(terms: list[Term]) -> list[Term]:
         index = z3.Const("index!", term.sort().domain())
         said.append(z3.ForAll([index], z3.Select(name, index) == term.arg(0)))
         names.append((term, name))
-    # The entries of an array of arrays are arrays of one value too, so they are named as well.
+    # The entries of an array of arrays are constant arrays too, so they are named as well.
     return [z3.substitute(term, *names) for term in (*terms, *said)] if names else terms

@@ -1,9 +1,9 @@
 """
 Asking Z3, with lemmas by relation.
 
-Instances of the lemmas are found by matching terms, without a model search. A claim that needs more
-soon answers ``unknown``, and ``unknown`` is a failure. Models are searched in finite scopes, where
-every query is free of quantifiers and decided.
+Instances of the lemmas are found by matching terms, without a model search. For a claim that needs
+more, the answer is soon ``unknown``, which is a failure. Models are searched in finite scopes,
+where every query is free of quantifiers and decided.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .goals import Goal, Obligation, Theory
 
 __all__ = ["Z3", "Proved"]
 
-#: Lemmas that number things: each instance makes terms for the next, so they get a higher weight.
+#: Lemmas about numbering. Each instance makes terms for the next instance, so these lemmas get a
+#: higher weight.
 _NUMBERING = frozenset(
     {
         "capture.every-slot-seated",
@@ -35,25 +36,26 @@ _NUMBERING = frozenset(
 )
 
 #: Effort of one attempt in Z3's own units, which do not depend on the load of the machine: about a
-#: third of a second for a goal at first (HASTE), less for an attempt that helps at once or not at
-#: all (GLANCE), a second or two for a goal alone (PATIENCE). Goals that are then left have the
-#: whole timeout.
+#: third of a second for a first attempt (HASTE), less for an attempt that helps at once or not at
+#: all (GLANCE), one or two seconds for a goal alone (PATIENCE). Goals that are still open then get
+#: the whole timeout.
 HASTE: Final = 400_000
 GLANCE: Final = 50_000
 PATIENCE: Final = 2_000_000
 
-#: Fresh solvers, with seeds that no run has for its own, that try a goal before the last attempts.
-#: Whether one search finds a proof depends on what its process asked before.
+#: Number of fresh solvers, with seeds that no run uses itself, that try a goal before the last
+#: attempts. Whether a search finds a proof depends on the earlier questions of its process.
 FRESH: Final = 3
 
 
 @define
 class Proved:
     """
-    The proofs so far, so that a claim that follows from one is not proved again.
+    The proofs so far, so that a claim that follows from an earlier proof is not proved again.
 
-    A denial that some lemmas and facts refute is refuted by more of them. Compositions share most
-    of their paths. Those that leave out more relations have fewer tests, and are proved first.
+    If some lemmas and facts refute a denial, more lemmas and facts refute it as well. Compositions
+    share most of their paths. Those that leave out more relations have fewer tests, and are proved
+    first.
     """
 
     _found: dict[int, list[tuple[frozenset[str], frozenset[int], Any]]] = field(
@@ -62,17 +64,17 @@ class Proved:
 
     def add(self, goal: Goal, lemmas: frozenset[str], facts: frozenset[int]) -> None:
         """
-        Remember that some facts of a goal refute its denial.
+        Record that some facts of a goal refute its denial.
 
         Args:
             goal: The goal.
             lemmas: Names of the lemmas that were hypotheses.
             facts: Ids of the goal's facts that the refutation used.
         """
-        self._found[goal.denied.get_id()].append((lemmas, facts, goal))  # the goal keeps ids alive
+        self._found[goal.denied.get_id()].append((lemmas, facts, goal))  # the goal keeps its ids
 
     def covers(self, goal: Goal, lemmas: frozenset[str]) -> bool:
-        """Whether fewer lemmas and facts were enough before."""
+        """Whether a subset of these lemmas and facts was enough before."""
         facts = frozenset(fact.get_id() for fact in goal.facts)
         return any(
             fewer <= lemmas and known <= facts
@@ -82,15 +84,15 @@ class Proved:
 
 class Z3:
     """
-    Z3 over the lemmas of one theory.
+    Runs Z3 over the goals of one theory.
 
     Args:
-        theory: Whose lemmas are the hypotheses.
+        theory: The theory whose lemmas are the hypotheses.
         seed: Seed of the solver's own choices.
         proved: The proofs so far; None to prove everything.
         timeout: Milliseconds for one attempt at a goal alone.
-        thorough: Whether a goal that cheap attempts leave open is tried on. A mutant's open goals
-            are not: most of them do not hold.
+        thorough: Whether goals that cheap attempts leave open get further attempts. For mutants
+            they do not, since most of their open goals do not hold.
     """
 
     name = "z3"
@@ -147,7 +149,9 @@ class Z3:
         return self._alone(goal, self.theory.lemmas_of(goal.relations))
 
     def _afresh(self, goal: Goal, seed: int) -> tuple[str, float]:
-        """Ask as at first, but a fresh solver: what one search finds at once, another may miss."""
+        """
+        Repeat the first attempt with a fresh solver, since one search may find what another misses.
+        """
         began = time.perf_counter()
         lemmas = self.theory.lemmas_of(goal.relations)
         solver = self._new_solver(lemmas, HASTE, seed)
@@ -165,7 +169,7 @@ class Z3:
         return self._alone(goal, lemmas, told, effort)
 
     def _attempts(self, goal: Goal) -> Iterator[Callable[[Goal], tuple[str, float]]]:
-        """Yield the attempts at a goal that haste left open, cheapest first."""
+        """Yield the attempts at a goal that is still open after HASTE, cheapest first."""
         if goal.relations is not None:
             yield partial(self._with_all, effort=GLANCE)
             yield self._instantiated
@@ -178,7 +182,7 @@ class Z3:
             yield self._told
 
     def _instantiated(self, goal: Goal) -> tuple[str, float]:
-        """Ask with no lemma for all members, but each for those that the goal speaks of."""
+        """Ask with each lemma only for the members that the goal names."""
         began = time.perf_counter()
         effort = EFFORT if self.thorough else PATIENCE
         solver = new_solver("quantified", seed=self.seed, timeout=self.timeout, effort=effort)
@@ -194,7 +198,7 @@ class Z3:
             yield from self._prove_alike(list(group))
 
     def settle(self, found: Iterable[Obligation | Goal]) -> Iterator[Obligation]:
-        """Answer every goal, in order; the obligations that need no solver come after."""
+        """Answer every goal, in order; the obligations that need no solver come last."""
         settled: list[Obligation] = []
         yield from self.prove(_asked(found, settled))
         yield from settled
@@ -241,14 +245,14 @@ class Z3:
         self, solver: Any, goal: Goal, facts: Sequence[Term], lemmas: frozenset[str] | None
     ) -> str:
         """
-        Ask whether a goal's facts refute its denial, and remember which of them did.
+        Ask whether a goal's facts refute its denial, and record the facts that did.
 
         Args:
-            solver: One that has the other facts of the goal already, by name.
+            solver: A solver that already has the other facts of the goal, by name.
             goal: The goal.
-            facts: Those to add.
-            lemmas: Names of the lemmas at hand; None where what is at hand is more than lemmas,
-                and a refutation is not remembered.
+            facts: The facts to add.
+            lemmas: Names of the lemmas in the solver; None if the solver has more than lemmas, so
+                that a refutation is not recorded.
         """
         solver.add([_named(fact) for fact in facts])
         solver.add(goal.denied)
@@ -270,7 +274,10 @@ def _asked(found: Iterable[Obligation | Goal], settled: list[Obligation]) -> Ite
 
 
 def _name(fact: Term) -> Term:
-    """Return the proposition that stands for a fact, so that a refutation can say what it used."""
+    """
+    Return the proposition that stands for a fact, so that a refutation can name the facts that it
+    used.
+    """
     return z3.Bool(f"fact!{fact.get_id()}")
 
 

@@ -1,5 +1,5 @@
 """
-Theorems beside the induction: initial states, refusals, tickets, capture, restores, widths.
+Theorems besides the induction: initial states, refusals, tickets, capture, restores, widths.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _LAST = (1 << 64) - 1
 
 def beginning(composition: Composition) -> tuple[Moment, list[Term]]:
     """
-    Return the initial moment of every run, and what is assumed of it.
+    Return the initial moment of every run, and the assumptions about it.
 
     The contract's own choices (incarnation, first epoch) and the initial ghosts are arbitrary,
-    within what the origin predicates assume.
+    within the assumptions of the origin predicates.
     """
     words, enc = composition.vocabulary, composition.encoding
     epoch = enc.const("first_epoch", "int")
@@ -75,7 +75,7 @@ def beginning(composition: Composition) -> tuple[Moment, list[Term]]:
 
 
 def initial(composition: Composition) -> Iterator[Goal]:
-    """Yield that a fresh memory satisfies every invariant, whatever its first epoch."""
+    """Yield the goals that a fresh memory satisfies every invariant, for any first epoch."""
     words = composition.vocabulary
     moment, facts = beginning(composition)
     for claim in words.invariants(moment):
@@ -90,7 +90,7 @@ def _filled(composition: Composition, term: Term, value: Any) -> Term:
 
 
 def refusals(composition: Composition) -> Iterator[Obligation | Goal]:
-    """Yield that every refusing path leaves every column as it was."""
+    """Yield the goals that every refusing path leaves every column unchanged."""
     for transition, paths in composition.every_path.items():
         for path in paths:
             if path.clause is None:
@@ -121,10 +121,10 @@ def refusals(composition: Composition) -> Iterator[Obligation | Goal]:
 
 def tickets(composition: Composition) -> Iterator[Goal]:
     """
-    Yield that no commit or abort refuses an outstanding ticket with whole evidence.
+    Yield the goals that no commit or abort refuses an outstanding ticket with complete evidence.
 
-    A ticket is out from the check that returned it to its commit or abort, whatever transitions
-    were accepted between: that is what the history's ``outstanding`` follows.
+    A ticket is outstanding from the check that returned it to its commit or abort, whichever
+    transitions were accepted in between. The history's ``outstanding`` follows this.
     """
     enc, words = composition.encoding, composition.vocabulary
     h = words.history(words.before)
@@ -140,7 +140,7 @@ def tickets(composition: Composition) -> Iterator[Goal]:
         if action == "update":
             facts.append(enc.const("arg.epoch", "int") == h.weights[0].term)
             if transition == "commit_update":
-                # All scales that move once an epoch have moved.
+                # All scales that move once per epoch have moved.
                 domain = enc.const("own.d", "domain")
                 facts += enc.close({"own.d": "domain"}, h.gathers[enc.sym(domain)].term == 0)
         else:
@@ -154,7 +154,9 @@ def tickets(composition: Composition) -> Iterator[Goal]:
 
 
 def _whole(composition: Composition, transition: str) -> list[Term]:
-    """Return that a commit's evidence is whole: what was asked for, and what was true."""
+    """
+    Return the condition that a commit's evidence is complete: as requested by the check, and true.
+    """
     enc, words = composition.encoding, composition.vocabulary
     st, h = words.state(words.before), words.history(words.before)
     evaluates = transition.endswith("evaluation")
@@ -183,14 +185,20 @@ def _whole(composition: Composition, transition: str) -> list[Term]:
 
 
 def _drawn(transition: str, st: Any, h: Any, slot: Any, stage: Any) -> Term:
-    """Return where an action drew: dI where its F did, F after every earlier F."""
+    """
+    Return the position at which an action draws: for dI the position of its F, for F after every
+    earlier F.
+    """
     if transition == "commit_dgrad":
         return h.drew_at[slot].term
     return h.drew_last[st.domain_of[stage]].term + 1
 
 
 def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
-    """Yield that with one pool per slot, F before dI before dW, no replay is out of order."""
+    """
+    Yield the goals that no replay is out of order if each slot has its own pool, with F before dI
+    before dW.
+    """
     words = composition.vocabulary
     st = words.state(words.before)
     a, b = (composition.encoding.const(f"own.{n}", "slot") for n in "ab")
@@ -211,7 +219,8 @@ def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
             if path.clause == "capture.out-of-order":
                 name = "arg.slot" if transition == "check_forward" else "arg.ref.slot"
                 pool = st.pool_of[sym(composition.encoding.const(name, "slot"))].term
-                # If the pool has a tenant, its first seat names one: an instance of the lemma.
+                # If the pool has a tape, its first seat names a slot with a tape: an instance of
+                # the lemma.
                 first = z3.substitute(
                     seated.body,
                     (composition.encoding.const("var.p", "pool"), pool),
@@ -223,10 +232,10 @@ def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
 
 def restored(composition: Composition) -> Iterator[Goal]:
     """
-    Yield that a restore ends every issued reference for good.
+    Yield the goals that a restore ends every issued reference for good.
 
-    The restore ends the reference, no transition revives it, and no transition accepts it. That no
-    two incarnations are equal is assumed (``persistence.fresh-incarnation``).
+    The restore ends the reference, no transition revives it, and no transition accepts it. The
+    proof assumes that no two incarnations are equal (``persistence.fresh-incarnation``).
     """
     words, enc = composition.vocabulary, composition.encoding
     h = words.history(words.before)
@@ -251,24 +260,27 @@ def restored(composition: Composition) -> Iterator[Goal]:
                     )
                 ]
                 given = [*facts, *offered, dead]
-                if transition in _ENDS:  # it tells the end of a transfer, and nothing of a tape
+                if (
+                    transition in _ENDS
+                ):  # it reports the end of a transfer and does not use the tape
                     slot = enc.sym(enc.const("arg.ref.slot", "slot"))
                     given.append((h.owing[slot] != 0).term)
                 yield _never("an ended reference is refused", "restore", path, given, set())
 
 
-#: What an ended reference is still good for: the ends of transfers that outlive their tape.
+#: Transitions that accept an ended reference: the ends of transfers that outlive their tape.
 _ENDS: Final = frozenset({"finish_receive", "finish_read"})
 
 
 def widths(composition: Composition, like: Composition) -> Iterator[Goal]:
     """
-    Yield that generations of 64 bits never wrap: the claims about them, over wrapping integers.
+    Yield the goals that generations of 64 bits never wrap: the claims about generations, over
+    wrapping integers.
 
     Args:
-        composition: One whose encoding has generations of 64 bits.
-        like: The same functions in an encoding whose paths are known already. Transitions that
-            have nothing to do with generations there are not enumerated again.
+        composition: A composition whose encoding has generations of 64 bits.
+        like: The same functions in an encoding with known paths. Transitions that do not use
+            generations there are not enumerated again.
     """
     words, enc = composition.vocabulary, composition.encoding
     last = enc.const("generation_max", "generation") == z3.BitVecVal(_LAST, 64)
@@ -294,7 +306,10 @@ def widths(composition: Composition, like: Composition) -> Iterator[Goal]:
 
 
 def _counts_generations(composition: Composition, transition: str) -> bool:
-    """Whether a transition counts a generation, compares one, or disturbs what speaks of one."""
+    """
+    Whether a transition counts or compares a generation, or writes a column of a claim about
+    generations.
+    """
     words = composition.vocabulary
     if any(claim.name == _REFERENCE for claim in words.steps(transition)):
         return True

@@ -28,7 +28,7 @@ from .goals import Claim
 
 __all__ = ["Moment", "Vocabulary"]
 
-#: Transitions whose ``slot`` may be the sentinel: the caller found no free slot.
+#: Transitions whose ``slot`` may be the sentinel, which means that the caller found no free slot.
 _MAY_FIND_NO_SLOT = frozenset({"reserve", "check_forward"})
 
 
@@ -40,7 +40,7 @@ class Moment:
     history: Mapping[str, Term]
 
     def columns(self) -> Iterator[tuple[str, Term]]:
-        """Yield every column of both; those of the history are named ``ghost.NAME``."""
+        """Yield every column of both; columns of the history have the names ``ghost.NAME``."""
         yield from self.state.items()
         for name, term in self.history.items():
             yield f"ghost.{name}", term
@@ -54,8 +54,8 @@ class Vocabulary:
     The predicates of one composition in one encoding.
 
     Args:
-        encoding: What the sorts are.
-        relations: Relations that take part; predicates that need another are left out.
+        encoding: The encoding of the sorts.
+        relations: Relations that take part; predicates that need other relations are left out.
     """
 
     def __init__(self, encoding: Encoding, relations: Iterable[str]) -> None:
@@ -107,11 +107,11 @@ class Vocabulary:
     # The predicates that are claimed
 
     def invariants(self, moment: Moment) -> list[Claim]:
-        """Return what must hold at every moment."""
+        """Return the predicates that must hold at every moment."""
         return self._at(self._invariants(), moment)
 
     def disturbed(self, moment: Moment) -> list[Claim]:
-        """Return the invariants that read a column which has changed."""
+        """Return the invariants that read a changed column."""
         before = dict(self.before.columns())
         changed = {
             n for n, term in moment.columns() if term is not before[n] and not term.eq(before[n])
@@ -126,13 +126,14 @@ class Vocabulary:
         columns = dict(moment.columns())
         found = []
         for predicate in predicates:
-            # Many paths, also of other compositions, leave a predicate's columns in the same terms.
+            # Many paths, also of other compositions, leave the columns of a predicate with the same
+            # terms.
             terms = [columns[name] for name in sorted(self._read[predicate.name])]
             key = ("claim", predicate.name, *(term.get_id() for term in terms))
             known = self.encoding.memo.get(key)
             if known is None:
                 subjects = (st, h) if predicate.name in _OF_HISTORY else (st,)
-                known = (self.claim(predicate, *subjects), terms)  # which keeps the ids theirs
+                known = (self.claim(predicate, *subjects), terms)  # the terms keep their ids
                 self.encoding.memo[key] = known
             found.append(known[0])
         return found
@@ -153,12 +154,14 @@ class Vocabulary:
         return found
 
     def configuration(self) -> list[Claim]:
-        """Return what is assumed of a configuration."""
+        """Return the assumptions about a configuration."""
         st = self.state(self.before)
         return [self.claim(p, st) for p in CONFIGURATION]
 
     def counted(self) -> list[Term]:
-        """Return that a finite scope numbers every cell and slot; empty if unbounded."""
+        """
+        Return the facts that number every cell and slot of a finite scope; empty if unbounded.
+        """
         enc, st, h = self.encoding, self.state(self.before), self.history(self.before)
         most = len(enc.members.get("place", ()))
         counts = [st.cells[enc.sym(stage)] for stage in enc.members.get("stage", ())]
@@ -166,12 +169,12 @@ class Vocabulary:
         return [raw(count <= most) for count in counts]
 
     def origin(self) -> list[Claim]:
-        """Return what is assumed of the initial values of arbitrary ghosts."""
+        """Return the assumptions about the initial values of arbitrary ghosts."""
         st, h = self.state(self.before), self.history(self.before)
         return [self.claim(p, st, h) for p in ORIGIN]
 
     def steps(self, transition: str) -> list[Claim]:
-        """Return what must hold before the transition if it is accepted."""
+        """Return the properties that must hold before the transition if it is accepted."""
         return self._about(STEPS, transition)
 
     def legal(self, transition: str) -> list[Claim]:
@@ -179,12 +182,12 @@ class Vocabulary:
         return self._about(LEGAL, transition)
 
     def changes(self, path: Path) -> list[Claim]:
-        """Return what must hold between the moments before and after an accepted path."""
+        """Return the properties of the change from before to after an accepted path."""
         after = self.state(Moment(dict(path.columns), {}))
         return self._claims(CHANGES, path.transition, self.state(self.before), after)
 
     def assumed(self, transition: str) -> list[Term]:
-        """Return what is assumed of a transition's arguments."""
+        """Return the assumptions about a transition's arguments."""
         enc = self.encoding
         found = [c.body for c in self._about(ASSUMED, transition)]
         for parameter in TRANSITIONS[transition]:
@@ -197,7 +200,9 @@ class Vocabulary:
         return found + self.arbitrary()
 
     def arbitrary(self) -> list[Term]:
-        """Return that the slot and the stage which the history follows are not sentinels."""
+        """
+        Return the fact that the slot and the stage which the history follows are not sentinels.
+        """
         enc = self.encoding
         return [enc.const(f"ghost.{n}", n) != enc.null(n) for n in ("slot", "stage")]
 

@@ -24,7 +24,7 @@ from .obligations import Composition
 
 __all__ = ["CONDITIONS", "witnesses"]
 
-#: The conditions that `COVERED` names, as predicates of the memory and of the flat arguments.
+#: The conditions that `COVERED` names, as predicates of the memory and the flat arguments.
 CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]] = {
     "": lambda st, argument: True,
     "reserved": lambda st, argument: st.consumers[argument("slot", "slot")] == RESERVED,
@@ -57,14 +57,14 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
 
 def witnesses(composition: Composition) -> Iterator[Obligation]:
     """
-    Yield, for every path of every transition, whether some state takes it.
+    Yield, for every path of every transition, whether some state takes the path.
 
     The state satisfies every invariant, and the arguments satisfy their assumptions. In the full
-    composition no state should take a covered path. A path is covered if its tests imply the
-    condition of an entry of `COVERED` for its clause, or of an entry of `UNTAKEN`.
+    composition no state should take a covered path: a path whose tests imply the condition of an
+    entry of `COVERED` for its clause, or of an entry of `UNTAKEN`.
 
     Args:
-        composition: One in a finite encoding.
+        composition: A composition in a finite encoding.
     """
     words = composition.vocabulary
     solver = solver_of(composition)
@@ -74,7 +74,7 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
         assumed = words.assumed(transition)
         for path in paths:
             began = time.perf_counter()
-            # Not pushed: what the solver learns of one path helps it with the next.
+            # Without push, since what the solver learns on one path helps on the next.
             verdict = answer(solver, (path.condition, *assumed))
             covered = not composition.omit and _is_covered(composition, path)
             yield Obligation(

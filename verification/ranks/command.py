@@ -26,7 +26,7 @@ class Ranks:
 
     @staticmethod
     def replay(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
-        """Take rank logs through the model; `qeffect replay` calls this by the entry point."""
+        """Replay rank logs through the model; `qeffect replay` calls this by the entry point."""
         return replay_ranks(paths)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -56,8 +56,8 @@ class Ranks:
         kernels = [analysis.match(name=name) for name in analysis.KERNEL_SCOPES]
         lines = [
             f"any number of ranks: {report.unsat - report.same_term} of {asked} obligations "
-            f"proved, {report.unknown} unknown; {report.same_term} more read nothing that their "
-            "transition writes",
+            f"proved, {report.unknown} unknown; {report.same_term} more need no solver, since "
+            "their transition writes nothing that they read",
             *(agreement.text for agreement in report.agreements),
             *(obligation.text for obligation in report.open),
         ]
@@ -92,7 +92,8 @@ class Ranks:
             killed = [one for one in found if one.killed]
             good = good and len(killed) == len(found)
             lines.append(
-                f"{len(killed)} of {len(found)} protocols with one thing changed go wrong:"
+                f"{len(killed)} of {len(found)} protocols with one rule left out or changed go "
+                "wrong:"
             )
             for one in found:
                 lines.append(f"  {one.mutant.name}: {one.mutant.says}")

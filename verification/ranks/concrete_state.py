@@ -18,14 +18,14 @@ from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
 __all__ = ["NEVER", "ConcreteState", "Impossible", "Size", "Total", "broken"]
 
-#: Columns that begin with "none".
+#: Columns whose entries are NOBODY at first.
 NEVER = frozenset(
     {"life", "shard_life", "refused", "offered", "drawn_in", "seat", "drew", "name", "report"}
 )
 
 
 class Impossible(Exception):  # noqa: N818 - an outcome in the model, not an error
-    """A transition is not possible in a state; this does not count as a refusal."""
+    """A transition is not possible in a state. This is not a refusal."""
 
 
 @frozen
@@ -35,7 +35,7 @@ class Size:
 
     Args:
         ranks: Ranks.
-        attempts: Attempts there may be; of launches, rebuilds.
+        attempts: Maximum number of attempts; with launches, of rebuilds.
         slots: Slots of each rank.
         messages: Messages of a step, by (sender, receiver).
         kinds: Messages that differ in stage, microbatch or direction.
@@ -53,7 +53,9 @@ class Size:
 
     @property
     def members(self) -> Mapping[str, range]:
-        """The members of each sort; one more place than a protocol that keeps its plan needs."""
+        """
+        The members of each sort, with one place more than a protocol without a wrong message needs.
+        """
         places = max(self.messages.values(), default=0) * self.steps
         return {
             "one": range(1),
@@ -134,7 +136,7 @@ class ConcreteState:
         raise AttributeError(name)
 
     def leave_out(self, without: frozenset[str]) -> None:
-        """Do not ask the needs with these names; leave out the writes named ``COLUMN =``."""
+        """Leave out the conditions with these names, and the writes named ``COLUMN =``."""
         self.without = without
         for name in self._lengths:
             getattr(self, name).dropped = f"{name} =" in without
@@ -151,7 +153,7 @@ class ConcreteState:
 
     def need(self, name: str, condition: Any) -> None:
         """
-        Require a condition that the protocol asks for.
+        Check a condition of the protocol.
 
         Raises:
             Refused: The condition does not hold.
@@ -173,7 +175,7 @@ class ConcreteState:
 
 
 class Total:
-    """Messages of so many steps."""
+    """Total messages of a number of steps."""
 
     def __init__(self, messages: Mapping[tuple[int, int], int]) -> None:
         self.messages = messages

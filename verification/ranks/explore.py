@@ -1,12 +1,11 @@
 """
-Every state of a few ranks: the promises hold in each, and from each the end is reachable.
+Exploration of a few ranks: the promises hold in every state, and every state can reach the end.
 
 The search is breadth first, so that a violation has a shortest trace. Every rank may fail, refuse,
 give up or crash at any point, as often as the scope's budget of faults allows. The search also
-checks progress. Every state but the end has a step that the protocol takes without a fault, and
-from every state such steps lead to the end. In a finite graph this is progress under fair
-scheduling: a run that never ends would pass some state again and again without taking the step that
-leads on.
+checks progress. Every state except the end has a step without a fault, and from every state such
+steps lead to the end. In a finite graph this is progress under fair scheduling: a run that never
+ends would pass through some state again and again and never take the step that leads to the end.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["SCOPES", "Found", "RankScope", "explore"]
 @frozen
 class RankScope:
     """
-    What is explored.
+    A scope: what one exploration of the ranks covers.
 
     Args:
         name: Its name.
@@ -91,7 +90,7 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             goal=2,
             faults=0,
             leave_out=_CHECKPOINTS | _ACTIONS,
-            says="two ranks, two steps, a message a step",
+            says="two ranks, two steps, one message per step",
         ),
         RankScope(
             "messages-and-faults",
@@ -107,7 +106,7 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             goal=1,
             faults=0,
             leave_out=_CHECKPOINTS | _ACTIONS | {"release"},
-            says="two ranks, one step, a message each way, two slots",
+            says="two ranks, one step, one message each way, two slots",
         ),
         RankScope(
             "two-messages",
@@ -126,7 +125,7 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             | _ACTIONS
             | _IN_PLACE
             | {"release", "crash", "give_up", "refuse"},
-            says="two ranks, two messages in one channel, either end posts another one once",
+            says="two ranks, two messages in one channel, one end posts a wrong message once",
         ),
         RankScope(
             "in-place",
@@ -134,7 +133,7 @@ SCOPES: Final[Mapping[str, RankScope]] = {
             goal=1,
             faults=1,
             leave_out=_MESSAGES | _CHECKPOINTS | _ACTIONS | {"refuse", "crash"},
-            says="two ranks, one step, an attempt in place, one fault anywhere",
+            says="two ranks, one step, one attempt in place, one fault anywhere",
         ),
         RankScope(
             "two-steps",
@@ -165,9 +164,10 @@ class Found:
         states: Reachable states.
         steps: Transitions taken between them.
         taken: How often each transition was taken.
-        refused: How often each thing that the protocol asks was refused.
-        apart: States in which a rank has stopped, and another one's weights are one step further.
-        violation: The violation, or empty: a promise's name, ``deadlock``, or ``no way on``.
+        refused: How often each condition of the protocol was not met.
+        apart: States in which a rank has stopped and the weights of another rank are one step
+            further.
+        violation: The violation, or empty: a promise's name, ``deadlock``, or ``end unreachable``.
         trace: The transitions that lead to the violation, from the first.
     """
 
@@ -270,7 +270,8 @@ class _Search:
         buffer = state.buffer
         for index, (transition, given) in enumerate(self.moves):
             buffer[:] = here[:-1]
-            # A refusal of a spoiled epoch is a consequence of the failure, not another fault.
+            # A refusal of a spoiled epoch follows from the failure and does not count as a second
+            # fault.
             follows = transition.name == "refuse" and state.spoiled[given[0]] == 1
             fault = (transition.fault or self._misplaced(transition.name, given)) and not follows
             if fault and faults == scope.faults:
@@ -316,7 +317,7 @@ class _Search:
         return ""
 
     def _misplaced(self, name: str, given: tuple[int, ...]) -> bool:
-        """Whether a rank posts another message than the next one of its row."""
+        """Whether a rank posts a message that is not the next of its row."""
         if name not in ("post_send", "post_receive"):
             return False
         r, q, _, message = given
@@ -335,9 +336,9 @@ class _Search:
             return bool(state.round[given[0]] < scope.size.attempts)
         if name in ("begin_attempt", "begin_again"):
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
-        if name == "offer":  # names that nobody has drawn are alike
+        if name == "offer":  # names that nobody has drawn are interchangeable
             return all(state.drawn_in[a] != NOBODY for a in range(given[1]))
-        if name == "decide":  # the lowest of several alike, as the runtime does
+        if name == "decide":  # the lowest of several equal choices, as in the runtime
             r, p = given
             kinds = [
                 1 + state.lost[q] if state.life[q] == state.life[r] and state.said[q] else 0
@@ -407,11 +408,11 @@ class _Search:
                     reaches[before] = True
                     todo.append(before)
         left = [number for number, reached in enumerate(reaches) if not reached]
-        return ("no way on", left[0]) if left else None
+        return ("end unreachable", left[0]) if left else None
 
 
 def _apart(state: ConcreteState) -> bool:
-    """Whether a rank has stopped while another one's weights are one step further."""
+    """Whether a rank has stopped while the weights of another rank are one step further."""
     ranks = range(state.size.ranks)
     if state.size.launches:
         return any(
@@ -449,9 +450,8 @@ def explore(
 
     Args:
         scope: The scope.
-        transition: A transition that runs without some of its needs or writes.
-        without: Names of needs that it does not ask, ``COLUMN =`` for columns that it does not
-            write.
+        transition: The transition that lacks conditions or writes.
+        without: Names of its left-out conditions, and ``COLUMN =`` for each left-out write.
         lemmas: Also check the lemmas of the proofs.
         instead: Transitions that run instead of those of the same name.
     """

@@ -3,8 +3,8 @@ Every interleaving of a table: the orders in which its ranks may move and its me
 
 `qeffect check` runs a table once, to its end. This module walks every interleaving of a small
 table: a rank takes the next step of its row, or a message that both ends have posted arrives. A
-state without a move that is not the end is a deadlock. The walk shows that the one run is enough:
-it ends if and only if no interleaving gets stuck.
+state other than the end without a move is a deadlock. The walk shows that a single run is enough:
+the run reaches its end if and only if no interleaving gets stuck.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Interleavings:
 
     Args:
         states: Reachable states.
-        stuck: Number of states without a move that are not the end.
+        stuck: Number of states, other than the end, without a move.
         lost: Number of states from which the end is not reachable.
     """
 
@@ -44,9 +44,10 @@ def interleavings(schedule: Schedule, transport: Transport) -> Interleavings:
     Interleavings every interleaving of a table with messages.
 
     Args:
-        schedule: The table; small, because the number of states grows with the interleavings.
+        schedule: The table. It must be small, since the number of states grows with the
+            interleavings.
         transport: Which messages share a queue, and what an unreceived send blocks. Without a
-            rendezvous sends are buffered, and a rank's receives do not block them.
+            rendezvous, sends are buffered and a rank's receives do not block its sends.
     """
     rows = schedule.atoms
     start = tuple(0 for _ in rows)
@@ -92,7 +93,7 @@ def _event(atom: Atom) -> _Event:
 
 
 def _messages(schedule: Schedule, rank: int, place: int) -> list[Atom]:
-    """The messages that a rank has posted when its row stands at a place."""
+    """The messages that a rank has posted when it stands at a place of its row."""
     row = schedule.atoms[rank][: place + 1]
     # A message is posted once its rank has reached it, even if the rank then waits there.
     return [atom for atom in row if atom.kind in SENDS | RECEIVES]

@@ -1,10 +1,10 @@
 """
-A rank's contract as the protocol sees it is how the composed kernel behaves.
+Check that the composed kernel behaves as the ranks' protocol assumes of a rank's contract.
 
 The protocol knows four numbers of a contract: its epoch, whether anything is live, whether its
-epoch is spoiled, and whether it is whole. Here they are read off the kernel's memory, and every
-move of every reachable state of a small scope, wrong moves included, must do to them what the
-protocol says.
+epoch is spoiled, and whether it is whole. Here they are read from the kernel's memory. Every move
+in every reachable state of a small scope, including wrong moves, must change them as the protocol
+says.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["KERNEL_SCOPES", "Matched", "RankView", "match", "seen"]
 
 #: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
 KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
-#: What counts as live: a tape, an action in flight, a reduction that runs, an update in flight.
+#: Columns of live work: a tape, an action in flight, a running reduction, an update in flight.
 _LIVE: Final = ("consumers", "refreshing", "evaluating", "busy", "reducing", "optimizing")
-#: The two transitions of an update that did not fail. The protocol's commit is both. In a scope
-#: whose tickets are held, they are two moves: the first decides, the second moves the epoch, and
-#: between them the update itself is live.
+#: The two transitions of a successful update. The protocol's commit stands for both. In a scope
+#: that holds tickets they are two moves: the first decides, the second changes the epoch, and in
+#: between the update is live.
 _CHECK, _COMMIT = _UPDATE = ("check_update", "commit_update")
 #: The epochs in which stages were finalized and buckets reduced.
 _WHOLE: Final = ("final", "reduced")
@@ -55,7 +55,7 @@ class RankView:
 @frozen
 class Matched:
     """
-    What a comparison found.
+    The result of a comparison.
 
     Args:
         scope: The scope.
@@ -140,7 +140,7 @@ def _difference(engine: Engine, words: Words) -> str:
     """Return the first move from some states that the protocol does not allow, or nothing."""
     chunk = Chunk(engine.packing, words)
     views = _Views(chunk)
-    # A refusal changes no state, so only the refusal of a check may be one too many.
+    # A refusal changes no state, so only a check can refuse wrongly.
     for index in _positions(engine, _CHECK, 0):
         refused = np.broadcast_to(engine.candidates(chunk, index)[0], chunk.size).copy()
         for arrival in engine.expand(words, Tally(), check=False, moves=[index]):
@@ -170,7 +170,7 @@ def _told(
 
 
 def _viewed() -> tuple[str, ...]:
-    """The columns that the protocol's view of a contract is read off."""
+    """The columns from which the protocol's view of a contract is read."""
     return (*_LIVE, *_WHOLE, "spoiled", "half_updated", "weight_epoch")
 
 
@@ -213,29 +213,29 @@ class _Views:
 def _wrong(
     steps: Iterable[str], right: bool, clause: str | None, before: RankView, after: RankView
 ) -> str:
-    """What the protocol does not allow of a move; nothing if it does."""
+    """Say how a move violates the protocol; empty if the protocol allows it."""
     if after.whole and after.spoiled:
         return "whole and spoiled"
     if clause is not None and after != before:
-        return "a refusal changed it"
+        return "a refusal changed the contract"
     steps = tuple(steps)
     if steps[0] == _CHECK and right and (before.whole and not before.live) != (clause is None):
-        return "a commit is accepted if the epoch is whole and nothing is live, and only then"
+        return "a commit must be accepted exactly if the epoch is whole and nothing is live"
     if steps == (_CHECK,):
         if clause is None and after != evolve(before, live=True):
-            return "an update in flight is live, and nothing else changes"
+            return "the check of an update must add live work and change nothing else"
     elif steps[-1] == _COMMIT:
         if clause is None and steps == (_COMMIT,) and not (before.whole and before.live):
-            return "an update ends that no check began"
+            return "the end of an update without its check"
         if clause is None and after != RankView(before.epoch + 1, False, False, False):
-            return "a commit begins the next epoch, with nothing in it"
+            return "a commit must begin the next epoch, with nothing live, spoiled or whole"
     elif steps == ("restore",):
         if clause is None and (after.live or after.spoiled or after.whole):
-            return "a restore begins with nothing live, spoiled or whole"
+            return "a restore must leave nothing live, spoiled or whole"
     elif after.epoch != before.epoch:
-        return "only a commit and a restore move the epoch"
+        return "only a commit or a restore may change the epoch"
     elif before.spoiled and not after.spoiled:
-        return "a spoiled epoch stays so"
+        return "a spoiled epoch must stay spoiled"
     if steps == ("checkpoint",) and clause is None and before.live:
-        return "a checkpoint with something live"
+        return "a checkpoint was accepted with something live"
     return ""

@@ -1,11 +1,12 @@
 """
 The protocol of steps that are one launch each, as transitions over columns.
 
-The host of a rank launches a step, reads the votes of the step before, and then commits the step
-in its contract. The device runs behind the host. It votes, receives the votes of all ranks one by
-one, and updates its weights if all are a yes to this step. A vote may reach some devices and not
-others, since a rank can end at any point. Then some weights have moved and others have not. Ranks
-that all live report the epoch of their weights, and rebuild only if all report the same one.
+The host of a rank launches a step, reads the votes of the step before, and then commits the step in
+its contract. The device runs behind the host. It votes, receives the votes of all ranks one by one,
+and updates its weights if every vote is a yes for this step. A vote may reach some devices and not
+others, since a rank can end at any point. Then some ranks have updated their weights and others
+have not. If all ranks are still alive, they report the epoch of their weights, and rebuild only if
+all report the same epoch.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def launch(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def read_votes(st: Any, r: Any) -> None:
-    """The host reads the votes of the last committed step: all are a yes."""
+    """The host reads the votes of the last committed step, and all of them are yes."""
     _goes_on(st, r)
     st.when((st.known[r] < st.booked[r]) & (st.ran[r] >= st.booked[r]))
     st.need("all-yes", st.weights[r] >= st.booked[r])
@@ -60,7 +61,7 @@ def read_votes(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def read_a_no(st: Any, r: Any) -> None:
-    """The host reads a no, or a missing vote, of the last committed step, and cannot go on."""
+    """The host finds a no or a missing vote for the last committed step, and cannot go on."""
     _goes_on(st, r)
     st.when((st.known[r] < st.booked[r]) & (st.ran[r] >= st.booked[r]))
     st.when(st.weights[r] < st.booked[r])
@@ -81,7 +82,7 @@ def commit_launched(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def vote_yes(st: Any, r: Any) -> None:
-    """The device's counters are as expected: it votes yes, by the number of the step."""
+    """The device's counters are as expected, so it votes yes with the number of the step."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
     st.need("no-yes-after-skip", st.weights[r] == st.ran[r])
     st.voted[r] = st.voted[r] + 1
@@ -98,7 +99,7 @@ def vote_after_skip(st: Any, r: Any) -> None:
 
 @_transition("rank", fault=True)
 def vote_no(st: Any, r: Any) -> None:
-    """The device's counters are unexpected, or two runs of the step differ: it votes no."""
+    """The device's counters are unexpected, or two runs of the step differ, so it votes no."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r]) & (st.voted[r] < st.launched[r]))
     st.voted[r] = st.voted[r] + 1
 
@@ -115,7 +116,7 @@ def deliver(st: Any, r: Any, q: Any) -> None:
 
 @_transition("rank")
 def move(st: Any, r: Any) -> None:
-    """The device holds a yes of every rank to this step, and updates its weights."""
+    """The device has a yes from every rank for this step, and updates its weights."""
     st.when((st.dead[r] == 0) & (st.voted[r] == st.ran[r] + 1))
     st.need("yes-of-all", st.every("rank", lambda q: st.word[r, q] == st.ran[r] + 1))
     st.ran[r] = st.ran[r] + 1
@@ -124,7 +125,10 @@ def move(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def skip(st: Any, r: Any) -> None:
-    """The device has received every vote, or a connection was cut, and a yes is missing."""
+    """
+    The device has received every vote, or a connection was cut, but a yes is missing: it skips the
+    update.
+    """
     step = st.ran[r] + 1
     st.when((st.dead[r] == 0) & (st.voted[r] == step))
     whole = st.every("rank", lambda q: implies(st.round[q] == st.round[r], st.cut[q] == 0))
@@ -145,7 +149,7 @@ def fail_host(st: Any, r: Any) -> None:
 
 @_transition("rank", "rank")
 def wake_launched(st: Any, r: Any, q: Any) -> None:
-    """A rank finds that a connection of another has closed, and cannot go on."""
+    """A rank finds that another rank has closed its connections, and cannot go on."""
     _goes_on(st, r)
     st.when((st.round[r] == st.round[q]) & (st.cut[q] == 1))
     st.quits[r] = 1
@@ -169,7 +173,7 @@ def report_epoch(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def rebuild(st: Any, r: Any) -> None:
-    """A rank begins again in place, over new connections, in the epoch that all have reported."""
+    """A rank restarts in place, over new connections, in the epoch that all ranks reported."""
     n = st.round[r]
     st.when((st.dead[r] == 0) & (st.cut[r] == 1) & (st.report[n, r] != NOBODY))
     st.need("all-reported", st.every("rank", lambda q: st.report[n, q] != NOBODY))
@@ -230,13 +234,13 @@ def device_order(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.read-moved", r="rank")
 def read_moved(st: Any, r: Any) -> Any:
-    """What a host has read as a yes of all, its device has taken."""
+    """If a host has read a yes from every rank, its device has made the update."""
     return st.known[r] <= st.weights[r]
 
 
 @LAUNCH_LEMMAS("launches.yes-without-gap", r="rank")
 def yes_without_gap(st: Any, r: Any) -> Any:
-    """A device that said yes to its current step took every earlier update."""
+    """A device that voted yes on its current step has made every earlier update."""
     return implies(st.vote[r] > st.ran[r], st.weights[r] == st.ran[r])
 
 
@@ -248,13 +252,15 @@ def words_were_said(st: Any, r: Any, q: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.reports-past", r="rank", n="attempt")
 def reports_past(st: Any, r: Any, n: Any) -> Any:
-    """A rank reports in no round to come, and rounds are counted from 0."""
+    """No rank has reported in a future round, and rounds are counted from 0."""
     return (st.round[r] >= 0) & implies(n > st.round[r], st.report[n, r] == NOBODY)
 
 
 @LAUNCH_LEMMAS("launches.reported-is-settled", r="rank")
 def reported_is_settled(st: Any, r: Any) -> Any:
-    """A rank that reported in its round has ended every launch, and its weights stand."""
+    """
+    A rank that reported in its round has ended every launch, and its weights no longer change.
+    """
     n = st.round[r]
     settled = (st.ran[r] == st.launched[r]) & (st.report[n, r] == st.weights[r])
     stopped = (st.quits[r] == 1) | (st.dead[r] == 1)
@@ -263,7 +269,7 @@ def reported_is_settled(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.begun-as-reported", r="rank", q="rank")
 def begun_as_reported(st: Any, r: Any, q: Any) -> Any:
-    """A rank that rebuilt began in the epoch that every rank had reported."""
+    """A rank that rebuilt restarted in the epoch that every rank had reported."""
     n = st.round[r]
     return implies(n > 0, (st.report[n - 1, q] == st.begin[r]) & (st.begin[r] != NOBODY))
 
@@ -282,5 +288,8 @@ def cut_stops(st: Any, r: Any) -> Any:
 
 @LAUNCH_LEMMAS("launches.first-back-waits", r="rank", q="rank")
 def first_back_waits(st: Any, r: Any, q: Any) -> Any:
-    """A rank that rebuilt before another has no vote of it, and its weights stand."""
+    """
+    A rank that rebuilt before another rank has no vote from that rank, and its weights do not
+    change.
+    """
     return implies(st.round[r] > st.round[q], (st.word[r, q] == 0) & (st.weights[r] == st.begin[r]))

@@ -1,8 +1,8 @@
 """
-What the proofs of the ranks need besides the promises; nothing here is promised.
+Lemmas that the proofs of the ranks need besides the promises.
 
-Most speak of ranks of the newest attempt, ``now``: what a rank of an older one left behind is read
-by nobody but the launcher.
+Most lemmas are about ranks of the newest attempt, ``now``. Only the launcher reads what ranks of
+older attempts left behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qeffect.spec.ranks import AGREED, BETWEEN, NOBODY, STEP
 
 __all__ = ["CONFIGURATION", "LEMMAS"]
 
-#: Taken as given: what a configuration is.
+#: Assumed of a configuration.
 CONFIGURATION: Final = Register()
 #: Proved beside the promises.
 LEMMAS: Final = Register()
@@ -26,19 +26,21 @@ def _now(st: Any, r: Any) -> Any:
 
 @CONFIGURATION("ranks.some-messages", r="rank", q="rank")
 def some_messages(st: Any, r: Any, q: Any) -> Any:
-    """A step has some messages from a rank to another, and none to itself."""
+    """
+    A step has zero or more messages from a rank to another rank, and none from a rank to itself.
+    """
     return (st.messages[r, q] >= 0) & implies(r == q, st.messages[r, q] == 0)
 
 
 @CONFIGURATION("ranks.no-steps-no-messages", r="rank", q="rank")
 def no_steps_no_messages(st: Any, r: Any, q: Any) -> Any:
-    """No steps have no messages."""
+    """Zero steps have zero messages."""
     return st.total[r, q, 0] == 0
 
 
 @CONFIGURATION("ranks.messages-add-up", r="rank", q="rank", k="count")
 def messages_add_up(st: Any, r: Any, q: Any, k: Any) -> Any:
-    """Each step adds its messages."""
+    """Each step adds its messages to the total."""
     return implies(k > 0, st.total[r, q, k] == st.total[r, q, k - 1] + st.messages[r, q])
 
 
@@ -47,14 +49,14 @@ def messages_add_up(st: Any, r: Any, q: Any, k: Any) -> Any:
 
 @LEMMAS("ranks.lives", r="rank")
 def lives(st: Any, r: Any) -> Any:
-    """No rank is of an attempt to come, or of attempt zero."""
+    """No rank belongs to a future attempt or to attempt zero."""
     alive = (st.life[r] == NOBODY) | (st.life[r] > 0)
     return (st.attempt[0] >= 0) & (st.life[r] <= st.attempt[0]) & alive
 
 
 @LEMMAS("ranks.up-now", r="rank")
 def up_now(st: Any, r: Any) -> Any:
-    """A rank that runs is of the newest attempt."""
+    """A rank that runs belongs to the newest attempt."""
     return implies(st.up[r] == 1, _now(st, r))
 
 
@@ -85,7 +87,7 @@ def nothing_published_before_all_started(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.again-waits", r="rank")
 def again_waits(st: Any, r: Any) -> Any:
-    """A rank that is yet to start in place keeps the weights in which all ranks stopped."""
+    """Before a rank starts in place, it keeps the weights with which all ranks stopped."""
     waits = (st.life[r] != st.attempt[0]) & (st.again[0] == 1)
     began = (st.again[0] == 0) | ((st.again[0] == 1) & (st.attempt[0] > 0))
     return began & implies(waits, st.epoch[r] == st.base[0])
@@ -158,7 +160,7 @@ def connected_by_name(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.steps-are-connected", r="rank")
 def steps_are_connected(st: Any, r: Any) -> Any:
-    """A rank that has begun a step has connections, and so has one that wrote into a checkpoint."""
+    """A rank that has begun a step or has written a part of a checkpoint has connections."""
     began = (st.phase[r] != BETWEEN) | (st.step[r] > 0)
     wrote = st.shard_life[r] == st.life[r]
     return implies(_now(st, r) & (began | wrote), st.name[r] != NOBODY)
@@ -180,7 +182,7 @@ def epoch_of_step(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.yes-is-next", r="rank")
 def yes_is_next(st: Any, r: Any) -> Any:
-    """A rank has consented to its own epoch, and to the next one when it has agreed."""
+    """A rank has consented to its own epoch, and also to the next epoch once it has agreed."""
     agreed = st.phase[r] == AGREED
     return implies(
         _now(st, r),
@@ -190,32 +192,32 @@ def yes_is_next(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.moved-by-consent", r="rank", q="rank")
 def moved_by_consent(st: Any, r: Any, q: Any) -> Any:
-    """A rank is in no epoch that another one has not consented to."""
+    """A rank is only in an epoch that every other rank has consented to."""
     return implies(_now(st, r) & _now(st, q), st.epoch[r] <= st.yes[q])
 
 
 @LEMMAS("ranks.moved-by-all", r="rank", q="rank")
 def moved_by_all(st: Any, r: Any, q: Any) -> Any:
-    """Before all have started, nobody has moved."""
+    """Until every rank has started, no rank has changed its weights."""
     return implies(_now(st, r) & (st.life[q] != st.attempt[0]), st.epoch[r] == st.base[0])
 
 
 @LEMMAS("ranks.agreed-is-settled", r="rank")
 def agreed_is_settled(st: Any, r: Any) -> Any:
-    """A rank that has agreed has nothing live, and is whole."""
+    """The contract of a rank that has agreed has nothing live and is whole."""
     agreed = _now(st, r) & (st.phase[r] == AGREED)
     return implies(agreed, (st.live[r] == 0) & (st.whole[r] == 1))
 
 
 @LEMMAS("ranks.whole-is-not-spoiled", r="rank")
 def whole_is_not_spoiled(st: Any, r: Any) -> Any:
-    """What is whole is not spoiled."""
+    """An epoch that is whole is not spoiled."""
     return implies(st.whole[r] == 1, st.spoiled[r] == 0)
 
 
 @LEMMAS("ranks.refused-leaves", r="rank")
 def refused_leaves(st: Any, r: Any) -> Any:
-    """A rank whose contract refused is in that epoch, in its step, and leaves."""
+    """A rank whose contract refused is still in that epoch and step, and is stopping."""
     said = _now(st, r) & (st.refused[r] != NOBODY)
     here = (st.refused[r] == st.epoch[r]) & (st.phase[r] == STEP) & (st.leaving[r] == 1)
     return implies(said, here)
@@ -223,7 +225,7 @@ def refused_leaves(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.refusals-past", r="rank", q="rank")
 def refusals_past(st: Any, r: Any, q: Any) -> Any:
-    """A refusal of an older attempt holds for the ranks that are still of it."""
+    """If a rank refused an epoch, no rank of its attempt is in a later epoch."""
     same = (st.life[r] == st.life[q]) & (st.refused[r] != NOBODY)
     return implies(same, st.epoch[q] <= st.refused[r])
 
@@ -233,7 +235,7 @@ def refusals_past(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.channel-counts", r="rank", q="rank")
 def channel_counts(st: Any, r: Any, q: Any) -> Any:
-    """What has ended was posted; nothing is counted below zero."""
+    """Every message that has ended was posted; no count is below zero."""
     return (
         (st.sent_done[r, q] >= 0)
         & (st.sent_done[r, q] <= st.sent[r, q])
@@ -256,7 +258,10 @@ def posted_by_then(st: Any, r: Any, q: Any, p: Any) -> Any:
 
 @LEMMAS("ranks.ends-agree", r="rank", q="rank")
 def ends_agree(st: Any, r: Any, q: Any) -> Any:
-    """Both ends of a channel count the same messages as ended; none before both have started."""
+    """
+    Both ends of a channel count the same messages as ended; the count is zero until both ranks have
+    started.
+    """
     both = _now(st, r) & _now(st, q)
     return implies(both, st.sent_done[r, q] == st.taken_done[q, r]) & implies(
         st.life[r] != st.life[q],
@@ -266,7 +271,7 @@ def ends_agree(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.channel-settled", r="rank", q="rank")
 def channel_settled(st: Any, r: Any, q: Any) -> Any:
-    """Outside of its step a rank has no message under way."""
+    """A rank has no message under way outside its step."""
     outside = _now(st, r) & (st.phase[r] != STEP)
     ended = (st.sent_done[r, q] == st.sent[r, q]) & (st.taken_done[r, q] == st.taken[r, q])
     return implies(outside, ended)
@@ -274,7 +279,7 @@ def channel_settled(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.channel-of-step", r="rank", q="rank")
 def channel_of_step(st: Any, r: Any, q: Any) -> Any:
-    """A rank has posted the messages of all its ended steps, and perhaps some of this one."""
+    """A rank has posted all messages of its ended steps, and perhaps some of the current step."""
     n = st.step[r]
     in_step = (st.sent_before[r, q] == st.total[r, q, n - 1]) & (
         st.taken_before[r, q] == st.total[q, r, n - 1]
@@ -292,7 +297,7 @@ def channel_of_step(st: Any, r: Any, q: Any) -> Any:
 
 @LEMMAS("ranks.halted-or-not", n="attempt")
 def halted_or_not(st: Any, n: Any) -> Any:
-    """An attempt has a cause to end, or has none; likewise a reason."""
+    """Whether an attempt has a cause to end is 0 or 1, and so is whether it has a reason."""
     return ((st.halted[n] == 0) | (st.halted[n] == 1)) & (
         (st.reasoned[n] == 0) | (st.reasoned[n] == 1)
     )
@@ -312,14 +317,14 @@ def closed_said(st: Any, r: Any) -> Any:
 
 @LEMMAS("ranks.reasons-count", r="rank")
 def reasons_count(st: Any, r: Any) -> Any:
-    """A rank that published a reason of its own is of an attempt that has one."""
+    """If a rank published a reason of its own, its attempt is marked as having a reason."""
     said = (st.life[r] != NOBODY) & (st.said[r] == 1) & (st.lost[r] == 0)
     return implies(said, st.reasoned[st.life[r]] == 1)
 
 
 @LEMMAS("ranks.reason-stands")
 def reason_stands(st: Any) -> Any:
-    """The first rank with a reason of its own in the newest attempt has not started again."""
+    """The first rank with a reason of its own in the newest attempt has not restarted."""
     n = st.attempt[0]
     w = st.reason[n]
     return implies(

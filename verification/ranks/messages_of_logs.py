@@ -1,15 +1,16 @@
 """
-Messages in rank logs, and what a device did not reach because a message never came.
+Messages in rank logs, and the logged events that a device never reached because a message never
+came.
 
 On a GPU the host does not wait for a transfer: it queues work behind it (`behind_send`,
-`behind_receive`) and goes on, up to its consent. If the other rank ends before it posts its end of
-the message, the device never comes past this place. Then nothing that the host logged behind it in
-this step has happened, except that the rank stopped. A send that was posted behind it did not
-leave either, so that the other rank's device may stand still in its turn.
+`behind_receive`) and continues up to its consent. If the other rank ends before it posts its end of
+the message, the device never gets past this place. Then no event that the host logged after this
+place in this step has happened, except that the rank stopped. A send that was posted after this
+place did not leave either, so the other rank's device may get stuck as well.
 
 This is so only in a step that the rank did not commit. A commit needs the consent of all ranks, and
-each of them has then posted all its messages. Where the host waits itself (`sent`, `received`), all
-that it logged has happened.
+each of them has then posted all its messages. If the host itself waits (`sent`, `received`), every
+event that it logged has happened.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SENT: Final = frozenset({"sent", "behind_send"})
 ENDED: Final = frozenset({*SENT, "received", "behind_receive"})
 MESSAGE_EVENTS: Final = frozenset({"post_send", "post_receive", *ENDED})
 _QUEUED: Final = frozenset({"behind_send", "behind_receive"})
-#: What the host logs ahead of its device; a rank whose host waits for messages is never ahead.
+#: Events that the host logs ahead of its device. A rank whose host waits for messages is never
+#: ahead.
 _AHEAD: Final = frozenset(
     {"post_send", "post_receive", *_QUEUED, "second_run", "finish", "consent"}
 )
@@ -33,8 +35,10 @@ _Events = tuple[_Event, ...]
 
 
 def action_of(event: _Event) -> str:
-    """Return a posted message as torch writes it at its end: the action of `post_send` or
-    `post_receive`."""
+    """
+    Return the action of `post_send` or `post_receive` in the notation of torch, as at the end of
+    the message.
+    """
     stage, microbatch, gradient = event["message"]
     what = "B" if gradient else "F"
     if event["event"] == "post_send":
@@ -44,7 +48,7 @@ def action_of(event: _Event) -> str:
 
 def reached(events: Mapping[int, _Events]) -> dict[int, _Events]:
     """
-    Leave out what no device reached, as far as the logs tell.
+    Leave out the events that no device reached, as far as the logs show.
 
     Args:
         events: By rank, the events of its part in an attempt.
@@ -54,7 +58,7 @@ def reached(events: Mapping[int, _Events]) -> dict[int, _Events]:
     """
     left = dict(events)
     moved = True
-    while moved:  # what one rank did not post, the next one waits for
+    while moved:  # a rank waits for what another rank did not post
         moved = False
         for rank, own in left.items():
             if (place := _stands(rank, left)) is not None:
@@ -65,7 +69,7 @@ def reached(events: Mapping[int, _Events]) -> dict[int, _Events]:
 
 
 def _step(own: _Events, epoch: int | None = None) -> tuple[int, int]:
-    """The places where a guarded step begins and ends; of an epoch, or the last one."""
+    """The places where the guarded step of an epoch, or the last step, begins and ends."""
     begins = [
         place
         for place, event in enumerate(own)
@@ -85,7 +89,7 @@ def _stands(rank: int, events: Mapping[int, _Events]) -> int | None:
     own = events[rank]
     first, last = _step(own)
     if last < len(own) or not own or own[first]["event"] != "begin_step":
-        return None  # the step was committed, or is a capture, in which no device moves
+        return None  # the step was committed, or is a capture, during which no device runs
     epoch = own[first]["epoch"]
     posted: dict[tuple[str, int], int] = {}
     places: dict[tuple[str, int, str], int] = {}
@@ -105,7 +109,7 @@ def _stands(rank: int, events: Mapping[int, _Events]) -> int | None:
 
 
 def _posts(what: str, rank: int, epoch: int, peer: int, events: Mapping[int, _Events]) -> int:
-    """How many messages with a rank its peer posted in the step of an epoch."""
+    """Number of a peer's posts of one kind for messages with a rank, in the step of an epoch."""
     own = events.get(peer, ())
     first, last = _step(own, epoch)
     return sum(event["event"] == what and event["peer"] == rank for event in own[first:last])

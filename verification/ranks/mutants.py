@@ -1,9 +1,9 @@
 """
-Mutants of the protocol, each with one thing left out or done another way. A mutant is caught twice:
-a proof no longer closes, and a shortest trace of a few ranks shows the violation.
+Mutants of the protocol, each with one rule left out or changed. A mutant is caught twice: a proof
+fails, and a shortest trace of a few ranks shows the violation.
 
-Every need of a transition (``st.need``) is left out in turn, and the writes that make other ranks
-wait, know or stop.
+Every condition that a transition requires (``st.need``) is left out in turn, and so is every write
+by which other ranks wait, learn or stop.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from .symbolic_state import asked
 
 __all__ = ["BY_COUNT", "WRITES", "Caught", "ProtocolMutant", "caught", "mutants"]
 
-#: Writes that are left out in turn, by transition, with what a runtime without the write does.
+#: Writes that are left out in turn, by transition and column, with the behaviour of a runtime
+#: without the write.
 WRITES: Final[Mapping[tuple[str, str], str]] = {
-    ("start", "epoch"): "a rank starts with the weights that it happens to have",
-    ("start", "name"): "the name of an attempt is the agent's count, which did not rise",
-    ("begin_step", "sent_before"): "a rank keeps its count of messages when a new step begins",
-    ("consent", "phase"): "a rank consents and goes on with its step",
-    ("refuse", "leaving"): "a rank whose contract refused stays",
-    ("publish", "kept"): "a checkpoint gets its name without its parts",
-    ("close", "open"): "a rank ends and wakes nobody",
+    ("start", "epoch"): "a rank starts from its current weights instead of a checkpoint",
+    ("start", "name"): "a rank that starts keeps the name of the attempt before",
+    ("begin_step", "sent_before"): "a rank does not reset its count of messages when a step begins",
+    ("consent", "phase"): "a rank consents and continues its step",
+    ("refuse", "leaving"): "a rank whose contract refused does not stop",
+    ("publish", "kept"): "a checkpoint is published without its parts",
+    ("close", "open"): "a rank ends without waking the others",
     ("end", "told"): "a rank ends without reading the cause",
 }
 
@@ -39,13 +40,13 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
 @frozen
 class ProtocolMutant:
     """
-    A protocol with one thing left out, or with one thing done another way.
+    A protocol with one rule left out or changed.
 
     Args:
         transition: The transition.
-        without: The need that it does not ask, or ``COLUMN =`` for a column that it does not write.
-        says: What that means.
-        instead: The transitions that take its place and that of others, by name.
+        without: The left-out condition, or ``COLUMN =`` for a left-out write.
+        says: What the change means.
+        instead: Transitions that replace those of the same name.
         scopes: The scopes to explore.
     """
 
@@ -62,7 +63,7 @@ class ProtocolMutant:
 
 
 def _start_counted(st: Any, r: Any) -> None:
-    """A rank starts with its agent's count of restarts."""
+    """A rank starts under its agent's count of restarts."""
     counted = st.drew[r]
     TRANSITIONS["start"].run(st, r)
     st.drew[r] = counted
@@ -83,7 +84,7 @@ def _connect_by_count(st: Any, r: Any, a: Any) -> None:
 
 
 def _never(st: Any, _r: Any, _a: Any) -> None:
-    """Does not happen."""
+    """Never possible."""
     st.when(st.attempt[0] < 0)
 
 
@@ -94,11 +95,11 @@ _COUNTED: Final[Mapping[str, Callable[..., None]]] = {
     **dict.fromkeys(("offer", "take_seat", "confirm"), _never),
 }
 
-#: Two agents, each with a count of restarts of its own, as an attempt was named before.
+#: Two agents that each count restarts separately; attempts were named by this count before.
 BY_COUNT: Final = ProtocolMutant(
     "connect",
     "count",
-    "the count of restarts that each agent keeps for itself names the attempt",
+    "each agent names the attempt by its own count of restarts",
     {name: evolve(TRANSITIONS[name], run=run) for name, run in _COUNTED.items()},
     ("two-ranks",),
 )
@@ -111,7 +112,7 @@ class Caught:
 
     Args:
         mutant: The mutant.
-        open: The claims that are no longer proved.
+        open: The claims that can no longer be proved.
         scope: The scope whose exploration finds a violation; empty if none does.
         violation: The violation.
         trace: The transitions that lead to the violation.
@@ -155,7 +156,7 @@ def mutants() -> Iterator[ProtocolMutant]:
 def caught(mutant: ProtocolMutant, progress: Callable[[str], None] | None = None) -> Caught:
     """Prove and explore a mutant."""
     if progress is not None:
-        progress(f"Without. {mutant.name}")
+        progress(f"Mutants. {mutant.name}")
     without = frozenset({mutant.without})
     left = tuple(
         obligation.name

@@ -18,9 +18,9 @@ from .replayed_state import ReplayedState, UnlikeError
 
 __all__ = ["LoggedStep", "OrderSearch", "Unexplained"]
 
-#: Orders of the events that stop ranks; only these are tried in more than one order.
+#: Events that stop ranks; only these are tried in more than one order.
 _MOST_ORDERS: Final = 20_000
-#: Events that take possibilities from other ranks, or give them new ones.
+#: Events that remove or add possible steps of other ranks.
 _CHOSEN: Final = frozenset({"say", "close", "end", "gone"})
 
 
@@ -30,8 +30,8 @@ class LoggedStep:
     One step that a log tells of.
 
     Args:
-        name: The transition, or what is looked at.
-        run: Takes it, and raises `Refused`, `Impossible` or `UnlikeError`.
+        name: The transition, or the checked value.
+        run: Takes the step; raises `Refused`, `Impossible` or `UnlikeError`.
         log: The log.
         event: The event; None for the end of the log.
     """
@@ -58,11 +58,11 @@ class Unexplained:
 
 class OrderSearch:
     """
-    The search for an order of some rows of steps.
+    A search for an order of the steps of some rows.
 
     Args:
-        rows: The steps; those of a row have the row's order.
-        settle: Takes what is not logged, after each step.
+        rows: The steps; steps of one row keep their order.
+        settle: Takes the transitions that are not logged, after each step.
         state: The state of all ranks.
     """
 
@@ -75,10 +75,12 @@ class OrderSearch:
         self._seen: set[Any] = set()
         self._furthest = -1
         self._blocked: list[Unexplained] = []
-        self._asked: dict[int, Unexplained] = {}  # by step, what the protocol once asked for it
+        self._asked: dict[
+            int, Unexplained
+        ] = {}  # by step, a condition of the protocol that was once not met
 
     def run(self) -> Unexplained | None:
-        """Return None if an order was found, else an event that none explains."""
+        """Return None if an order was found, else a step that no order explains."""
         if self._search(0):
             return None
         asked = [self._asked[id(f.step)] for f in self._blocked if id(f.step) in self._asked]
@@ -126,7 +128,9 @@ class OrderSearch:
         return None
 
     def _advance(self) -> list[Unexplained]:
-        """Take what takes nothing from others, as far as that goes; return what is held."""
+        """
+        Take every step that cannot hinder another rank, as far as possible; return the steps left.
+        """
         moved = True
         while moved:
             moved = False

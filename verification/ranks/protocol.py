@@ -2,17 +2,17 @@
 The protocol of N ranks, as transitions over columns; read over plain memory and by a solver.
 
 A rank's own contract appears as four numbers: its epoch, how much of it is live, whether its epoch
-is spoiled, and whether it is whole (final and reduced). That this is how the composed kernel
-behaves is checked apart (`qeffect.verification.ranks.kernel`).
+is spoiled, and whether it is whole (final and reduced). A separate check compares this with the
+composed kernel (`qeffect.verification.ranks.kernel`).
 
-Each transition says three things in turn. ``st.when`` is what makes it possible at all: a process
-that does not run does nothing. ``st.need`` is what the protocol asks first; each has a name, and
-without any one of them a promise breaks. Then it writes. Transitions neither branch on the state
-nor loop over it, so that the same functions run over small memories and over Z3's arrays.
+Each transition has three parts. ``st.when`` says when it is possible at all: a process that does
+not run does nothing. ``st.need`` is a named condition that the protocol checks first; without any
+one of these conditions a promise breaks. Then the transition writes. Transitions neither branch on
+the state nor loop over it, so that the same functions run over small memories and over Z3's arrays.
 
 An attempt is one run of all ranks from a checkpoint. The launcher does not tell ranks which attempt
-they are of, and its store keeps what earlier attempts wrote. So the ranks of an attempt agree on a
-name that no other attempt has (`qeffect.gpu_runtime.ranks.attempt`), and connect under the name.
+they belong to, and its store keeps the entries of earlier attempts. So the ranks of an attempt
+agree on a unique name (`qeffect.gpu_runtime.ranks.attempt`) and connect under it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class RankTransition:
 
     Args:
         name: Its name.
-        run: The function, of the state and its arguments.
+        run: The function; it takes the state and the arguments.
         arguments: Sort of each argument.
-        fault: Whether it is something that went wrong, and not the protocol going on.
+        fault: Whether it is a fault, and not a step of the protocol.
     """
 
     name: str
@@ -74,7 +74,9 @@ def _goes_on(st: Any, r: Any, phase: int) -> None:
 
 @_transition()
 def begin_attempt(st: Any) -> None:
-    """The launcher begins an attempt from the newest whole checkpoint, once no rank is left."""
+    """
+    The launcher begins an attempt from the newest complete checkpoint, once no rank is running.
+    """
     st.need("fence", st.every("rank", lambda q: st.up[q] == 0))
     st.attempt[0] = st.attempt[0] + 1
     st.base[0] = st.saved[0]
@@ -83,7 +85,9 @@ def begin_attempt(st: Any) -> None:
 
 @_transition()
 def begin_again(st: Any) -> None:
-    """The ranks begin an attempt in place: all stopped by themselves, in one epoch."""
+    """
+    The ranks begin an attempt in place, after all of them stopped by themselves in the same epoch.
+    """
     st.when(st.attempt[0] > 0)
     st.need(
         "all-stopped",
@@ -114,7 +118,7 @@ def _fresh(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def start(st: Any, r: Any) -> None:
-    """A rank starts, once in an attempt, and loads its part of the checkpoint."""
+    """A rank starts, once per attempt, and loads its part of the checkpoint."""
     st.when(st.up[r] == 0)
     st.need("one-start", st.life[r] != st.attempt[0])
     st.when((st.attempt[0] > 0) & (st.again[0] == 0))
@@ -188,7 +192,7 @@ def begin_step(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def act(st: Any, r: Any) -> None:
-    """The rank's contract accepts an action: something is live."""
+    """The rank's contract accepts an action, which is then live."""
     st.when(st.up[r] == 1)
     st.when(st.phase[r] != BETWEEN)
     st.when(st.leaving[r] == 0)
@@ -198,7 +202,7 @@ def act(st: Any, r: Any) -> None:
 
 @_transition("rank")
 def end_act(st: Any, r: Any) -> None:
-    """What was live is released."""
+    """A live action of the rank is released."""
     _goes_on(st, r, STEP)
     st.when(st.live[r] > 0)
     st.live[r] = st.live[r] - 1
@@ -227,7 +231,7 @@ def finish(st: Any, r: Any) -> None:
 
 @_transition("rank", "rank", "slot", "message")
 def post_send(st: Any, r: Any, q: Any, s: Any, m: Any) -> None:
-    """A rank posts its next send to another: a message, out of a slot."""
+    """A rank posts its next send to another rank: a message from a slot."""
     _goes_on(st, r, STEP)
     st.when(r != q)
     st.need("planned-sends", st.sent[r, q] < st.sent_before[r, q] + st.messages[r, q])
@@ -244,7 +248,7 @@ def post_send(st: Any, r: Any, q: Any, s: Any, m: Any) -> None:
 
 @_transition("rank", "rank", "slot", "message")
 def post_receive(st: Any, r: Any, q: Any, s: Any, m: Any) -> None:
-    """A rank posts its next receive from another: of a message, into a slot."""
+    """A rank posts its next receive from another rank: a message into a slot."""
     _goes_on(st, r, STEP)
     st.when(r != q)
     st.need("planned-receives", st.taken[r, q] < st.taken_before[r, q] + st.messages[q, r])
@@ -296,7 +300,10 @@ def release(st: Any, r: Any, s: Any) -> None:
 
 @_transition("rank")
 def consent(st: Any, r: Any) -> None:
-    """A rank consents to the commit: its contract would accept it, and its messages have ended."""
+    """
+    A rank consents to the commit: its contract would accept the commit, and its messages have
+    ended.
+    """
     _goes_on(st, r, STEP)
     st.need("contract-accepts", (st.live[r] == 0) & (st.whole[r] == 1))
     st.need(
@@ -335,7 +342,7 @@ def refuse(st: Any, r: Any) -> None:
 @_transition("rank")
 def commit(st: Any, r: Any) -> None:
     """
-    A rank moves its weights: every rank under its name has consented to it, and both ends of each
+    A rank updates its weights, since every rank of its attempt has consented, and both ends of each
     channel posted the same messages in the same order.
     """
     _goes_on(st, r, AGREED)
@@ -384,8 +391,8 @@ def write_shard(st: Any, r: Any) -> None:
 @_transition("rank")
 def publish(st: Any, r: Any) -> None:
     """
-    A rank makes the parts that lie there the whole checkpoint: all are of the epoch of its own
-    part. It may have gone on meanwhile, or be about to stop.
+    A rank publishes the written parts as the complete checkpoint; all of them are of the epoch of
+    its own part. Meanwhile the rank may have begun another step, or be about to stop.
     """
     st.when((st.up[r] == 1) & (st.name[r] != NOBODY))
     st.need("part-of-this-epoch", st.every("rank", lambda q: st.shard[q] == st.shard[r]))
@@ -410,7 +417,8 @@ def give_up(st: Any, r: Any) -> None:
 @_transition("rank", "rank")
 def wake(st: Any, r: Any, q: Any) -> None:
     """
-    A rank cannot go on: a connection of another has closed, or did not come up before the deadline.
+    A rank cannot go on: another rank has closed its connections, or did not connect before the
+    deadline.
     """
     st.when(st.up[r] == 1)
     st.when(st.leaving[r] == 0)
@@ -451,8 +459,9 @@ def close(st: Any, r: Any) -> None:
 @_transition("rank", "rank")
 def decide(st: Any, r: Any, p: Any) -> None:
     """
-    A stopping rank writes the cause that it finds, once it heard all ranks or waited its grace: a
-    rank with a reason of its own, else one that published nothing, else one that lost a connection.
+    A stopping rank writes the cause, once it has heard from all ranks or its grace period is over.
+    The cause is a rank with a reason of its own, else a rank that published nothing, else a rank
+    that lost a connection.
     """
     n = st.life[r]
     st.when((st.up[r] == 1) & (st.said[r] == 1) & (st.open[r] == 0))
@@ -478,7 +487,7 @@ def decide(st: Any, r: Any, p: Any) -> None:
 
 @_transition("rank")
 def end(st: Any, r: Any) -> None:
-    """A rank reads the attempt's cause, and ends with it."""
+    """A rank reads the attempt's cause, reports it and ends."""
     st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.open[r] == 0))
     st.need("cause-first", st.halted[st.life[r]] == 1)
     st.told[r] = st.cause[st.life[r]]
@@ -496,5 +505,5 @@ def crash(st: Any, r: Any) -> None:
 
 
 TRANSITIONS: Final[Mapping[str, RankTransition]] = dict(_FOUND)
-#: What went wrong, as against what the protocol does.
+#: The transitions that are faults, not steps of the protocol.
 FAULTS: Final = frozenset(t.name for t in TRANSITIONS.values() if t.fault)

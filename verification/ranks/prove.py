@@ -1,9 +1,9 @@
 """
-Proofs for any number of ranks: every promise and lemma holds at first, and every transition keeps
+Proofs for any number of ranks: every promise and lemma holds initially, and every transition keeps
 it.
 
 Ranks are members of an uninterpreted sort; slots and places are integers. This module makes the
-goals; `qeffect.verification.proofs` asks and reports them as it does the contract's.
+goals; `qeffect.verification.proofs` proves and reports them like the contract's goals.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ __all__ = ["PROTOCOLS", "Protocol", "again", "goals", "prove", "run_proofs"]
 @frozen(slots=False)
 class Protocol:
     """
-    What is proved together: transitions, and what they keep. A theory for the solvers.
+    A protocol to prove: its transitions and the predicates that they keep. A theory for the
+    solvers.
 
     Args:
         name: Its name in reports.
         transitions: The transitions, by name.
-        given: What a configuration is.
+        given: Assumptions about the configuration.
         invariants: What holds in every reachable state.
         steps: What holds whenever a transition is taken.
     """
@@ -56,7 +57,7 @@ class Protocol:
 
     @property
     def encoding(self) -> Encoding:
-        """What the sorts are."""
+        """The encoding of the sorts."""
         return ENCODING
 
     @cached_property
@@ -89,7 +90,9 @@ class Protocol:
         return lemmas_within(self.lemmas, relations)
 
     def instances(self, goal: Goal) -> Iterator[Term]:
-        """Yield what holds before a goal's transition, for members that the goal speaks of."""
+        """
+        Yield the lemmas that hold before a goal's transition, for the members that the goal names.
+        """
         sorts = self._sorts(goal)
         space = _members([(ENCODING.const(name, sort), sort) for name, sort in sorts.items()])
         for claim in (*self.configuration, *self.lemmas.values()):
@@ -110,12 +113,12 @@ class Protocol:
         }
 
 
-#: A claim with more variables is not told for every combination of members.
+#: A claim with more variables is not instantiated for every combination of members.
 _MANY: Final = 3
 
 
 def _members(named: Sequence[tuple[Term, str]]) -> dict[str, list[Term]]:
-    """Return members of each sort: those that a goal names, and what these count and hold."""
+    """Return members of each sort: the members that a goal names, and their entries in columns."""
     state = SymbolicState(fresh())
     space: dict[str, list[Term]] = {
         sort: [member for member, its in named if its == sort]
@@ -133,7 +136,7 @@ def _members(named: Sequence[tuple[Term, str]]) -> dict[str, list[Term]]:
     return space
 
 
-#: Steps whose commit the hosts agree on, and steps that are launches.
+#: The two protocols: hosts agree on the commit of a step, or each step is one launch.
 PROTOCOLS: Final = (
     Protocol("hosts", TRANSITIONS, (*CONFIGURATION,), (*RANK_PROMISES, *LEMMAS), (*RANK_STEPS,)),
     Protocol("launches", LAUNCHES, (), (*LAUNCH_PROMISES, *LAUNCH_LEMMAS), (*LAUNCH_STEPS,)),
@@ -154,10 +157,10 @@ def run_proofs(
         progress: Called with a progress line.
         seeds: Seeds of Z3. The proofs use the first; each other seed proves the goals again.
         solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
-        note: Told the first obligation without a proof at once.
+        note: Called at once with the first obligation that has no proof.
 
     Raises:
-        ImportError: cvc5 is asked for and not installed.
+        ImportError: cvc5 is requested but not installed.
     """
     first, *others = [*seeds] or [0]
     report = ProofReport()
@@ -168,7 +171,7 @@ def run_proofs(
     for agreement in again(others, solvers):
         report.agreements.append(agreement)
         if progress is not None:
-            progress(f"Proving. {agreement.counted}")
+            progress(f"Proving. {agreement.counted} obligations proved again")
     return report
 
 
@@ -186,12 +189,12 @@ def prove(
 
     Args:
         transition: The only transition to prove; by default all, and the initial state.
-        without: Names of needs that the transition does not ask, ``COLUMN =`` for columns that it
-            does not write.
+        without: Names of left-out conditions of the transition, and ``COLUMN =`` for each left-out
+            write.
         seed: Seed of the solver.
-        thorough: Whether a goal that cheap attempts leave open is tried on.
+        thorough: Whether goals that cheap attempts leave open get further attempts.
         progress: Called with a progress line.
-        instead: Transitions that are proved instead of those of the same name.
+        instead: Transitions that replace those of the same name.
     """
     for protocol in PROTOCOLS:
         solver = Z3(protocol, seed=seed, thorough=thorough)
@@ -214,21 +217,21 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
         solvers: Contains ``cvc5`` to ask cvc5 too.
 
     Raises:
-        ImportError: cvc5 is asked for and not installed.
+        ImportError: cvc5 is requested but not installed.
     """
     asked = [(protocol, list(goals(protocol))) for protocol in PROTOCOLS]
     yield from agreements(asked, seeds, solvers)
 
 
 def goals(protocol: Protocol) -> Iterator[Goal]:
-    """Yield all that a solver is asked about a protocol."""
+    """Yield all goals of a protocol."""
     yield from _initially(protocol)
     for transition in protocol.transitions.values():
         yield from (one for one in _kept(protocol, transition) if isinstance(one, Goal))
 
 
 def _initially(protocol: Protocol) -> Iterator[Goal]:
-    """Yield that what is kept holds at first."""
+    """Yield that the invariants hold initially."""
     state = initial()
     for predicate in protocol.invariants:
         denied = _claim(predicate, state).denied(ENCODING)
@@ -239,9 +242,10 @@ def _kept(
     protocol: Protocol, transition: RankTransition, without: frozenset[str] = frozenset()
 ) -> Iterator[Obligation | Goal]:
     """
-    Yield what holds when a transition is taken, and what it keeps.
+    Yield the step properties of a transition, and the invariants that it keeps.
 
-    An invariant of which a transition writes no column is the same term before and after.
+    If a transition writes no column of an invariant, the invariant is the same term before and
+    after.
     """
     before = fresh()
     conditions, after, arguments = run(transition, before, without)

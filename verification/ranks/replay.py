@@ -1,18 +1,19 @@
 """
-The logs of all ranks, taken through the model of ranks: by the very transitions that are proved.
+Replay of the logs of all ranks through the model of ranks, by the same transitions that are proved.
 
 The logs have no common clock. The replay looks for an order of all events, each log in its own
-order, in which every event is a transition that the protocol takes. It refuses what no order
-explains. Three things are not logged, and are taken as soon as they are possible: a transfer of a
-message that both ends have posted, the choice of a cause by the first rank that ends, and the start
-of an attempt. A log that merely ends is one of a process that died. Of steps that are one launch,
-`replayed_launches` says what the logs tell about the devices. A host that queues work ahead of its
-device logs what did not happen if a rank ends; `messages_of_logs` leaves that out.
+order, in which every event is a transition that the protocol takes. It refuses events that no order
+explains. Three things are not logged; the replay takes them as soon as they are possible: a
+transfer of a message that both ends have posted, the choice of a cause by the first rank that ends,
+and the start of an attempt. A log without a stop at its end means that its process died.
+`replayed_launches` derives from the logs what the devices did in steps that are one launch. If a
+rank ends, a host that queues work ahead of its device has logged events that never happened on the
+device; `messages_of_logs` leaves these out.
 
 If the first files of a log in several files are missing, the replay begins behind a commit that all
 logs have, and takes the ranks' states there on trust (`qeffect.log.rank_series`).
 
-Attempts follow one another by the hosts' clocks; nothing else reads those.
+Attempts are ordered by the hosts' clocks; nothing else reads the clocks.
 
 `replayed_spans` cuts the logs into attempts, `replayed_events` says what each event is in the model
 (with modules for messages, checkpoints, stops and launches), `order_search` looks for the order.
@@ -58,21 +59,22 @@ class RankReport:
     Args:
         verdict: ``accepted`` or ``refused``.
         logs: Number of logs.
-        attempts: Attempts, those in place included.
-        commits: Commits of all ranks.
-        launches: Steps of all ranks that were one launch.
-        messages: Messages that arrived.
-        checkpoints: Whole checkpoints.
-        stops: Ranks that stopped by themselves.
-        trusted_epoch: The epoch in which the first attempt begins whose first files are missing;
-            None if every log is there from its beginning.
-        log: The refused log; this and what follows is None if nothing was refused.
+        attempts: Number of attempts, including attempts in place.
+        commits: Number of commits of all ranks.
+        launches: Number of steps of all ranks that were one launch.
+        messages: Number of messages that arrived.
+        checkpoints: Number of complete checkpoints.
+        stops: Number of ranks that stopped by themselves.
+        trusted_epoch: The epoch in which the first attempt with missing first files begins; None if
+            every log is complete.
+        log: The refused log. This and all later fields are None if nothing was refused.
         rank: Its rank.
         line: Line of the refused event.
         step: The event's sequence number.
         action: The event.
-        clause: What the protocol asks, or `ranks.order` if the protocol takes no such step there.
-        message: One sentence.
+        clause: The condition that the protocol requires, or `ranks.order` if the step is not
+            possible there.
+        message: The refusal in a sentence.
         expected: What was expected.
         found: What was found.
         remedy: What to do.
@@ -130,8 +132,8 @@ def replay_ranks(paths: Sequence[str | os.PathLike[str]]) -> RankReport:
     Replay the rank logs of one job through the model of ranks.
 
     Args:
-        paths: The logs of all ranks, of one attempt or of several, in any order; all files of a
-            log in several files, or the newest ones.
+        paths: The logs of all ranks, of one or more attempts, in any order. If a log has several
+            files: all of them, or only the newest.
 
     Raises:
         LogError: A file is not a rank log, a rank's log or a file between two others is missing,
@@ -157,7 +159,8 @@ def _report(verdict: str, logs: int, tally: Mapping[str, int], **refusal: Any) -
 
 def _attempts(logs: Sequence[RankLines]) -> list[list[RankLines]]:
     """
-    Return the logs of each attempt, by rank; attempts by their beginning.
+    Return the logs of each attempt, in the order of ranks; attempts in the order of their
+    beginning.
 
     Raises:
         LogError: Two logs are of the same rank, or a rank's log is missing.
@@ -168,14 +171,18 @@ def _attempts(logs: Sequence[RankLines]) -> list[list[RankLines]]:
         other = ranks.setdefault(log.header["rank"], log)
         if other is not log:
             raise LogError(
-                f"{log.name} and {other.name} are both of rank {log.header['rank']} in one attempt"
+                f"{log.name} and {other.name} are both logs of rank {log.header['rank']} in the "
+                "same attempt; expected one log per rank"
             )
     for attempt, ranks in found.items():
         first = next(iter(ranks.values()))
         for name in ("world", "channels"):
             for log in ranks.values():
                 if log.header[name] != first.header[name]:
-                    raise LogError(f"{log.name} and {first.name} differ in {name}")
+                    raise LogError(
+                        f"{log.name} and {first.name} are logs of the same attempt, "
+                        f"but their headers differ in {name}"
+                    )
         missing = sorted(set(range(first.header["world"])) - ranks.keys())
         if missing:
             raise LogError(
@@ -203,11 +210,12 @@ def _refusal(unexplained: Unexplained, logs: int, tally: Mapping[str, int]) -> R
     elif isinstance(error, Refused):
         clause = error.clause
         expected = clause.removeprefix("ranks.").replace("-", " ")
-        found = f"`{op.name}` without it"
-        message = f"`{op.name}` asks for: {expected}. {asks}".strip()
+        found = f"`{op.name}`, where this does not hold"
+        message = f"`{op.name}` requires: {expected}. {asks}".strip()
     else:
         clause, expected, found = "ranks.order", asks or op.name, f"`{op.name}`"
-        message = f"the protocol does not take `{op.name}` here, in any order. {asks}".strip()
+        message = f"`{op.name}` is not possible here, in any order of the logs' events. {asks}"
+        message = message.strip()
     return _report(
         "refused",
         logs,
@@ -221,8 +229,8 @@ def _refusal(unexplained: Unexplained, logs: int, tally: Mapping[str, int]) -> R
         message=message,
         expected=expected,
         found=found,
-        remedy="Compare this rank's events with those of the other ranks up to this line; one "
-        "rank did what the others did not agree to, or a log was changed.",
+        remedy="Compare this rank's events with those of the other ranks up to this line; either "
+        "one rank acted without the agreement of the others, or a log was changed.",
     )
 
 
@@ -295,11 +303,11 @@ class _Job:
         return None
 
     def _trust(self, present: Mapping[int, Span], trusted: Mapping[str, Any]) -> Unexplained | None:
-        """Begin in mid-run, from the state that the logs begin with."""
+        """Begin in the middle of a run, from the state at the beginning of the logs."""
         for span in present.values():
             own = span.trusted
             if own is None or own["launches"] != trusted["launches"]:
-                error = UnlikeError("a beginning as on rank 0", "another")
+                error = UnlikeError("a log that begins like rank 0's", "another")
                 return Unexplained(step_of(span, own, "start", lambda: None), error)
         epoch = trusted["epoch"]
         self.state = self._state_of(present[0].log.header, epoch)

@@ -1,8 +1,8 @@
 """
-What each event of an attempt's logs is in the model of ranks.
+The transition in the model of ranks for each event of an attempt's logs.
 
-Messages, checkpoints, stops and launches have modules of their own; here is how ranks meet, and
-their steps.
+Messages, checkpoints, stops and launches have separate modules; this module has the meeting of
+ranks and their steps.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .replayed_stops import ReplayedStops
 
 __all__ = ["EventsOfAttempt", "step_of"]
 
-#: Makes a step of a rank: an event, the transition's name, and what it does if not the transition.
+#: Makes a step of a rank from an event, a transition's name and optionally a function that replaces
+#: the transition.
 _Make = Callable[..., LoggedStep]
 
 
 def step_of(
     span: Span, event: Mapping[str, Any] | None, name: str, run: Callable[[], None]
 ) -> LoggedStep:
-    """Make a step of a rank's part in an attempt."""
+    """Make a step of a rank's span."""
     return LoggedStep(name, run, span.log, event)
 
 
@@ -51,7 +52,7 @@ class EventsOfAttempt:
         tally: Counts commits.
         attempts: The logs of all attempts of the job.
         names: Numbers the names under which ranks meet.
-        launches: For each rank, which of its steps were one launch.
+        launches: For each rank, its steps that were one launch.
         messages: The job's messages.
         saves: The job's checkpoints.
     """
@@ -74,8 +75,8 @@ class EventsOfAttempt:
 
         Args:
             r: The rank.
-            span: Its part in the attempt.
-            number: Which of the parts of its log this is.
+            span: Its part of the attempt.
+            number: Position of the span in the rank's log.
         """
         own: list[LoggedStep] = []
         saver: list[LoggedStep] = []
@@ -103,11 +104,11 @@ class EventsOfAttempt:
             yield op(None, "gone", lambda: self._stops.gone(r, died))
 
     def _meet(self, r: int, span: Span, number: int, op: _Make) -> Iterator[LoggedStep]:
-        """How ranks meet without events of their own: in a rebuild, or by another library."""
+        """The meeting of ranks without logged events: in a rebuild, or by another library."""
         event, st = span.first, self.state
         name = f"{span.log.header['attempt']}/{number}"
         if any(event["event"] in ("offer", "take_seat") for event in span.events):
-            return  # it met nobody
+            return  # it connected to no rank
         a = self._named(name)
         if r == st.lead[0]:
             yield op(event, "offer", lambda: TRANSITIONS["offer"].run(st, r, a))
@@ -190,7 +191,8 @@ class EventsOfAttempt:
 
     def _count_anew(self) -> None:
         """
-        Count steps and messages from here, as the protocol compares only differences of counts.
+        Restart the counts of steps and messages here; the protocol compares only differences of
+        counts.
 
         All ranks are between two steps, and no message is under way.
         """

@@ -2,15 +2,15 @@
 Steps that are one launch, in a replay of rank logs.
 
 The hosts log launches, commits, the votes that their device published of each step, and after a
-stop the epoch of the device's weights. What a device did is not logged by itself: it follows from
-what the hosts of all ranks read.
+stop the epoch of the device's weights. What a device did is not logged; it is derived from what the
+hosts of all ranks read.
 
 - A rank voted yes to a step if any host read a yes of that rank, or if any device took the update.
-- A device took the update of a step if its host read a yes of all ranks, or reported weights behind
+- A device took the update of a step if its host read a yes of all ranks, or reported weights after
   that step, or if the rank voted yes to a later step.
 - A device skipped an update if its host read a no, or reported weights before that step.
 
-If neither follows, the replay decides neither: a killed rank's device may have taken the update or
+If neither follows, the replay leaves it open: a killed rank's device may have taken the update or
 not.
 """
 
@@ -33,27 +33,27 @@ from .replayed_state import ReplayedState, UnlikeError, same
 
 __all__ = ["LAUNCH_EVENTS", "LaunchFacts", "LaunchesOfRank", "launch_facts"]
 
-#: Events of steps that are one launch, beside those of guarded steps.
+#: Events that occur only with steps that are one launch.
 LAUNCH_EVENTS: Final = frozenset({"captured", "launch", "votes", "leave", "resume", "report"})
 _OF_A_STEP: Final = frozenset({*MESSAGE_EVENTS, "finish"})
 
 _Event = Mapping[str, Any]
-#: Makes a step of the replay: an event, the transition's name, and what it does.
+#: Makes a step of the replay from an event, a transition's name and its function.
 _Make = Callable[..., Any]
 
 
 @attrs.frozen
 class LaunchFacts:
     """
-    What the logs of all ranks tell about launches.
+    Facts about launches from the logs of all ranks.
 
     Args:
-        agreed: Epochs whose capture some rank saw agreed to.
-        captures: These, and epochs whose capture every rank consented to.
+        agreed: Epochs of captures that some rank logged as agreed.
+        captures: These, and epochs of captures that every rank consented to.
         votes: By rank and epoch, the event of the votes that its host read.
         reports: By rank, the epoch of its weights after a stop.
         launched: By rank and epoch, the event of the launch.
-        yes: Ranks and epochs to which they must have voted yes.
+        yes: Pairs of a rank and an epoch whose step the rank must have voted yes to.
     """
 
     agreed: frozenset[int]
@@ -64,7 +64,7 @@ class LaunchFacts:
     yes: frozenset[tuple[int, int]]
 
     def moved(self, r: int, epoch: int) -> bool | None:
-        """Whether a rank's device took the update of an epoch; None if nothing tells."""
+        """Whether a rank's device took the update of an epoch; None if the logs do not show it."""
         found = _moved(self.votes, self.reports, r, epoch)
         if found is None and any(q == r and later > epoch for q, later in self.yes):
             return True
@@ -83,7 +83,7 @@ def _moved(votes: Any, reports: Mapping[int, int], r: int, epoch: int) -> bool |
 
 def launch_facts(events: Mapping[int, tuple[_Event, ...]]) -> LaunchFacts:
     """
-    Collect what logs tell.
+    Collect the facts from the logs.
 
     Args:
         events: By rank, the events of its part in an attempt.
@@ -129,8 +129,8 @@ class LaunchesOfRank:
     Args:
         st: The state.
         r: The rank.
-        facts: What all logs tell.
-        tally: Counts of what happened.
+        facts: Facts from all logs.
+        tally: Counts for the report.
         phase: ``none``, ``capture``, ``left out`` (a capture that the ranks did not agree to),
             ``launches`` or ``paused`` (between `leave` and `resume`).
         capture: Epoch of the latest capture.
@@ -145,7 +145,7 @@ class LaunchesOfRank:
 
     @property
     def takes_part(self) -> bool:
-        """Whether launches have begun on some rank, and no guarded step followed."""
+        """Whether launches have begun on some rank without a later guarded step."""
         captures = self.phase == "capture" and self.capture in self.facts.agreed
         return captures or self.phase in ("launches", "paused")
 
@@ -171,7 +171,9 @@ class LaunchesOfRank:
         st.report[0, r] = NOBODY
 
     def trust(self, event: _Event, make: _Make) -> Iterator[Any]:
-        """The rank begins in mid-run: if its steps are launches, the last one is under way."""
+        """
+        The log begins in the middle of a run: if steps are launches, the last launch is under way.
+        """
         if event["launches"]:
             yield make(event, "launches", self._begin_under_way)
             self.phase = "launches"
@@ -183,14 +185,16 @@ class LaunchesOfRank:
             getattr(st, column)[r] = st.epoch[r] - 1
 
     def before_step(self, event: _Event, make: _Make) -> Iterator[Any]:
-        """What is asked before a guarded step, or before a part of a checkpoint is written."""
+        """Yield the check before a guarded step, and before a part of a checkpoint is written."""
         if self.phase == "launches":
-            yield make(event, "leave", lambda: _unlike("`leave` behind the launches", "none"))
+            yield make(event, "leave", lambda: _unlike("`leave` after the launches", "none"))
         if event["event"] == "begin_step":
             self.phase = "none"
 
     def events(self, event: _Event, make: _Make) -> Iterator[Any]:
-        """What an event of `LAUNCH_EVENTS`, or a commit of a launch, is in the model."""
+        """
+        Yield the steps in the model for an event of `LAUNCH_EVENTS` or the commit of a launch.
+        """
         st, r, what, epoch = self.st, self.r, event["event"], event["epoch"]
         if what == "captured":
             yield make(event, "epoch", lambda: same("epoch", st.epoch[r], epoch))
@@ -203,7 +207,7 @@ class LaunchesOfRank:
                 event, "report_epoch", lambda part=self.takes_part: self._report(part, epoch)
             )
         elif self.phase != "launches":
-            yield make(event, what, lambda: _unlike("a captured step before it", "none"))
+            yield make(event, what, lambda: _unlike("a captured step before this event", "none"))
         elif what == "launch":
             yield make(event, "epoch", lambda: same("epoch", st.booked[r], epoch))
             yield make(event, "launch", self._launch)
@@ -269,18 +273,18 @@ class LaunchesOfRank:
         LAUNCHES["fail_host"].run(st, r)
 
     def cut(self) -> None:
-        """Its connections end, those of its device too."""
+        """The rank's connections end, also on its device."""
         LAUNCHES["cut_connections"].run(self.st, self.r)
 
     def die(self) -> None:
-        """Its process ends."""
+        """The rank's process ends."""
         if not self.st.dead[self.r]:
             LAUNCHES["die"].run(self.st, self.r)
 
     # The device
 
     def device(self, make: _Make) -> Iterator[Any]:
-        """What the rank's device did, as far as the logs tell."""
+        """Yield what the rank's device did, as far as the logs show."""
         r, facts = self.r, self.facts
         for epoch in sorted(e for q, e in facts.launched if q == r):
             moved, yes = facts.moved(r, epoch), facts.voted_yes(r, epoch)

@@ -1,5 +1,6 @@
 """
-Messages in a replay of rank logs: where each was posted, and whether it has arrived.
+Messages in a replay of rank logs: the place where each message was posted, and whether it has
+arrived.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ class ReplayedMessages:
         self.tally = tally
         self._posted: dict[tuple[Any, ...], int] = {}
         self._offset: Counter[int] = Counter()
-        self._trusted: dict[int, set[int]] = {}  # by rank, the buffers whose generations are known
+        self._trusted: dict[int, set[int]] = {}  # by rank, buffers with a known generation
 
     def restart(self, st: ReplayedState, r: int) -> None:
-        """A contract that starts, or is restored, counts its slots' generations from 0."""
+        """After its start or a restore, a contract counts its slots' generations from 0."""
         self._trusted.pop(r, None)
         held = [n for (q, _), n in st.generation.entries.items() if q == r]
         self._offset[r] = max(held, default=0)
 
     def trust(self, r: int) -> None:
-        """A rank begins in mid-run: the first generation of each buffer is as its log says."""
+        """
+        The log begins in the middle of a run: take the first generation of each buffer from the
+        log.
+        """
         self._trusted[r] = set()
 
     def clear(self) -> None:
@@ -58,7 +62,10 @@ class ReplayedMessages:
             st.generation[r, buffer] = max(wanted, st.generation[r, buffer])
         if wanted < st.generation[r, buffer]:
             held = st.generation[r, buffer] - self._offset[r]
-            raise UnlikeError(f"generation {held} or later", f"generation {event['generation']}")
+            raise UnlikeError(
+                f"generation {held} or later of the message's slot",
+                f"generation {event['generation']}",
+            )
         while st.generation[r, buffer] < wanted:
             TRANSITIONS["release"].run(st, r, buffer)
 
@@ -66,7 +73,7 @@ class ReplayedMessages:
         """Post a message."""
         q = event["peer"]
         if q not in st.ranks or q == r:
-            raise UnlikeError(f"another rank below {len(st.ranks)}", f"rank {q}")
+            raise UnlikeError(f"the number of another rank, below {len(st.ranks)}", f"rank {q}")
         stage, microbatch, gradient = event["message"]
         sends = event["event"] == "post_send"
         place = (st.sent if sends else st.taken)[r, q]
@@ -75,7 +82,7 @@ class ReplayedMessages:
         self._posted[r, sends, q, action_of(event)] = place
 
     def end(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
-        """Require that a message has arrived, or left, which a rank saw end."""
+        """Require that the message whose end a rank logged has arrived or left."""
         q = event["peer"]
         sends = event["event"] in SENT
         place = self._posted.get((r, sends, q, event["action"]))

@@ -25,8 +25,8 @@ class ReplayedSaves:
 
     Attributes:
         published: Epochs of the whole checkpoints.
-        trusted: A checkpoint of an epoch up to this one may have been saved in a file that is
-            missing; -1 if none is.
+        trusted: Checkpoints up to this epoch may be logged in missing files; -1 if no file is
+            missing.
     """
 
     def __init__(self, tally: Counter[str]) -> None:
@@ -37,7 +37,9 @@ class ReplayedSaves:
         self._saved: Counter[int] = Counter()
 
     def begin(self, present: Mapping[int, Span]) -> None:
-        """Count, at each part that a rank of an attempt writes, the saves before it."""
+        """
+        Count the earlier saves at each part of a checkpoint that a rank of the attempt writes.
+        """
         self._saved.clear()
         self._before.clear()
         for rank, span in present.items():
@@ -48,12 +50,15 @@ class ReplayedSaves:
                     self._before[rank, event["seq"]] = saves
 
     def trust(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
-        """A rank begins in mid-run, with the part that it wrote; its save may not have ended."""
+        """
+        The log begins in the middle of a run, with the part that the rank wrote last; its save may
+        not have ended.
+        """
         if event["wrote"] >= 0:
             st.shard[r], st.shard_life[r] = event["wrote"], st.life[r]
 
     def write(self, st: ReplayedState, r: int, event: Mapping[str, Any]) -> None:
-        """A rank waits for the save that is under way before it writes its next part."""
+        """A rank writes its next part only after the save under way has ended."""
         before = self._before[r, event["seq"]]
         if self._saved[r] < before:
             raise Impossible

@@ -22,9 +22,9 @@ class Span:
 
     Args:
         log: The rank's log.
-        first: The event with which it began in place or loaded; None at the log's beginning.
+        first: The event of its start in place or of its load; None at the log's beginning.
         events: Its events.
-        leaves: Whether the rank does not begin again in place behind it.
+        leaves: Whether no restart in place follows.
     """
 
     log: RankLines
@@ -51,7 +51,7 @@ class Span:
 
     @property
     def trusted(self) -> Mapping[str, Any] | None:
-        """The event of a beginning in mid-run."""
+        """The event of a beginning in the middle of a run."""
         begins = self.events and self.events[0]["event"] == TAKEN_ON_TRUST
         return self.events[0] if begins else None
 
@@ -63,7 +63,7 @@ class Span:
 
 
 def spans_of(log: RankLines) -> list[Span]:
-    """Cut a rank's log where the rank begins again."""
+    """Cut a rank's log where the rank restarts."""
     cuts: list[int] = []
     stepped = False
     for place, event in enumerate(log.events):

@@ -1,5 +1,5 @@
 """
-The state of the ranks whose logs are replayed: sparse, without bounds, and with a way back.
+The state of the ranks whose logs are replayed: sparse, unbounded, and with undo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ReplayedState", "UnlikeError", "same"]
 
 
 class UnlikeError(Exception):
-    """A log and the model differ in a value."""
+    """A value in a log differs from the model."""
 
     def __init__(self, expected: str, found: str) -> None:
         super().__init__(expected, found)
@@ -27,10 +27,10 @@ class UnlikeError(Exception):
 
 def same(what: str, expected: Any, found: Any) -> None:
     """
-    Require that a log tells what the model has.
+    Require that a value in a log equals the value in the model.
 
     Raises:
-        UnlikeError: It tells another value.
+        UnlikeError: The values differ.
     """
     if expected != found:
         raise UnlikeError(f"{what} {expected}", f"{what} {found}")
@@ -101,7 +101,7 @@ class ReplayedState:
 
     def need(self, name: str, condition: Any) -> None:
         """
-        Require a condition that the protocol asks for.
+        Check a condition of the protocol.
 
         Raises:
             Refused: The condition does not hold.
@@ -125,11 +125,11 @@ class ReplayedState:
         return {}
 
     def mark(self) -> int:
-        """Return a place to go back to."""
+        """Return a mark for `back`."""
         return len(self._journal)
 
     def keep(self) -> None:
-        """Forget the way back."""
+        """Forget all marks."""
         self._journal.clear()
 
     def back(self, mark: int) -> None:

@@ -1,5 +1,6 @@
 """
-Stops in a replay of rank logs: why a rank stops, the cause that all ranks tell, and its end.
+Stops in a replay of rank logs: the reason of a rank, the cause that all ranks report, and the end
+of the rank.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ReplayedStops:
             yield op(event, "wake", lambda: self._wake(r, event))
         elif kind != "disagreed":
             yield op(event, "give_up", lambda: self._give_up(r, event))
-        elif self.launches[r].takes_part:  # the votes that it read told it
+        elif self.launches[r].takes_part:  # it read the reason in the votes
             yield op(event, "disagree", lambda: TRANSITIONS["give_up"].run(self.state, r))
         else:
             yield op(event, "disagree", lambda: self._disagree(r))
@@ -72,7 +73,10 @@ class ReplayedStops:
         raise Impossible
 
     def _disagree(self, r: int) -> None:
-        """Whether messages differ, the model knows; epochs and gradients are the rank's reason."""
+        """
+        The model knows whether messages differ; if epochs or gradients differ, that is the rank's
+        own reason.
+        """
         st = self.state
         for q, p in st.total.messages:
             for k in range(st.sent_before[q, p], st.sent[q, p]):
@@ -86,10 +90,10 @@ class ReplayedStops:
         TRANSITIONS["give_up"].run(st, r)
 
     def end(self, r: int, event: Mapping[str, Any]) -> None:
-        """A rank ends with the cause that the first of them has chosen."""
+        """A rank ends with the cause that the first stopping rank chose."""
         st, cause = self.state, event["cause"]
         if cause not in st.ranks:
-            raise UnlikeError(f"a rank below {len(st.ranks)}", f"rank {cause}")
+            raise UnlikeError(f"the number of a rank, below {len(st.ranks)}", f"rank {cause}")
         n = st.life[r]
         if not st.halted[n]:
             TRANSITIONS["decide"].run(st, r, cause)
@@ -98,7 +102,7 @@ class ReplayedStops:
         self.tally["stops"] += 1
 
     def gone(self, r: int, launches: bool) -> None:
-        """A rank's log ends: its process has died."""
+        """A rank's log ends without a stop: its process has died."""
         if launches:
             self.launches[r].die()
         if self.state.up[r]:

@@ -27,7 +27,7 @@ __all__ = [
     "run",
 ]
 
-#: Ranks are a sort of which nothing is known; everything else is an integer.
+#: Ranks are an uninterpreted sort; everything else is an integer.
 ENCODING: Final = Encoding(
     {
         "rank": z3.DeclareSort("Rank"),
@@ -37,7 +37,7 @@ ENCODING: Final = Encoding(
     },
     {},
 )
-#: Columns of steps whose commit the hosts agree on, and of steps that are launches.
+#: The columns of both protocols: hosts agree on a commit, or each step is one launch.
 COLUMNS: Final = {**RANK_COLUMNS, **LAUNCH_COLUMNS}
 #: Columns whose entries are ranks.
 _RANKED: Final = frozenset({"cause", "told", "lead", "reason"})
@@ -98,8 +98,7 @@ class SymbolicState:
 
     Args:
         symbols: A term for each column.
-        without: Names of conditions that the protocol leaves out, and ``COLUMN =`` for writes that
-            it leaves out.
+        without: Names of left-out conditions, and ``COLUMN =`` for each left-out write.
     """
 
     def __init__(self, symbols: Symbols, without: frozenset[str] = frozenset()) -> None:
@@ -117,11 +116,11 @@ class SymbolicState:
         raise AttributeError(name)
 
     def when(self, condition: Any) -> None:
-        """Note a condition that makes a transition possible."""
+        """Record a condition that makes a transition possible."""
         self.conditions.append(raw(condition))
 
     def need(self, name: str, condition: Any) -> None:
-        """Note a condition that the protocol asks for, by name."""
+        """Record a condition of the protocol by name."""
         self.asked.append(name)
         if name not in self._without:
             self.conditions.append(raw(condition))
@@ -164,7 +163,7 @@ class _One(Scalar):
 
 
 def asked(transition: RankTransition) -> list[str]:
-    """Return the names of the conditions that a transition asks for."""
+    """Return the names of the conditions that a transition checks."""
     state = SymbolicState(fresh())
     transition.run(state, *(Sym(ENCODING.const(s, s), {}) for s in transition.arguments))
     return state.asked

@@ -1,9 +1,9 @@
 """
 The symbolic reading: every path of every composed transition, as Z3 terms.
 
-``path_table`` runs the very functions that guard the GPU over symbolic memory and returns what each
-path requires and the state that it leaves. The proofs ask Z3 about the table; the batch explorer
-compiles it to NumPy.
+``path_table`` runs the same functions that guard the GPU over symbolic memory. It returns the
+condition of each path and the state after it. The proofs ask Z3 about the table; the explorer
+compiles the table to NumPy.
 """
 
 from .encoding import ARGUMENTS, Encoding, Memory, flat_arguments

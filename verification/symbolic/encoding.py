@@ -1,5 +1,5 @@
 """
-How the contract's sorts become Z3 sorts, and how memory and arguments are built from them.
+Encodings of the contract's sorts as Z3 sorts, with the memory and arguments built from them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .terms import Array, Constants, PathRun, Scalar, Sym, Term, lift, raw
 
 __all__ = ["ARGUMENTS", "Encoding", "Memory", "flat_arguments"]
 
-#: Sort of every parameter of every transition. A key is its cell and epoch (the cell says its
-#: stage); a reference is its slot, generation and incarnation.
+#: Sort of every parameter of every transition. A key is a cell (which determines the stage) and an
+#: epoch; a reference is a slot, a generation and an incarnation.
 ARGUMENTS: Mapping[str, str] = {
     "slot": "slot",
     "stage": "stage",
@@ -96,18 +96,18 @@ class Encoding:
     One choice of Z3 sorts for slots, cells, stages, domains, links, callers, pools, buffers,
     buckets and values.
 
-    ``Encoding.sorted()`` is unbounded: every index sort is uninterpreted, so that a proof holds
-    for any number of its members. ``Encoding.finite(scope)`` gives each a few members and
+    ``Encoding.sorted()`` is unbounded: every index sort is uninterpreted, so that a proof holds for
+    any number of its members. ``Encoding.finite(scope)`` gives each index sort a few members and
     expands every quantifier. ``Encoding.integers()`` makes everything an integer, for the NumPy
-    compiler: there ``every(column, value)`` is an application of an uninterpreted predicate
-    named ``every``, and ``fill`` a constant array.
+    compiler: there ``every(column, value)`` is an application of an uninterpreted predicate named
+    ``every``, and ``fill`` a constant array.
 
-    Counts, epochs, tickets and generations are unbounded integers unless ``generation_bits``
-    says how wide a generation is; consumer masks are bit vectors of five.
+    Counts, epochs, tickets and generations are unbounded integers; ``generation_bits`` can limit
+    the width of a generation. Consumer masks are bit vectors of five bits.
 
     Args:
         sorts: Z3 sort of every sort name of ``qeffect.relations.columns``.
-        constants: Meaning of plain values in uninterpreted sorts.
+        constants: Terms for plain values in uninterpreted sorts.
         members: Members of each finite index sort without its sentinel; empty when unbounded.
         generation_bits: Width of a generation, or None for an unbounded integer.
         memo: Results already computed in this encoding, by a key of the computing function.
@@ -128,7 +128,10 @@ class Encoding:
 
     @classmethod
     def finite(cls, scope: Mapping[str, int], generation_bits: int | None = None) -> Encoding:
-        """Index sorts of a few members each, sentinels not counted; one where none is given."""
+        """
+        Index sorts of a few members each, sentinels not counted; a sort without a given number has
+        one member.
+        """
         sorts: dict[str, Any] = {}
         members: dict[str, tuple[Term, ...]] = {}
         constants: dict[tuple[str, Any], Term] = {}
@@ -189,7 +192,9 @@ class Encoding:
         return self.constants.get((self.sorts[sort].name(), -1))
 
     def every(self, term: Term, value: Any) -> Term:
-        """Return that all entries of a column, its sentinel's aside, equal a value."""
+        """
+        Return the condition that all entries of a column, except the sentinel's, equal a value.
+        """
         if not z3.is_array(term):
             return term == lift(value, term.sort(), self.constants)
         lifted = lift(value, term.sort().range(), self.constants)
@@ -205,8 +210,10 @@ class Encoding:
         return z3.ForAll([index], body if null is None else z3.Or(index == null, body))
 
     def close(self, variables: Mapping[str, str], body: Term, weight: int = 1) -> Iterator[Term]:
-        """Yield a body for all members of its variables' sorts, sentinels aside: quantified, or
-        expanded when finite."""
+        """
+        Yield a body for all members of its variables' sorts except sentinels: quantified, or
+        expanded if the sorts are finite.
+        """
         terms = [(self.const(name, sort), sort) for name, sort in variables.items()]
         finite = [(term, self.members[sort]) for term, sort in terms if sort in self.members]
         rest = [(term, self.null(sort)) for term, sort in terms if sort not in self.members]
@@ -244,7 +251,7 @@ class Encoding:
 
 @cache
 def _enumeration(name: str, members: tuple[str, ...]) -> tuple[Any, list[Term]]:
-    """Return a sort of these members; Z3 lets each name be declared only once."""
+    """Return a sort with these members; Z3 allows each name to be declared only once."""
     sort, values = z3.EnumSort(name, [f"{name}.{member}" for member in members])
     return sort, values
 
@@ -268,7 +275,7 @@ class Memory:
     Symbolic memory: one attribute per column, and the quantifiers of the kernel's language.
 
     Args:
-        encoding: What the sorts are.
+        encoding: The encoding of the sorts.
         terms: Z3 term of every column.
         run: The run that decides tests; None for predicates, which must not branch.
     """
@@ -281,7 +288,7 @@ class Memory:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:
-        """Make the view of a column at its first use; most columns are never used."""
+        """Make the view of a column at its first use, since most columns are never used."""
         term = self.__dict__.get("_before", {}).get(name)
         if term is None:
             raise AttributeError(f"unknown column {name!r}")

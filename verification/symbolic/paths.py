@@ -1,5 +1,5 @@
 """
-Every path of every transition: its condition, the state that it leaves, its answer.
+Every path of every transition: its condition, the state after it, and its answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Path:
         tests: The decided tests whose conjunction is the path's condition.
         columns: Term of every column after it.
         clause: Clause of the refusal, or None when accepted.
-        returned: What it returned; the ticket of a check.
+        returned: The result; for a check, the ticket.
         before: Term of every column before it.
     """
 
@@ -49,17 +49,17 @@ class Path:
 
     @cached_property
     def condition(self) -> Term:
-        """When this path is taken."""
+        """The condition under which this path is taken."""
         return z3.And(self.tests) if self.tests else z3.BoolVal(True)
 
     @cached_property
     def written(self) -> dict[str, Term]:
-        """The columns that the path assigned, whatever to."""
+        """The columns that the path assigned."""
         return {n: t for n, t in self.columns.items() if not _same(t, self.before[n])}
 
     @cached_property
     def denied(self) -> tuple[bool, ...]:
-        """Which of its tests are the negation of what was asked."""
+        """For each of its tests, whether the test is a negation."""
         return tuple(z3.is_not(test) for test in self.tests)
 
     @property
@@ -98,8 +98,9 @@ def merged(table: PathTable) -> PathTable:
     """
     Join the paths of each transition that leave the same state and give the same answer.
 
-    A guard ``a and b`` forks twice, although both ways not to refuse continue alike. Joined, a
-    transition has one path per clause and one per set of writes, under equivalent conditions.
+    A guard ``a and b`` forks twice, although both paths that do not refuse continue in the same
+    way. Joined, a transition has one path per clause and one per set of writes, under equivalent
+    conditions.
     """
     return {name: merge(found) for name, found in table.items()}
 
@@ -138,13 +139,16 @@ def _same(one: Term, other: Term) -> bool:
 
 
 def _conjuncts(found: list[Path], inside: set[int], depth: int) -> list[Term] | None:
-    """Return conjuncts that hold of these paths' inputs exactly on those inside; None if never."""
+    """
+    Return conjuncts that, among the inputs of these paths, hold exactly for the paths inside; None
+    if never.
+    """
     chosen = [path for path in found if path.index in inside]
     if not chosen:
         return None
     if len(chosen) == len(found):
         return []
-    # Paths that decided alike so far ask the same next; one of them says yes, the others no.
+    # Paths with the same decisions so far have the same next test; they differ in its decision.
     test = found[0].tests[depth]
     test = test.arg(0) if found[0].denied[depth] else test
     yes = _conjuncts([p for p in found if not p.denied[depth]], inside, depth + 1)
@@ -175,7 +179,7 @@ def path_table(transitions: Transitions, encoding: Encoding | None = None) -> Pa
 
     Args:
         transitions: The composed transitions.
-        encoding: What the sorts are; unbounded by default.
+        encoding: The encoding of the sorts; unbounded by default.
 
     >>> from qeffect.engine.stage import transitions
     >>> [path.clause for path in path_table(transitions())["fail_reduction"]]
@@ -186,7 +190,9 @@ def path_table(transitions: Transitions, encoding: Encoding | None = None) -> Pa
 
 
 def _once(name: str, function: Callable[..., Any], encoding: Encoding) -> tuple[Path, ...]:
-    """Enumerate the paths of a composed function; compositions share many, word for word."""
+    """
+    Enumerate the paths of a composed function once; many compositions have the same function text.
+    """
     key = ("paths", name, source(function))
     if key not in encoding.memo:
         encoding.memo[key] = tuple(paths(name, function, encoding))

@@ -1,8 +1,8 @@
 """
-The one place where a Z3 solver is made, with its settings, and asked.
+The only place that makes Z3 solvers, sets their options and asks them.
 
-Only ``unsat`` is a proof, and only ``sat`` a counterexample: ``unknown`` counts as a failure
-wherever an answer is used.
+Only ``unsat`` is a proof, and only ``sat`` a counterexample: ``unknown`` always counts as a
+failure.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .terms import Term
 
 __all__ = ["EFFORT", "TIMEOUT", "Kind", "answer", "new_solver"]
 
-#: Milliseconds for one question with quantifiers. It ends a solver that EFFORT does not end.
+#: Milliseconds for one question with quantifiers. It stops a solver that EFFORT does not stop.
 TIMEOUT: Final = 120_000
-#: Most effort for one question with quantifiers, in Z3's own units, which do not depend on the load
-#: of the machine: about ten seconds.
+#: Maximum effort for one question with quantifiers, in Z3's own units, which do not depend on the
+#: load of the machine; about ten seconds.
 EFFORT: Final = 12_000_000
 
-#: What is asked. ``quantified``: lemmas for any number of members; their instances are found by
-#: matching terms, without a model search. ``finite``: members are named, and every question is
-#: free of quantifiers. ``bits``: bit vectors alone.
+#: The kind of questions. ``quantified``: lemmas for any number of members; their instances are
+#: found by matching terms, without a model search. ``finite``: members are named, and every
+#: question is free of quantifiers. ``bits``: bit vectors only.
 Kind = Literal["quantified", "finite", "bits"]
 
 
@@ -33,10 +33,10 @@ def new_solver(kind: Kind, *, seed: int = 0, timeout: int = TIMEOUT, effort: int
     Return a solver.
 
     Args:
-        kind: What will be asked.
-        seed: Seed of the solver's own choices; for quantified questions.
-        timeout: Milliseconds for one question; for quantified ones. The others always end.
-        effort: Most effort for one question, in Z3's own units; for quantified ones.
+        kind: The kind of questions.
+        seed: Seed of the solver's own choices; only for quantified questions.
+        timeout: Milliseconds for one quantified question. Other questions always end.
+        effort: Maximum effort for one quantified question, in Z3's own units.
     """
     if kind == "finite":
         return z3.SimpleSolver()
@@ -52,5 +52,5 @@ def new_solver(kind: Kind, *, seed: int = 0, timeout: int = TIMEOUT, effort: int
 
 
 def answer(solver: Any, assumptions: Sequence[Term] = ()) -> str:
-    """Return ``sat``, ``unsat`` or ``unknown`` for what a solver holds under some assumptions."""
+    """Return ``sat``, ``unsat`` or ``unknown`` for a solver's formulas under some assumptions."""
     return str(solver.check(*assumptions))

@@ -17,13 +17,13 @@ Term = Any  # a z3.ExprRef; z3 ships no type information
 
 
 class UndecidedError(TypeError):
-    """A symbolic value was asked for its truth outside of a run that forks on it."""
+    """The truth of a symbolic value was used outside a run that forks on it."""
 
 
 @define
 class PathRun:
     """
-    One execution of a transition: the decision of each test that it met.
+    One execution of a transition, with the decision of each test on its way.
 
     Args:
         prefix: Decisions to replay; later tests are decided ``True`` first.
@@ -40,7 +40,7 @@ class PathRun:
     _values: list[tuple[int, Term, Term]] = field(factory=list)
 
     def decide(self, test: Term) -> bool:
-        """Return this run's decision of a test, and add it to the condition."""
+        """Return this run's decision of a test, and add the decision to the condition."""
         plain, negated = self.shared.plain(test)
         if plain is None:
             return not negated
@@ -58,7 +58,10 @@ class PathRun:
         return outcome
 
     def _settled(self, test: Test) -> bool | None:
-        """Return what earlier decisions imply for a test, by the same test or by a term's value."""
+        """
+        Return the result that earlier decisions imply for a test, by the same test or by a term's
+        value.
+        """
         known = self._known.get(test.number)
         if known is not None:
             return known
@@ -69,13 +72,13 @@ class PathRun:
 @define(eq=False)
 class Test:
     """
-    A test that runs decide: not a negation, and neither true nor false.
+    A test for runs to decide. It is not a negation and not a constant.
 
     Args:
         term: Its term.
         number: The term's id.
         denied: Its negation.
-        values: If it says that a term has a value: the term's id, the term and the value.
+        values: If the test says that a term has a value: the term's id, the term and the value.
         parts: Ids of the terms that occur in it.
     """
 
@@ -98,21 +101,21 @@ class Test:
         return cls(term, term.get_id(), z3.Not(term), values, _parts(term))
 
     def under(self, values: list[tuple[int, Term, Term]]) -> bool | None:
-        """Return the test's truth under the values of some terms; None where it stays open."""
+        """Return the test's truth under the values of some terms; None if it stays open."""
         key = tuple(part for number, _, value in values for part in (number, value.get_id()))
         found = self._under.get(key)
         if found is None:
             pairs = [(term, value) for _, term, value in values]
             under = z3.simplify(z3.substitute(self.term, *pairs))
             decided = True if z3.is_true(under) else False if z3.is_false(under) else None
-            found = self._under[key] = (decided, pairs)  # the pairs keep the ids theirs
+            found = self._under[key] = (decided, pairs)  # the pairs keep their ids
         return found[0]
 
 
 @define(eq=False)
 class Shared:
     """
-    Terms and tests that were built before; runs of one transition build most of them alike.
+    Terms and tests that were built before; runs of one transition share most of them.
 
     Every entry holds the terms of its key, so that their ids are not reused.
     """
@@ -151,7 +154,7 @@ def _key(part: Any) -> Any:
 
 
 def _parts(term: Term) -> frozenset[int]:
-    """Return the ids of all terms that occur in one."""
+    """Return the ids of all terms that occur in a term."""
     found: dict[int, Term] = {}
     todo = [term]
     while todo:
@@ -211,7 +214,7 @@ class Sym:
 
     Args:
         term: Its Z3 term.
-        constants: What plain values mean in uninterpreted sorts.
+        constants: Terms for plain values in uninterpreted sorts.
         run: The run that decides ``bool(self)``; without one it raises.
     """
 
@@ -230,7 +233,7 @@ class Sym:
         return Sym(self._once(build, other), self.constants, self.run)
 
     def _once(self, how: Callable[..., Term], *given: Any) -> Term:
-        """Build a term of this one; runs of one transition build it once."""
+        """Build a term from this value; runs of one transition build it only once."""
         if self.run is None:
             return how(self.term, *given)
         return self.run.shared.once(how, self.term, *given)
@@ -280,7 +283,7 @@ class Sym:
     def __bool__(self) -> bool:
         if self.run is None:
             raise UndecidedError(
-                f"the truth of {self.term} is not a plain bool here; use & | implies"
+                f"the truth of {self.term} is symbolic here, not a plain bool; use &, | and implies"
             )
         return self.run.decide(self.term)
 
@@ -289,7 +292,7 @@ class Sym:
 
 
 def _lifted(beside: Term, constants: Constants, value: Any) -> Term:
-    """Return a plain value as a term of the sort of the one beside it."""
+    """Return a plain value as a term of the sort of the other operand."""
     return lift(value, beside.sort(), constants)
 
 
@@ -329,7 +332,9 @@ def _selected(array: Term, constants: Constants, index: Any) -> Term:
 
 
 class Array:
-    """A column as a Z3 array: reading selects, assigning stores; a pair indexes one of two."""
+    """
+    A column as a Z3 array: reading selects and assigning stores; a pair indexes an array of arrays.
+    """
 
     __slots__ = ("constants", "run", "term")
 

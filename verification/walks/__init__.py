@@ -1,3 +1,4 @@
 """
-Random walks over real contracts, and the oracle that says from their history what is legal.
+Random walks over real contracts, and the oracle that decides from their history which calls are
+legal.
 """

@@ -1,5 +1,5 @@
 """
-The attempts of a random caller: any call, mostly with one thing wrong.
+The attempts of a random caller: any call, mostly with one wrong argument.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .shadow import Shadow
 
 __all__ = ["aimed", "attempt"]
 
-#: How many calls are tried, how many that are refused are made, and how choices are spread.
+#: Number of calls tried, number of refused calls made, and the distribution of choices.
 _TRIALS = 32
 _AT_ONCE = 6
 _STRIDE = 0x9E3779B97F4A7C15
@@ -47,14 +47,14 @@ def attempt(
     transition: str,
 ) -> Call | None:
     """
-    Return a call of a transition, right or wrong; None where there is nothing to call it on.
+    Return a call of a transition, right or wrong; None if nothing exists to call it on.
 
     Args:
         shadow: What happened so far.
         pick: Choices.
         checkpoints: Checkpoints that were taken.
         incarnation: A fresh one, for a restore.
-        transition: Which transition to ask for.
+        transition: The transition to call.
     """
     if transition == "restore":
         return _restores(shadow, pick, checkpoints, incarnation)
@@ -69,16 +69,16 @@ def aimed(
     targets: Sequence[Target],
 ) -> list[Call]:
     """
-    Return calls that some of the given guards refuse now; a few tries may find none.
+    Return calls that some of the given guards refuse now; none if a few tries find none.
 
-    Drawn blindly, rare clauses would almost never be met.
+    With calls drawn blindly, rare clauses would almost never refuse.
 
     Args:
         shadow: What happened so far.
         pick: Choices.
         checkpoints: Checkpoints that were taken.
         incarnation: A fresh one, for a restore.
-        targets: Guards to meet, as (transition, clause).
+        targets: Guards to reach, as (transition, clause).
     """
     found: dict[Target, Call] = {}
     wanted = frozenset(targets)
@@ -98,7 +98,7 @@ def aimed(
 
 
 def _twisted(call: Call, twists: Sequence[tuple[str, Any]], pick: Pick) -> Call:
-    """Return the call with at most one argument replaced; a function makes the value."""
+    """Return the call with at most one argument replaced by a value that a function makes."""
     chosen = pick(len(twists) + 1)
     if chosen == 0:
         return call

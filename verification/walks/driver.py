@@ -1,5 +1,5 @@
 """
-The driver: makes one call after another on a contract and compares each with the oracle.
+The driver: makes one call after another on a contract and compares each answer with the oracle.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["CallCounts", "Driver", "Mismatch"]
 
 #: The counts that commits report, in the order of the transitions' parameters.
 _NUMBERS = ("updates", "scales", "draws")
-#: Calls between two comparisons of the contract's own account with the shadow.
+#: Calls between two comparisons of the contract's state with the shadow.
 _EVERY = 8
 #: Supporting calls before the attempt of a rare refusal.
 _SUPPORT = 3
-#: The targets that only an update in flight meets.
+#: The targets that need an update in flight.
 _DURING_UPDATE = (
     ("commit_update", "epoch.unknown-ticket"),
     ("abort_update", "epoch.unknown-ticket"),
     ("move_scales", "order.nothing-gathered"),
     ("move_scales", "order.scaling-updates"),
 )
-#: What Python raises where a broken contract reads an unknown name instead of refusing.
+#: Exceptions of Python if a broken contract reads an unknown name instead of refusing.
 _BREAKDOWN = (LookupError, TypeError, ValueError, AttributeError)
 #: The targets that refuse only while something is in flight, half done or broken.
 _FLEETING = tuple(
@@ -78,9 +78,9 @@ class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wr
     A contract and the oracle disagree; the message shows the schedule and its timeline.
 
     Attributes:
-        guard: The guard that should have refused, as (transition, clause); None where a legal call
-            was refused.
-        steps: The calls that led to the disagreement, without those that were rightly refused.
+        guard: The guard that should have refused, as (transition, clause); None if a legal call was
+            refused.
+        steps: The calls that led to the disagreement, without rightly refused calls.
     """
 
     guard: Target | None = None
@@ -111,10 +111,11 @@ class Driver(RandomWalk):
 
     Args:
         process: Its configuration.
-        tally: Where to count; by default counts of its own.
-        make: Makes the contracts; a test gives a function that makes faulty ones.
-        focus: The only guards to attempt, after every step; by default all, now and then.
-        rare: The guards to attempt first until each has refused.
+        tally: Where to count; by default new counts.
+        make: Makes the contracts; a test passes a function that makes faulty contracts.
+        focus: Guards to attempt after every step, and no others; by default all guards are
+            attempted now and then.
+        rare: Guards to attempt first, until each has refused.
 
     Attributes:
         steps: The calls so far.
@@ -150,7 +151,7 @@ class Driver(RandomWalk):
         self.tally.accepted[transition] += 1
 
     def aim(self, pick: Pick) -> None:
-        """Make calls that guards refuse which have not refused in this schedule yet."""
+        """Make calls for the guards that have not refused in this schedule yet."""
         if self.focus is not None:
             return
         rare = self._still_rare()
@@ -172,7 +173,9 @@ class Driver(RandomWalk):
                 return  # wrong evidence has aborted its action
 
     def step(self, number: int) -> None:
-        """Take a number's step; then attempt the guards in focus, or the rare ones, if any."""
+        """
+        Take the step that a number chooses; then attempt the guards in focus, or the rare guards.
+        """
         super().step(number)
         if number:
             self._aim_at(self._still_rare(), chooser(number))
@@ -192,7 +195,7 @@ class Driver(RandomWalk):
 
     def call(self, call: Call) -> Any:
         """
-        Make a call and return its result; None where the call was rightly refused.
+        Make a call and return its result; None if the call was rightly refused.
 
         Raises:
             Mismatch: A legal call was refused, an illegal call was accepted or refused by another
@@ -233,7 +236,9 @@ class Driver(RandomWalk):
             if refused.clause != wrong[0]:
                 raise self._mismatch(f"expected a refusal by {wrong[0]}", guard) from None
             if not (refused.found and refused.expected):
-                raise self._mismatch("the refusal does not say what it expected", guard) from None
+                raise self._mismatch(
+                    "the refusal does not say what was expected and found", guard
+                ) from None
         except _BREAKDOWN as error:
             raise self._broke_down(call, error, guard) from error
         else:
@@ -324,13 +329,15 @@ class Driver(RandomWalk):
     def _expect_events(self, call: Call) -> None:
         named = {"purge": "drop"}.get(call.transition, call.transition)
         if self.events and set(self.events) != {named}:
-            raise self._mismatch(f"the contract ran {self.events}")
+            raise self._mismatch(
+                f"the contract ran other transitions than the call's: {self.events}"
+            )
         if not self.events and call.transition != "purge":
             raise self._mismatch("the contract accepted a call without a transition")
 
     def agree(self) -> None:
         """
-        Compare the contract's own account with the shadow, and check every invariant.
+        Compare the contract's state with the shadow, and check every invariant.
 
         Raises:
             Mismatch: They differ.
@@ -338,13 +345,18 @@ class Driver(RandomWalk):
         shadow, contract = self.shadow, self.contract
         live = {s.tape.key: shadow.ref(s) for s in shadow.slots if s.tape is not None}
         if contract.live() != live:
-            raise self._mismatch(f"live tapes: contract {contract.live()}, shadow {live}")
+            raise self._mismatch(f"expected live tapes {live}, the contract has {contract.live()}")
         if contract.epoch != shadow.epoch:
-            raise self._mismatch(f"the contract is in epoch {contract.epoch}, not {shadow.epoch}")
+            raise self._mismatch(
+                f"expected epoch {shadow.epoch}, the contract is in epoch {contract.epoch}"
+            )
         if shadow.uses("order"):
             for stage in shadow.stages:
                 if contract.token(stage) != shadow.domain(stage).updates:
-                    raise self._mismatch(f"the token of stage {stage} is {contract.token(stage)}")
+                    raise self._mismatch(
+                        f"expected token {shadow.domain(stage).updates} of stage "
+                        f"{stage}, the contract has {contract.token(stage)}"
+                    )
         for name in self._broken_invariants():
             raise self._mismatch(f"the invariant {name} does not hold")
 
@@ -359,7 +371,9 @@ class Driver(RandomWalk):
     def _broke_down(self, call: Call, error: Exception, guard: Target | None) -> Mismatch:
         self._note(call, type(error).__name__)
         expected = f"; expected a refusal by {guard[1]}" if guard else ""
-        return self._mismatch(f"a call broke down with {error!r}{expected}", guard)
+        return self._mismatch(
+            f"a call raised {error!r} instead of a refusal or a result{expected}", guard
+        )
 
     def _mismatch(self, message: str, guard: Target | None = None) -> Mismatch:
         """Return the mismatch with the calls that led to it, rightly refused ones left out."""

@@ -15,7 +15,10 @@ __all__ = ["Domain", "Flight", "Link", "Pool", "Reduction", "Slot", "Stage", "Ta
 
 @define
 class Tape:
-    """Retained work: its key, the actions yet to visit it, and what arrived for it."""
+    """
+    Retained work: its key, the actions that still have to visit it, and the messages that arrived
+    for it.
+    """
 
     key: TapeKey
     waits: set[str]
@@ -85,9 +88,9 @@ class Domain:
     """
     The scaling state of a domain, and its graph stream.
 
-    ``gathered`` counts the F and dI since the scales of an epoch moved. ``drained`` is when the
-    host last saw the domain's device work finish, ``evaluated`` when its latest evaluation was
-    committed.
+    ``gathered`` counts the F and dI since the scales of an epoch moved. ``drained`` is the time at
+    which the host last saw the domain's device work finish; ``evaluated`` is the time at which its
+    latest evaluation was committed.
     """
 
     updates: int = 0
@@ -119,7 +122,7 @@ class Pool:
 @define
 class Link:
     """
-    When a caller last enqueued work, when its work was last awaited, when it last waited.
+    Times at which a caller last enqueued work, its work was last awaited, and it last waited.
 
     ``saw_update``: whether it has waited for the latest update through the graph stream.
     """

@@ -2,10 +2,10 @@
 The random machine: real contracts under random legal and illegal calls, checked by the oracle.
 
 `run` drives contracts by whole schedules. `ContractMachine` does the same as a Hypothesis state
-machine with a rule for every transition. A run proves nothing. It fails when a legal call is
-refused, when an illegal call is accepted or refused by another clause than the first it breaks,
-when a refusal changes the state, when an invariant of the specification breaks, or when a
-transition or clause was never exercised.
+machine with a rule for every transition. A run proves nothing. It fails if a legal call is refused,
+if an illegal call is accepted or refused by another clause than the first that it breaks, if a
+refusal changes the state, if an invariant of the specification breaks, or if a transition or clause
+was never exercised.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .proposals import chooser
 __all__ = ["ContractMachine", "RandomReport", "numbers", "processes", "run", "uncovered"]
 
 _CHOICES = st.integers(0, (1 << 64) - 1)
-#: Hypothesis also draws constants of the loaded modules, where they fit. None fits beyond this
-#: bound, so that a seed draws the same schedules in a command, in a test and from a wheel.
+#: Hypothesis also draws constants of the loaded modules if they are within bounds. None is above
+#: this bound, so that a seed draws the same schedules in a command, in a test and from a wheel.
 _BEYOND = 1 << 96
 _APART = st.integers(_BEYOND, _BEYOND + (1 << 64) - 1).map(lambda number: number - _BEYOND)
-#: Steps of the longest schedule; a step is a call or a few that belong together.
+#: Steps of the longest schedule; a step is a call, or a few calls that belong together.
 _LONGEST = 160
-#: The search for a shorter failure: lengths of schedules, schedules of each length, seconds.
+#: Limits of the search for a shorter failure: lengths of schedules, schedules per length, seconds.
 _LENGTHS = (8, 24, 72, _LONGEST)
 _SHRINKING = 300
-#: One in so many schedules looks for refusals that the other schedules did not meet.
+#: Every n-th schedule looks for refusals that the other schedules did not reach.
 _LAST = 2
 _SHRINKING_SECONDS = 30.0
 
@@ -60,7 +60,8 @@ class RandomReport:
         uncovered: Transitions that were never accepted, and clauses that never refused in a
             transition that the specification names for them.
         seconds: Wall-clock time.
-        failure: The mismatch, with the shrunk schedule and its timeline; empty without a mismatch.
+        failure: The mismatch, with the shortened schedule and its timeline; empty without a
+            mismatch.
     """
 
     schedules: int = 0
@@ -89,7 +90,9 @@ def processes() -> st.SearchStrategy[Process]:
 def numbers(
     longest: int = 120, one: st.SearchStrategy[int] = _CHOICES
 ) -> st.SearchStrategy[list[int]]:
-    """Draw the numbers of a walk; long lists are as likely as short ones, and shrink to those."""
+    """
+    Draw the numbers of a walk; long lists are as likely as short lists, and shrink to short lists.
+    """
     # A list of exactly one size would shrink by its numbers alone, so none is that long at least.
     shortest = tuple(longest * quarter // 4 for quarter in range(4))
     return st.sampled_from(shortest).flatmap(
@@ -119,7 +122,7 @@ def run(
     note: Callable[[str], None] | None = None,
 ) -> RandomReport:
     """
-    Run random schedules over processes of every shape.
+    Run random schedules over all processes.
 
     A few hundred schedules exercise everything. Fewer may leave transitions or clauses uncovered;
     the report lists those.
@@ -133,7 +136,7 @@ def run(
         note: Called with a failure at once, before it is shortened.
 
     Returns:
-        The report. It is a failure if ``failure`` or ``uncovered`` is not empty.
+        The report. The run failed if ``failure`` or ``uncovered`` is not empty.
     """
     tally = CallCounts()
     report = RandomReport()
@@ -143,7 +146,7 @@ def run(
 
     def walk(process: Process, steps: list[int]) -> None:
         if not any(steps) or report.schedules == wanted:
-            return  # the plainest example, which Hypothesis draws first and may draw again
+            return  # the simplest example, which Hypothesis draws first and may draw again
         made = None if make is None else make(process)
         driver = Driver(process, tally, made, rare=rare)
         for number in steps:
@@ -159,7 +162,8 @@ def run(
     last = schedules // _LAST
     for share_of, start in ((schedules - last, seed), (last, seed + len(PROCESSES))):
         for number, process in enumerate(PROCESSES):
-            # One process after another: drawn with the steps, some would hardly ever be met.
+            # One process after another. If the process were drawn with the steps, some would hardly
+            # ever occur.
             share = (share_of + number) // len(PROCESSES)
             if share and found is None:
                 one, spare = st.just(process), 2 + share // 10
@@ -185,7 +189,7 @@ def _shrunk(
     make: Callable[[Process], Callable[..., Contract]] | None,
 ) -> Mismatch:
     """
-    Return the same kind of mismatch in the fewest and plainest calls that are found.
+    Return the same kind of mismatch in the fewest and simplest calls that the search finds.
 
     The search attempts one guard after every step. If it attempted random guards, as the run does,
     leaving a step out would change all later attempts.
@@ -231,7 +235,7 @@ def _found(
     longest: int = _LONGEST,
 ) -> Mismatch | None:
     """Walk through examples until one fails, without database or deadline."""
-    one = _CHOICES if Phase.shrink in phases else _APART  # what is offset shrinks worse
+    one = _CHOICES if Phase.shrink in phases else _APART  # offset values shrink worse
     configured = settings(
         max_examples=examples,
         database=None,
@@ -253,7 +257,7 @@ class ContractMachine(RuleBasedStateMachine):
     """
     A Hypothesis state machine over one process; a class attribute counts what it exercised.
 
-    A rule per transition attempts that transition in a right or a wrong way. Attempts alone would
+    A rule per transition attempts that transition in a right or a wrong way. Single attempts would
     rarely complete an epoch, so each rule first takes some steps of a random walk.
     """
 
@@ -276,7 +280,7 @@ class ContractMachine(RuleBasedStateMachine):
 
     @rule()
     def agree(self) -> None:
-        """Compare the contract's account with the shadow, and check every invariant."""
+        """Compare the contract's state with the shadow, and check every invariant."""
         self.driver.agree()
 
 

@@ -1,5 +1,5 @@
 """
-The oracle: whether a call is legal, given what has happened so far, and which clauses it breaks.
+The oracle: whether a call is legal after the calls so far, and which clauses it breaks.
 
 The oracle is written from the paper alone. It reads the shadow of the process
 (`qeffect.verification.walks.shadow`) and never the contract. Its answer lists the clauses that the
@@ -24,7 +24,7 @@ __all__ = ["broken", "seat", "violations"]
 
 Findings = Iterator[str]
 
-#: The relation that checks a clause, where the clause's id names another.
+#: The relation that checks a clause, if the clause's id names another relation.
 _CHECKED_BY = {
     "persistence.device-work": "completion",
     "persistence.reduction-in-flight": "reduction",
@@ -141,7 +141,7 @@ def _read_first(shadow: Shadow, key: TapeKey, gradient: bool) -> Findings:
     cell, what = _at(stage, key), "grad" if gradient else "out"
     slot = shadow.slot_of(cell)
     if slot is None or slot.tape is None:
-        # A gradient was read if its tape is done; an output's tape is never done so early.
+        # If the tape is done, its gradient was read; the tape of an output is never done so early.
         over = gradient and cell in shadow.backward and not shadow.stages[stage].spoiled
     else:
         begun = what not in slot.tape.waits or what in slot.moving
@@ -185,7 +185,10 @@ def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
 
 
 def _forgets(shadow: Shadow, slot: Slot, link: int) -> Findings:
-    """A violation if an end or copy on a link hides one that no graph stream has waited for."""
+    """
+    A violation if an end or copy on a link hides an earlier one that no graph stream has waited
+    for.
+    """
     on, at = slot.ended
     if on != link and shadow.links[on].joined < at:
         yield "completion.two-ends"
@@ -237,7 +240,7 @@ def _after_update(shadow: Shadow, stage: int) -> Findings:
 
 
 def _reader(shadow: Shadow, link: int) -> Findings:
-    """A violation if another stream has already waited for gradients of the epoch."""
+    """A violation if another stream has already waited for the gradients of the epoch."""
     if shadow.reader not in (None, shadow.links[link].caller):
         yield "completion.wrong-consumer"
 

@@ -1,5 +1,5 @@
 """
-Small processes to run random schedules over: together they configure every relation's every mode.
+Small processes for random schedules. Together they configure every mode of every relation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Legal next calls of a random caller: progress of the epoch, support, damage, restarts.
 
-``pick`` makes every choice, as a number below a bound. Zero is always the simplest choice, so that
-a failing schedule shrinks to a plain one.
+``pick`` makes every choice as a number below a bound. Zero is always the simplest choice, so that a
+failing schedule shrinks to a simple one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Pick = Callable[[int], int]
 #: A generator of calls; each call is made before the next is drawn, and its result is sent in.
 Plan = Generator[Call, Any, None]
 
-#: The call that a caller can make just before another, by the clause that it avoids.
+#: By clause, the call that a caller can make first so that the clause does not refuse.
 _REMEDIES: dict[str, Callable[[Shadow, Call], Call]] = {
     "completion.caller-to-graph": lambda shadow, call: Call("join", {"link": _link(call)}),
     "completion.graph-to-caller": lambda shadow, call: Call("wait", {"link": _link(call)}),
@@ -71,7 +71,7 @@ def _link(call: Call) -> Any:
 
 
 def _join_end(shadow: Shadow, call: Call) -> Call:
-    """Let the graph stream wait for the latest end of the slot that a call is about."""
+    """Let the graph stream wait for the latest end of a transfer through the slot of a call."""
     given = call.arguments
     if "ref" in given:
         place: Slot | None = shadow.slots[given["ref"].slot]
@@ -109,7 +109,7 @@ def _before_evaluation(shadow: Shadow, index: int) -> bool:
 
 
 def _join_update(shadow: Shadow, call: Call) -> Call:
-    """Let the graph stream that a call is for wait for the optimizer's latest update."""
+    """Let the graph stream of a call wait for the optimizer's latest update."""
     assert shadow.updated is not None
     given = call.arguments
     stage = given["key"].stage if "key" in given else given["stage"]
@@ -153,17 +153,19 @@ def a_link(shadow: Shadow, stage: int, pick: Pick = _first) -> int:
 
 
 def reader_of(shadow: Shadow, bucket: int | str) -> int:
-    """Return the link of the stream that reads a bucket's gradients; any link before one does."""
+    """
+    Return the link of the stream that reads a bucket's gradients; any link if none reads them yet.
+    """
     return _readers_link(shadow, shadow.reductions[bucket].stages[0])
 
 
 def _readers_link(shadow: Shadow, stage: int) -> int:
-    """Return the link of the stream that reads the gradients; any link before one does."""
+    """Return the link of the stream that reads the gradients; any link if none reads them yet."""
     return a_link(shadow, stage) if shadow.reader is None else link_of(shadow, stage, shadow.reader)
 
 
 def evidence(shadow: Shadow, ticket: Ticket) -> tuple[str, ...]:
-    """Return the whole evidence of an action."""
+    """Return the complete evidence of an action."""
     if ticket.action in ("dI", "dW") and ticket.key is not None:
         return shadow.configs[ticket.key.stage].matrices
     return ()
@@ -193,16 +195,16 @@ def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
 
 def _weight(shadow: Shadow, ticket: Ticket, index: int) -> tuple[int, int]:
     """
-    Return the weight of a microbatch: one part, and all that are left for a walk's last dI.
+    Return the weight of a microbatch: one part, or all remaining parts for the last dI of a walk.
 
-    Some dI have one part more. After a last one, the weights of the epoch are wrong.
+    Some dI have one part more. If this is the last dI, the weights of the epoch are wrong.
     """
     stage = shadow.stages[index]
     config = stage.config
     assert config.weights_sum is not None
     above, below = config.weights_sum
     cells = config.cells()
-    parts = above * len(cells)  # of what all weights add up to
+    parts = above * len(cells)  # of the sum of all weights
     left = parts - sum(given for given, _ in stage.weights)
     left_out = sum(cell[0] == index for cell in shadow.skipped)
     last = stage.dgrads + left_out == len(cells) - 1
@@ -212,7 +214,7 @@ def _weight(shadow: Shadow, ticket: Ticket, index: int) -> tuple[int, int]:
     return max(given, 0) + odd, share
 
 
-#: What the transitions call each action.
+#: The name of each action in the transitions.
 NAMES = {
     "F": "forward",
     "dI": "dgrad",
@@ -221,7 +223,7 @@ NAMES = {
     "evaluation": "evaluation",
     "update": "update",
 }
-#: The action of each of those names.
+#: The action of each such name.
 ACTIONS = {name: action for action, name in NAMES.items()}
 
 
@@ -233,7 +235,7 @@ def committed(shadow: Shadow, ticket: Ticket) -> Call:
 
 
 def landing(shadow: Shadow, ticket: Ticket) -> Call:
-    """Return the next call of a successful action: its commit, or what must come before."""
+    """Return the next call of a successful action: its commit, or a call that must come first."""
     gathered = shadow.gathered() if ticket.action == "update" else []
     if not gathered:
         return committed(shadow, ticket)
@@ -340,7 +342,7 @@ def _possible(shadow: Shadow, call: Call) -> bool:
 
 
 def progress(shadow: Shadow, pick: Pick) -> Plan | None:
-    """Return a plan that furthers the epoch, or None if no legal call does."""
+    """Return a plan that advances the epoch, or None if no legal call does."""
     calls = [
         call
         for source in (_forwards, _visits, _closings)
@@ -379,7 +381,7 @@ def _spelled_out(shadow: Shadow, call: Call, pick: Pick) -> Call:
 
 
 def _another_link(shadow: Shadow, call: Call, pick: Pick) -> int:
-    """Return a link that the call may name: the gradient reader's, where that is known."""
+    """Return a link that the call may name: the link of the gradients' reader, if known."""
     given = call.arguments
     if "bucket" in given:
         stages = shadow.reductions[given["bucket"]].stages
@@ -460,7 +462,7 @@ def _evaluations(shadow: Shadow) -> Iterator[Call]:
 
 
 def _evaluated(shadow: Shadow, call: Call, pick: Pick) -> Plan:
-    """Evaluate; most evaluations end before the next call."""
+    """Run an evaluation; most evaluations end before the next call."""
     ticket = yield call
     if pick(4):
         yield committed(shadow, ticket)
@@ -468,7 +470,7 @@ def _evaluated(shadow: Shadow, call: Call, pick: Pick) -> Plan:
 
 def _weights_reads(shadow: Shadow, pick: Pick) -> Iterator[Call]:
     if not shadow.uses("completion"):
-        return  # nobody counts the reads
+        return  # without completion, no reads are counted
     for stage in shadow.stages:
         link = a_link(shadow, stage, pick)
         yield Call("start_weights_read", {"stage": stage, "link": link})
@@ -478,7 +480,7 @@ def _weights_reads(shadow: Shadow, pick: Pick) -> Iterator[Call]:
 
 def _gradients_reads(shadow: Shadow) -> Iterator[Call]:
     if not shadow.uses("completion"):
-        return  # nobody counts the reads
+        return  # without completion, no reads are counted
     for stage in shadow.stages:
         given = {"stage": stage, "link": _readers_link(shadow, stage)}
         yield Call("start_gradients_read", given)

@@ -1,9 +1,10 @@
 """
-Legal schedules of one process's life, written without a contract.
+Legal schedules of one process's life, made without a contract.
 
-A schedule is not LIFO: dW is delayed at will, stages and domains interleave, actions stay in flight
-while others run, and epochs, aborts, checkpoints and restarts follow one another. Only the oracle
-decides what is legal, so that a contract under test has no influence on the schedule.
+A schedule is not last-in-first-out: dW is delayed arbitrarily, stages and domains interleave,
+actions stay in flight while others run, and epochs, aborts, checkpoints and restarts follow each
+other. Only the oracle decides what is legal, so that a contract under test has no influence on the
+schedule.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Schedule:
 
     Args:
         process: The process.
-        calls: The calls; a restore names whether it goes to a fresh contract.
+        calls: The calls; a restore says whether it goes to a fresh contract.
     """
 
     process: Process
@@ -70,7 +71,7 @@ class Schedule:
         """
         Return the transitions that the calls run, one list per contract.
 
-        A restart in a new process begins another life, which is itself a legal schedule.
+        A restart in a new process begins another list, which is itself a legal schedule.
 
         Raises:
             Refused: A call was refused.

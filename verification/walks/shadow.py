@@ -1,10 +1,9 @@
 """
-The shadow of a process: what has happened to it so far, recorded call by call.
+The shadow of a process: a record of all its calls so far.
 
-The shadow reads no column of the contract. It records which tape is in which slot and which actions
-have yet to visit it, which weights a cache was quantized from, when a stream last waited and when a
-replay was enqueued. `qeffect.verification.walks.oracle` decides from the shadow alone which calls
-are legal.
+The shadow reads no column of the contract. It records the tape in each slot and the actions that
+still have to visit it, the weights in each cache, and the times of waits and replays.
+`qeffect.verification.walks.oracle` decides from the shadow alone which calls are legal.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Shadow:
         self.configs = {config.stage: config for config in process.stages}
         self.epoch = 0
         self.clock = 0
-        #: The latest references and tickets; once spent, they must never be accepted again.
+        #: The latest references and tickets. Once used, they must never be accepted again.
         self.old_refs: list[tuple[TapeKey, TapeRef]] = []
         self.old_tickets: list[Ticket] = []
         self.begin(incarnation, 0)
@@ -57,7 +56,8 @@ class Shadow:
                 c.stage for c in self.process.stages for _ in range(c.slots)
             )
         ]
-        # Free slots are taken in this order, so that a call without a slot has a known one.
+        # Free slots are taken in this order, so that the slot of a call without an explicit slot is
+        # known.
         self.stacks = {
             stage: FreeSlots(slot.index for slot in self.slots if slot.stage == stage)
             for stage in self.stages
@@ -76,11 +76,11 @@ class Shadow:
         #: The update in flight, and whether one failed half way.
         self.update: Ticket | None = None
         self.half_updated = False
-        #: Stages whose weights a stream of its own reads.
+        #: Stages whose weights a separate stream reads.
         self.readers: set[int] = set()
-        #: Stages whose gradients a stream of its own reads.
+        #: Stages whose gradients a separate stream reads.
         self.gradients_readers: set[int] = set()
-        #: Walks of the epoch that are over.
+        #: Number of completed walks of the epoch.
         self.walks = 0
         self.domains = [Domain() for _ in self.domain_names]
         self.pools = [Pool() for _ in range(max(self.pool_of) + 1)]
@@ -130,7 +130,9 @@ class Shadow:
         return self.domains[self.domain_of(stage)]
 
     def gathered(self) -> list[StageConfig]:
-        """For each domain whose scales move once an epoch and are to move, its first stage."""
+        """
+        For each domain whose scales move once per epoch and have yet to move, its first stage.
+        """
         first = {self.domain_of(s): config for s, config in reversed(self.configs.items())}
         moving = [first[d] for d, domain in enumerate(self.domains) if domain.gathered]
         return moving if self.uses("order") else []
@@ -496,12 +498,15 @@ class Shadow:
             stage.final, stage.spoiled = False, True
 
     def _next_walk(self, _: Any, epoch: int) -> None:
-        """F are counted over the whole epoch, and its gradients stay in their buffers."""
+        """
+        Begin the next walk. F are counted over the whole epoch, and gradients stay in their
+        buffers.
+        """
         self.walks += 1
         self._walk_again()
 
     def _walk_again(self) -> None:
-        """Every microbatch comes again."""
+        """Reset the counts of the walk, since every microbatch runs again."""
         self.forwarded.clear()
         self.skipped.clear()
         for stage in self.stages.values():
@@ -518,7 +523,7 @@ class Shadow:
         self._unseen()
 
     def _end_update(self, ticket: Ticket) -> None:
-        """Whatever of the update was enqueued, the last of it was enqueued by now."""
+        """End the update: all of its work that was enqueued is enqueued by now."""
         assert self.updated is not None
         self.update, self.updated = None, (self.updated[0], self.clock)
         self.old_tickets.append(ticket)
@@ -526,7 +531,10 @@ class Shadow:
         self._unseen()
 
     def _unseen(self) -> None:
-        """Part of an update was enqueued: the host and the callers have yet to wait for it."""
+        """
+        Record that part of an update was enqueued: the host and the callers have yet to wait for
+        it.
+        """
         for domain in self.domains:
             domain.device = True
         for link in self.links:
@@ -556,7 +564,7 @@ class Shadow:
         self.written.clear()
 
     def _fail(self, _: Any, stage: int, epoch: int) -> None:
-        """The gradients of an epoch were wrong; an update may have used them."""
+        """Record that the gradients of an epoch were wrong; an update may have used them."""
         if epoch == self.epoch:
             self.stages[stage].spoiled, self.stages[stage].final = True, False
         if epoch != self.epoch or self.update is not None:

@@ -1,5 +1,5 @@
 """
-A schedule as text: every call in order, and a row for each slot with what happened in it.
+A schedule as text: every call in order, and a row for each slot with its calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CallRecord:
 
     Args:
         call: The call.
-        refused: The clause that refused the call; empty when it was accepted.
+        refused: The clause that refused the call; empty if the call was accepted.
         slot: The slot that the call concerned, if any.
         result: What the call returned, in words.
     """
@@ -85,11 +85,10 @@ _LETTERS = {
     "restore": "R",
 }
 _LEGEND = (
-    "F I W forward, dgrad, wgrad, R refresh and C update: ( checked, ) committed, x aborted; "
-    "! refused; "
-    "v reserve, b bind, r read, d done reading, D drop, P purge, i invalidate, s submit, "
-    "j join, w wait, h host drains the device, Z finalize, a reduction, n read of weights, "
-    "g read of gradients, M scales move, E late fault, K checkpoint, R restore"
+    "F forward, I dgrad, W wgrad, R refresh, C update, each with ( checked, ) committed, x "
+    "aborted; ! refused; v reserve, b bind, r read, d done reading, D drop, P purge, i "
+    "invalidate, s submit, j join, w wait, h host drains the device, Z finalize, a reduction, n "
+    "read of weights, g read of gradients, M scales move, E late fault, K checkpoint, R restore"
 )
 
 

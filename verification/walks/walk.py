@@ -22,15 +22,15 @@ from .shadow import Shadow
 
 __all__ = ["RandomWalk"]
 
-#: Upper bounds of shares of a byte: progress while all is quiet; progress while something is in
-#: flight or broken; refused calls; support. Damage has the rest.
+#: Upper bounds, out of 256, of the shares of steps: progress while nothing is in flight; progress
+#: while something is in flight or broken; refused calls; support. Damage has the rest.
 _QUIET, _BUSY, _AIMED, _SUPPORT = 176, 128, 216, 251
 _KEPT_CHECKPOINTS = 4
 
 
 class RandomWalk:
     """
-    Takes steps; a subclass makes the calls.
+    Takes the steps of a walk; a subclass makes the calls.
 
     Args:
         shadow: The shadow of a process that has just started.
@@ -46,7 +46,7 @@ class RandomWalk:
         self.incarnations = 0
 
     def call(self, call: Call) -> Any:
-        """Make a call and return what it returned."""
+        """Make a call and return its result."""
         raise NotImplementedError  # each walker has its own
 
     def aim(self, pick: Pick) -> None:
@@ -61,7 +61,7 @@ class RandomWalk:
         """
         Take the step that a number chooses: progress, a refused call, support, or damage.
 
-        Zero chooses nothing, so that a schedule shrinks by losing the steps that do not matter.
+        Zero chooses no step, so that a schedule shrinks by losing irrelevant steps.
         """
         if number == 0:
             return
@@ -77,7 +77,7 @@ class RandomWalk:
             self.run(damage(self.shadow, pick))
 
     def advance(self, pick: Pick) -> None:
-        """Further the epoch; where no legal call does, attempt a refused one, then restart."""
+        """Advance the epoch. If no legal call does, attempt a refused call, then restart."""
         plan = progress(self.shadow, pick)
         if plan is None:
             self.aim(pick)
