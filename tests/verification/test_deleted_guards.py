@@ -100,7 +100,7 @@ def test_the_sample_is_of_guards() -> None:
 def test_some_state_comes_to_every_guard() -> None:
     """Of the guards that an earlier one always precedes, each is needed where a relation is out."""
     assert {("check_refresh", "epoch.in-flight")} == ALWAYS
-    assert all("needed where" in entry.why for entry in COVERED if not entry.condition)
+    assert all("needed without" in entry.why for entry in COVERED if not entry.condition)
 
 
 @pytest.mark.parametrize(("transition", "clause"), few(SAMPLE, range(0, len(SAMPLE), 3)))
