@@ -158,7 +158,7 @@ def test_a_moved_checkpoint_needs_its_corpus(
     moved.mkdir()
     for path in checkpoint.iterdir():
         (moved / path.name).write_bytes(path.read_bytes())
-    assert "name its folder with --corpus" in refused(capsys, moved)
+    assert "name the corpus folder with --corpus" in refused(capsys, moved)
     own = str(checkpoint.parents[2] / "corpus")
     given = ["--prompt", "the quick", "--tokens", "12", "--corpus"]
     assert generate(capsys, moved, *given, own)["text"] == SENTENCE
@@ -168,7 +168,9 @@ def test_a_moved_checkpoint_needs_its_corpus(
     words = ["--text", str(tmp_path / "other.txt"), "--tokenizer", "bytes"]
     assert main(["runtime", "corpus", "--out", str(other), "--quiet", *words]) == 0
     line = refused(capsys, moved, "--corpus", str(other))
-    assert "expected the corpus of the run, with 6301 tokens, found one with 13" in line
+    assert (
+        "expected the corpus of the run, with 6301 training tokens, found a corpus with 13" in line
+    )
     assert "corpus.json: No such file" in refused(capsys, moved, "--corpus", str(tmp_path))
     (other / "corpus.json").write_text("[]")
     assert "expected the record of a corpus" in refused(capsys, moved, "--corpus", str(other))
@@ -180,10 +182,10 @@ def test_a_moved_checkpoint_needs_its_corpus(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tokens", "0"], "--tokens must be at least 1, found 0"),
+        (["--tokens", "0"], "--tokens: expected at least 1, found 0"),
         (["--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
         (["--temperature", "nan"], "--temperature: expected a finite number of at least 0"),
-        (["--seed", "3"], "the most probable token needs no draw; add --temperature"),
+        (["--seed", "3"], "temperature 0 draws nothing; add --temperature"),
         (["--seed", "-3", "--temperature", "1"], "--seed: expected 0 to"),
         (["--prompt", ""], "--prompt: expected a value, found an empty one"),
     ],

@@ -91,7 +91,7 @@ def test_a_run_that_diverges_is_reported(runs: tuple[Path, dict[str, Any]]) -> N
     assert [line["loss"] for line in logged if "loss" in line][: len(losses)] == losses
     assert f"step {losses.index(None)}  NOT FINITE: the loss is" in err
     odd = counted(losses.count(None), "step")
-    assert f"NOT FINITE: the loss of {odd}, step " in said["nan in words"][1]
+    assert f"NOT FINITE: the loss of {odd}; first in step " in said["nan in words"][1]
 
 
 def test_a_log_that_cannot_be_written_ends(runs: tuple[Path, dict[str, Any]]) -> None:
@@ -99,7 +99,7 @@ def test_a_log_that_cannot_be_written_ends(runs: tuple[Path, dict[str, Any]]) ->
     code, out, err = runs[1]["full"]
     assert code == 0, err
     assert "at the end" in out
-    assert "the log ends before the run: [run] log: /dev/full: No space left" in out
+    assert "the log is incomplete: [run] log: /dev/full: No space left" in out
     assert err.count("NOT LOGGED from here on") == 1
 
 
@@ -108,7 +108,7 @@ def test_a_run_with_no_step_left_says_so(runs: tuple[Path, dict[str, Any]]) -> N
     folder, said = runs
     code, out, err = said["past"]
     assert code == 0, err
-    assert "no step to train: the checkpoint is after 3 steps, [run] steps is 3" in out
+    assert "no step to train: the checkpoint already has 3 steps, [run] steps is 3" in out
     (run,) = json.loads((folder / "no.json").read_text())["derived"]["runs"]
     assert (run["steps"], run["first_loss"], run["last_loss"]) == (0, None, None)
 
