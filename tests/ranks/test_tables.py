@@ -188,8 +188,8 @@ class TestMerge:
             ([str(hollow)], "found one without environment"),
             ([str(torn)], "that cannot be evaluated (KeyError: 'error')"),
             ([str(tmp_path / "none.json")], "No such file"),
-            ([first, "--steps", "3"], "--merge measures nothing"),
-            ([first, "--commit", "1" * 40], "--merge measures nothing"),
+            ([first, "--steps", "3"], "--merge only merges reports"),
+            ([first, "--commit", "1" * 40], "--merge only merges reports"),
             ([first, "--out", str(tmp_path / "none" / "o.json")], "there is no folder"),
         ]
         for argv, words in cases:

@@ -296,7 +296,7 @@ class TestCompare:
         command.compare_cases([STEPWISE[0]], ["native", "eager"], "cpu", report, print)
 
         (failure,) = report.raw["failures"]
-        assert "nothing to compare with" == failure["error"]
+        assert "fewer than two sides ran, so nothing was compared" == failure["error"]
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -304,9 +304,9 @@ class TestCompare:
             (["--cases", "nonsense"], "unknown case 'nonsense'; choose from"),
             (["--steps", "0"], "--steps must be at least 1, not 0"),
             (["--sides", "native"], "--sides native has nothing to be compared with"),
-            (["--sides", "native", "captured"], "a CPU captures nothing"),
+            (["--sides", "native", "captured"], "a CPU has no CUDA graphs"),
             (["--sides", "native", "disturbed", "--steps", "4"], "before the last fault"),
-            (["--sets", "recipes"], "delayed scaling only"),
+            (["--sets", "recipes"], "only cases with delayed scaling"),
             (["--device", "cuda"], "no CUDA device is here; --device cpu"),
             (["--commit", "main"], "--commit takes 40 hexadecimal digits"),
             (["--out", "nowhere/at/all.json"], "--out nowhere/at/all.json: there is no folder"),

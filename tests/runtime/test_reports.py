@@ -549,7 +549,7 @@ class TestPools:
         ("options", "said"),
         [
             ({"private": 1}, "private differs from native in 1 values"),
-            ({"shared": 0}, "did no harm, so the comparison shows nothing"),
+            ({"shared": 0}, "corrupted nothing, so the comparison proves nothing"),
             ({"clause": None}, "the kernel did not refuse a shared pool"),
             ({"clause": "order.token"}, "the kernel did not refuse a shared pool"),
         ],

@@ -1,5 +1,6 @@
 """
-``qeffect runtime demo``: a few guarded steps, the same steps natively, and the comparison.
+``qeffect runtime demo``: run a few guarded steps and the same steps natively, and compare every
+bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .compare import compare_cases
 
 __all__ = ["add_demo_arguments", "run_demo"]
 
-#: With more ranks than cores a step takes longer than the limit.
+#: With more ranks than cores, a step would exceed the time limit.
 _MOST_RANKS = 8
 #: Time limit for four steps of all ranks, start included, in seconds.
 _LIMIT_S = 120.0
@@ -41,16 +42,17 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=int,
         metavar="N",
-        help="ranks of a pipeline on the CPU, one process each (default: one process, no pipeline)",
+        help="run a pipeline of this many ranks on the CPU, one process each (default: one "
+        "process without a pipeline)",
     )
 
 
 def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run and compare; refused when a bit differs or a side failed.
+    Run and compare; the outcome is `refused` if a bit differs or a side failed.
 
     Raises:
-        UnusableError: Nothing can be run here.
+        UnusableError: This machine cannot run the demo.
     """
     if args.steps < 1:
         raise UnusableError(f"--steps must be at least 1, not {args.steps}")
@@ -86,14 +88,14 @@ def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _pipeline(ranks: int, steps: int) -> Outcome:
     """
-    ZB-V over a few ranks of this machine, against torch's own pipeline.
+    Compare ZB-V over a few ranks of this machine with torch's own pipeline.
 
     Raises:
-        UnusableError: There are too few ranks or too many, or they could not be run.
+        UnusableError: The number of ranks is out of range, or the ranks could not be run.
     """
     if not 2 <= ranks <= _MOST_RANKS:
         raise UnusableError(
-            f"--ranks must be 2 to {_MOST_RANKS}, not {ranks}; more are started with "
+            f"--ranks: expected 2 to {_MOST_RANKS}, found {ranks}; to run more ranks, use "
             "torchrun --nproc-per-node N -m qeffect runtime pipeline"
         )
     words = (
@@ -117,10 +119,10 @@ def _pipeline(ranks: int, steps: int) -> Outcome:
     if not objects:
         said = [line for line in done.stderr.splitlines() if line.startswith("qeffect: ")]
         why = said[0].removeprefix("qeffect: ") if said else f"exit code {done.returncode}"
-        raise UnusableError(f"{ranks} ranks could not be run: {why}")
+        raise UnusableError(f"running {ranks} ranks failed: {why}")
     data = json.loads(objects[0])
     if "error" in data:
-        raise UnusableError(f"{ranks} ranks could not be run: {data['error']}")
+        raise UnusableError(f"running {ranks} ranks failed: {data['error']}")
     totals = data.get("categories", {})
     same = data["verdict"] == "accepted"
     lines = [

@@ -115,7 +115,7 @@ def _pool_problems(name: str, total: Raw) -> Iterable[str]:
         if refused != "capture.out-of-order":
             yield f"the kernel did not refuse a shared pool out of capture order ({refused})"
         if not total["mismatched"]:
-            yield "a shared pool did no harm, so the comparison shows nothing"
+            yield "the shared pool corrupted nothing, so the comparison proves nothing"
     else:
         if refused is not None:
             yield f"{name} was refused by {refused}"
