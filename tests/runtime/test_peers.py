@@ -254,7 +254,7 @@ class TestRefusals:
             (["--cells", "h64-m4"], "expected one of h2048-s256, h4096-s256, tiny"),
             (["--cells", "tiny-m0"], "found 'tiny-m0'"),
             (["--limit", "0"], "--limit must be positive"),
-            (["--modes", "ours"], "this needs a GPU"),
+            (["--modes", "ours"], "expected a GPU"),
             (["--modes", "ours", "--out", "nowhere/f.json"], "there is no folder nowhere"),
         ],
     )

@@ -88,7 +88,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PROVISIONINGS,
         default="live",
         help="number of slots: one per tape that is live at once (live), or one per microbatch "
-        "(default live)",
+        "(static) (default live)",
     )
     parser.add_argument(
         "--amax",

@@ -221,7 +221,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
                 done(schedule, resumed_row(schedule, whole, replayed.result(), weighed, there))
             for (other, pp, vpp), ranks in zip(others, moved, strict=True):
                 layers = LAYERS // (pp * vpp)
-                there = f"{other}, PP={pp}, {vpp} stages a rank of {layers} layers"
+                there = f"{other}, PP={pp}, stages per rank {vpp}, layers per stage {layers}"
                 done(schedule, remapped_row(schedule, there, whole, ranks.result(), weighed))
 
         try:
