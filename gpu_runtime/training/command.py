@@ -159,7 +159,7 @@ def carry_out(
         args: The options of the command: its file, `--out` and `--commit`.
         config: The run.
         train: Trains, once all ranks are connected.
-        how: What was done, as the report words it.
+        how: The kind of run that the report names: `train`, or `all` or `ends` for a comparison.
         deterministic: Ask the libraries for deterministic kernels, also if the file does not.
         resume: Whether the run continues from a checkpoint.
 
@@ -272,7 +272,7 @@ def _say_aside(config: Config, what: str, cause: Cause, stands: Mapping[str, Any
 
 
 def _lock(config: Config) -> FolderLock | None:
-    """Lock the folder of checkpoints, before this process waits for any other."""
+    """Lock the folder of checkpoints, before this process waits for another process."""
     folder = config.checkpoint.folder
     if not folder or launcher_ranks()[0] != 0:
         return None

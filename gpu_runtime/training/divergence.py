@@ -38,9 +38,9 @@ def diverged(said: Sequence[Sequence[NonFinite]], step: int, action: str) -> Div
     Return an error that names the first tensor that is not finite; None if every tensor is finite.
 
     Args:
-        said: What each rank found, by rank.
+        said: Each rank's tensors that are not finite, by rank.
         step: The last step before the check.
-        action: What the tensors were checked for: `look` (a periodic check), `save` or `load`.
+        action: The reason for the check: `look` (a periodic check), `save` or `load`.
     """
     every = [(rank, one) for rank, found in enumerate(said) for one in found]
     if not every:

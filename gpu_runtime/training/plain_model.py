@@ -46,8 +46,9 @@ class PlainModel:
         shapes = _shapes(model)
         if odd := sorted(weights.keys() ^ shapes.keys()):
             raise BackendError(
-                f"{len(odd)} tensors are only in the weights or only in the model, such as "
-                f"{odd[0]}; load the weights with the version that wrote them"
+                f"expected the same tensors in the weights and the model, found {len(odd)} in "
+                f"only one of them, such as {odd[0]}; load the weights with the version that "
+                "wrote them"
             )
         for name, shape in shapes.items():
             if (found := tuple(weights[name].shape)) != shape:

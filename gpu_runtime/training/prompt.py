@@ -170,8 +170,9 @@ def _copy(path: Path, found: Mapping[str, Tensor], into: Mapping[str, Tensor]) -
     """Copy tensors by name; all names and shapes must be equal."""
     if odd := sorted(found.keys() ^ into.keys()):
         raise BackendError(
-            f"{path}: {len(odd)} tensors are only in the checkpoint or only in the model, such as "
-            f"{odd[0]}; load the checkpoint with the version that wrote it"
+            f"{path}: expected the same tensors in the checkpoint and the model, found {len(odd)} "
+            f"in only one of them, such as {odd[0]}; load the checkpoint with the version that "
+            "wrote it"
         )
     for name, tensor in into.items():
         if found[name].shape != tensor.shape:

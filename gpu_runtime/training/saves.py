@@ -241,7 +241,7 @@ class Saves:
 
         Args:
             worker: The pipeline.
-            job: What it trains.
+            job: The job that it trains.
             step: Steps taken.
             all_gather: Gathers each rank's milliseconds.
             last: Whether the run ends with this save.

@@ -36,7 +36,7 @@ class StepLog:
     Args:
         member: This process.
         config: The run.
-        job: What it trains.
+        job: The job that the pipeline trains.
         worker: The pipeline.
         steps: Runs the steps.
         scales: The scales of this rank's gradients.

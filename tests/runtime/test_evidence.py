@@ -303,7 +303,7 @@ class TestCompare:
         [
             (["--cases", "nonsense"], "unknown case 'nonsense'; choose from"),
             (["--steps", "0"], "--steps must be at least 1, not 0"),
-            (["--sides", "native"], "--sides native has nothing to be compared with"),
+            (["--sides", "native"], "--sides native names one side, but"),
             (["--sides", "native", "captured"], "a CPU has no CUDA graphs"),
             (["--sides", "native", "disturbed", "--steps", "4"], "before the last fault"),
             (["--sets", "recipes"], "only cases with delayed scaling"),

@@ -236,7 +236,10 @@ def _other(place: str, name: str, value: Any) -> Callable[[dict[str, Any]], None
         (lambda report: report.update(kind="train"), "expected a report of kind 'curves'"),
         (lambda report: report["raw"]["runs"][0].update(seed=0), "guarded:il:0:te is in"),
         (lambda report: report.pop("environment"), "found one without environment"),
-        (lambda report: report["raw"]["runs"][0].pop("clock"), "evaluated (KeyError: 'cl"),
+        (
+            lambda report: report["raw"]["runs"][0].pop("clock"),
+            "incomplete measurements (KeyError: 'cl",
+        ),
         (_other("configuration", "windows", float("nan")), "found NaN, which is not a JSON number"),
     ],
 )

@@ -546,7 +546,9 @@ def test_another_file_in_a_finished_runs_folder_is_refused(tmp_path: Path) -> No
     first = run_of(tmp_path / "kept" / "step-00000003")
     assert refused[0] == 2
     line = json.loads(refused[1])["error"]
-    assert "step-00000003 is of the run of one.toml, and two.toml differs from it " in line
+    assert (
+        "step-00000003 belongs to the run of one.toml, and two.toml differs from that file " in line
+    )
     assert "([optimizer] rate was 0.02, is 0.01); name another folder" in line
     assert "--adopt" in line
     assert (adopted[0], then[0]) == (0, 0), adopted
@@ -555,7 +557,7 @@ def test_another_file_in_a_finished_runs_folder_is_refused(tmp_path: Path) -> No
     assert own not in first
     assert run_of(tmp_path / "kept" / "step-00000006") == [own, *first]
     assert back[0] == 2
-    assert "is of the run of two.toml, and one.toml differs from it" in back[1]
+    assert "belongs to the run of two.toml, and one.toml differs from that file" in back[1]
 
 
 @pytest.mark.parametrize(

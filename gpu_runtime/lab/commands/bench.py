@@ -91,7 +91,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1024,
         metavar="N",
-        help="entries of each amax history (default 1024)",
+        help="length of each amax history, in entries (default 1024)",
     )
     parser.add_argument("--quick", action="store_true", help="trial run of 2 rounds of 5 steps")
     parser.add_argument(

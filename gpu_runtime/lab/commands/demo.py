@@ -72,9 +72,8 @@ def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
     failures = report.raw["failures"]
     same = not derived["mismatched"] and not failures and derived["compared"]
     lines = [
-        f"{case.order().source}: {counted(args.steps, 'guarded step')} with {backend}, and the "
-        "same natively,",
-        "as full backward, in a process of its own. Then every bit of every tensor is compared:",
+        f"{case.order().source}: {counted(args.steps, 'guarded step')} with {backend}, compared",
+        "bit by bit with the same training by native full backwards in another process:",
         *(
             f"  {name:22} {total['mismatched']:4} of {total['compared']:6} differ"
             for name, total in derived["categories"].items()
@@ -127,8 +126,7 @@ def _pipeline(ranks: int, steps: int) -> Outcome:
     same = data["verdict"] == "accepted"
     lines = [
         f"ZB-V over {ranks} ranks with gloo: {counted(steps, 'guarded step')} with the reference",
-        "backend, and torch's own pipeline over native full backwards. Then every bit of every "
-        "tensor:",
+        "backend, compared bit by bit with torch's own pipeline over native full backwards:",
         *(f"  {name:20} {t['differ']:4} of {t['compared']:6} differ" for name, t in totals.items()),
         *([data["cause"]["text"]] if "cause" in data else []),
         f"{'The same bits' if same else 'NOT the same'}, in {time.perf_counter() - began:.0f} s.",

@@ -106,7 +106,7 @@ def add_kills_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="device (default cpu)"
     )
     parser.add_argument(
-        "--one-launch", action="store_true", help="each step as one CUDA graph (only with cuda)"
+        "--one-launch", action="store_true", help="run each step as one CUDA graph (only with cuda)"
     )
     parser.add_argument(
         "--kills", type=int, default=_KILLS, metavar="N", help=f"number of kills (default {_KILLS})"

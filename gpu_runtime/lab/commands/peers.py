@@ -185,7 +185,7 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         default=LIMIT_S,
         metavar="S",
         help="time limit in seconds for each of a mode's two starts, doubled for ours (default "
-        "{LIMIT_S:g})",
+        f"{LIMIT_S:g})",
     )
     add_rank_options(parser, rounds=3)
 

@@ -308,7 +308,7 @@ def _compare_outcome(member: Member, what: str, result: PipelineComparison) -> O
     totals = totals_of_ranks([rank["totals"] for rank in ranks])
     same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
     lines = [
-        what + ", and torch's own pipeline over native full backwards:",
+        what + ", compared with torch's own pipeline over native full backwards:",
         *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
         "The same bits on every rank" if same else "NOT the same",
     ]

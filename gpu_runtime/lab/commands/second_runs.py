@@ -44,8 +44,8 @@ _COUNTS: Final = {
     "flips": (24, "number of flips after actions of guarded steps"),
     "inside": (16, "number of flips in outputs of matrix products inside a stage, in eager steps"),
     "launched": (10, "number of flips during launches, only with cuda"),
-    "every": (100, "for the price: every N-th step runs twice"),
-    "rounds": (9, "for the price: number of rounds"),
+    "every": (100, "for the timing: every N-th step runs twice"),
+    "rounds": (9, "for the timing: number of rounds"),
     "microbatches": (4, "microbatches per step"),
     "layers": (1, "layers per stage"),
 }

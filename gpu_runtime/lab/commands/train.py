@@ -78,7 +78,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare every value of every step."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:
-        progress.note(f"{what}, guarded and native")
+        progress.note(f"{what}, training guarded and natively")
     job = run.data.job
     mode = mode_on(config.run.device, config.parallel.mode)
     result = compare_pipelines(
@@ -108,8 +108,8 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     losses, native_losses = of("losses"), of("native_losses")
     lines = [
         f"{what}, {counted(config.run.steps, 'step')}, "
-        f"{'eager' if mode == 'eager' else 'captured'}, and "
-        "torch's own pipeline over native full backwards:",
+        f"{'eager' if mode == 'eager' else 'captured'}, compared with torch's own pipeline over "
+        "native full backwards:",
         *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
         loss_line(losses),
         *nonfinite_lines(0, losses),
@@ -131,7 +131,7 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare the losses of all steps, and every tensor after the last one."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:
-        progress.note(f"{what}, native first, then guarded")
+        progress.note(f"{what}, training natively first, then guarded")
     began = time.perf_counter()
     oracle = train_natively(member, run.data.job, config.run.steps, backend_of(config), None)
     member.synchronize()
@@ -168,8 +168,8 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
         "first": named[:8],
     }
     lines = [
-        f"{what}, {counted(config.run.steps, 'step')}, and torch's own pipeline over native full "
-        "backwards:",
+        f"{what}, {counted(config.run.steps, 'step')}, compared with torch's own pipeline over "
+        "native full backwards:",
         f"  losses of {len(apart)} of {len(losses)} steps differ",
         f"  {len(named)} of {data['compared']} tensors differ at the end",
         f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",

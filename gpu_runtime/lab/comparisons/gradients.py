@@ -33,7 +33,10 @@ def distance_sums(
         ValueError: The names or the shapes differ.
     """
     if odd := sorted(own.keys() ^ theirs.keys()):
-        raise ValueError(f"{len(odd)} gradients exist only on one side, such as {odd[0]}")
+        raise ValueError(
+            f"expected the same gradients on both sides, found {len(odd)} on one side only, such "
+            f"as {odd[0]}"
+        )
     found = {}
     for name, a in own.items():
         b = theirs[name].to(a.device)

@@ -126,7 +126,6 @@ def require_alike(parts: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
         for name in sorted(own.keys() | first.keys()):
             if own.get(name) != first.get(name):
                 raise UnusableError(
-                    f"--merge {path}: expected {name} {first.get(name)!r}, as in {whence}, found "
-                    f"{own.get(name)!r}; merge only parts with one configuration, commit and "
-                    "machine"
+                    f"--merge {path}: {name} is {own.get(name)!r}, expected {first.get(name)!r} "
+                    f"as in {whence}; merge only parts with one configuration, commit and machine"
                 )

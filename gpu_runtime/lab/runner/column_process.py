@@ -122,7 +122,7 @@ class ColumnSession:
         }
 
     def trace(self, steps: int) -> dict[str, Any] | None:
-        """Profile some steps; None without a device."""
+        """Profile some steps; None on a CPU."""
         if not self.on_device:
             return None
         from .profiler import trace_steps
@@ -138,7 +138,7 @@ class ColumnSession:
         return {} if measure is None else dict(measure(steps, self._synchronize))
 
     def memory(self, *, peaks: bool = False) -> dict[str, int | None]:
-        """The allocator's figures in bytes; None without a device."""
+        """The allocator's figures in bytes; None on a CPU."""
         if not self.on_device:
             names = ("allocated", "reserved") + (
                 ("allocated_peak", "reserved_peak") if peaks else ()

@@ -269,8 +269,8 @@ class MegatronSide:
             held = dict(chunk.named_parameters())
             if odd := sorted(held.keys() ^ {megatron_name(name, index) for name in own[index]}):
                 raise ValueError(
-                    f"{len(odd)} parameters exist only in our model or only in Megatron's, such "
-                    f"as {odd[0]}"
+                    f"expected the same parameters in our model and Megatron's, found {len(odd)} "
+                    f"in only one of them, such as {odd[0]}"
                 )
             with torch.no_grad():
                 for name, value in own[index].items():

@@ -84,7 +84,8 @@ def stop(
 
     Args:
         worker: This rank.
-        error: What went wrong here. A `SharedError` is raised as it is: every rank has it.
+        error: The error on this rank. A `SharedError` is raised unchanged, because every rank has
+            it.
         group: The group to end, so that no rank waits for this one in it; None while an
             asynchronous save of an earlier epoch still uses it.
         at: What the ranks were doing between two steps; the cause names it.
@@ -109,7 +110,7 @@ def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
     Turn the library's plain `RuntimeError` into a lost rank; return other errors unchanged.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
         at: What the ranks were doing.
         peer: The rank at the other end; -1 for a collective.
     """

@@ -437,7 +437,7 @@ def _sealed(path: Path) -> dict[str, Any]:
 
 def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str]) -> str:
     """
-    Return in words what is wrong with a checkpoint's files; empty if nothing is.
+    Return in words the first problem with a checkpoint's files; empty if there is none.
 
     Args:
         path: The checkpoint.

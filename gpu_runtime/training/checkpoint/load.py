@@ -194,7 +194,7 @@ def require_all_taken(
     Args:
         path: The checkpoint.
         facts: Its facts.
-        said: What each rank brings: ``path``, and the ``names`` that it loads.
+        said: Each rank's ``path``, and the ``names`` that it loads.
         replicas: Replicas of this run.
 
     Raises:

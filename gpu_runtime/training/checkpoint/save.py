@@ -26,7 +26,7 @@ class NonFiniteError(SharedError):
     A weight, a moment or a scale is not finite, so nothing is saved.
 
     Args:
-        said: What each rank found, by rank.
+        said: Each rank's tensors that are not finite, by rank.
     """
 
     def __init__(self, said: list[list[NonFinite]]) -> None:
@@ -118,7 +118,7 @@ def require_same(said: list[dict[str, Any]]) -> None:
     Require that all ranks save the same facts, and the same bits under one name.
 
     Args:
-        said: What each rank brings, by rank.
+        said: Each rank's facts and tensor checksums, by rank.
 
     Raises:
         NonFiniteError: A rank has a tensor that is not finite.
