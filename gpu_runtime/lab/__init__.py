@@ -1,1 +1,3 @@
-"""The laboratory: what compares, times and plots the runtime. Nothing in the product imports it."""
+"""
+The laboratory: code that compares, times and plots the runtime. No product code imports it.
+"""

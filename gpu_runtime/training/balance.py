@@ -1,9 +1,9 @@
 """
-Measured times of a model's parts on a device, from which stages of equal time are cut.
+Measure a model's parts on a device, so that it can be cut into stages of equal time.
 
 Three stages of one layer each are built and timed: the first with the embedding, the second with
-the layer alone, the third with norm, head and loss. The cost of an end is how much longer its stage
-takes than the second. All layers of a model have one shape, so one layer stands for all. Each
+the layer alone, the third with norm, head and loss. An end of the model costs its stage's time
+minus the second stage's. All layers of a model have one shape, so one layer stands for all. Each
 action runs alone, through the run's own kind of executor: eager or graphs.
 """
 
@@ -122,16 +122,17 @@ def agreed_times(
     member: Member, job: LanguageJob, backend: str, *, mode: Mode, place: str
 ) -> Times:
     """
-    Time a model's parts on the device of every rank; each action counts as on the slowest rank.
+    Time a model's parts on the device of every rank; for each action, the slowest rank's time
+    counts.
 
-    Every rank calls it. What was measured is freed before the ranks go on.
+    Every rank calls it. The measured stages are freed before any rank continues.
 
     Args:
         member: This rank.
         job: The model.
         backend: `reference` or `transformer-engine`.
         mode: How the actions run: `eager` or `replays`.
-        place: What is named before a rank that cannot measure.
+        place: Where the error occurred, as the beginning of its message: a file and a field.
 
     Raises:
         BackendError: A rank cannot build or capture a stage; every rank raises it.
@@ -150,7 +151,9 @@ def agreed_times(
 
 
 def _fill(memory: StageMemory, vocabulary: int) -> None:
-    """Fill the buffers with varied values: rows of one repeated token would be added in turn."""
+    """
+    Fill the buffers with varied values; gradients of one repeated token would be added in turn.
+    """
     generator = torch.Generator().manual_seed(0)
     (slot,) = memory.table
     for into in (*slot.input_views, *slot.output_gradients):

@@ -41,7 +41,9 @@ def run_bisect(args: argparse.Namespace, progress: Progress) -> Outcome:
         gradients=[{"rank": r, "stage": stage, "name": name} for r, stage, name in differ],
     )
     every = len(first[step])
-    lines = [f"Step {step} differs first, in {len(differ)} of {counted(every, 'gradient')}:"]
+    lines = [
+        f"Step {step} is the first that differs, in {len(differ)} of {counted(every, 'gradient')}:"
+    ]
     lines += [f"  rank {rank}, stage {stage}: {name}" for rank, stage, name in differ[:_SHOWN]]
     if len(differ) > _SHOWN:
         lines.append(f"  and {len(differ) - _SHOWN} more; --json lists all")

@@ -75,28 +75,31 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, metavar="N", help="optimizer steps (default: the file's)"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint, if there is one"
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint; without a checkpoint, begin anew",
     )
     parser.add_argument(
         "--adopt",
         action="store_true",
-        help="with --resume: continue from, or beside, another run's checkpoints",
+        help="with --resume: accept checkpoints of another run in the folder, and continue also "
+        "from such a checkpoint",
     )
     parser.add_argument(
         "--digest",
         action="store_true",
-        help="print one SHA-256 of parameters, moments and scales at the end; with scales = "
-        "'epoch' it is the same for every schedule and mapping",
+        help="print one SHA-256 of parameters, moments and scales at the end; with [model] scales "
+        "= 'epoch', every schedule and mapping gives the same hash",
     )
     parser.add_argument("--out", type=Path, metavar="F", help="file of the JSON report")
     parser.add_argument(
-        "--commit", metavar="SHA", help="commit to name in the report, outside a git checkout"
+        "--commit", metavar="SHA", help="commit that the report names, if not run in a git checkout"
     )
 
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train; the outcome is refused if a bit differs or the contract was not kept.
+    Train; the outcome is `refused` if a bit differs or the contract was broken.
 
     Rank 0 prints; all ranks end with the same exit code: 1 for a violation or if the run diverged
     (`divergence`), 2 if the run could not be made or was ended from outside (`stopped_outcome`),
@@ -110,9 +113,7 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if not args.resume:
-        refuse_unused(
-            args, ["--adopt"], "a run that does not resume adopts nothing", wants="--resume"
-        )
+        refuse_unused(args, ["--adopt"], "only a resumed run adopts checkpoints", wants="--resume")
     config = read(args.config, run={"device": args.device, "steps": args.steps})
 
     def train(run: JoinedRun) -> Outcome:
@@ -125,7 +126,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 @attrs.frozen
 class JoinedRun:
     """
-    A training run that every rank has joined, before its first step.
+    A training run before its first step; every rank has joined it.
 
     Args:
         config: The run; its cut is measured if the file asks for that.
@@ -152,13 +153,13 @@ def carry_out(
     resume: bool = False,
 ) -> Outcome:
     """
-    Meet the other ranks, train, and write the report.
+    Connect to the other ranks, train, and write the report.
 
     Args:
         args: The options of the command: its file, `--out` and `--commit`.
         config: The run.
-        train: Trains, once all ranks have met.
-        how: What was done, as the report words it.
+        train: Trains, once all ranks are connected.
+        how: The kind of run that the report names: `train`, or `all` or `ends` for a comparison.
         deterministic: Ask the libraries for deterministic kernels, also if the file does not.
         resume: Whether the run continues from a checkpoint.
 
@@ -193,7 +194,7 @@ def carry_out(
 
 
 def _gone() -> Cause | None:
-    """Why a connection broke in the start, if a rank of this host has ended."""
+    """Why a connection broke before the first step, if a rank of this host has ended."""
     found = START.gone()
     return None if found is None else Cause("gone", found[0], None, "start", None, found[1], False)
 
@@ -204,7 +205,7 @@ def _folder(config: Config) -> Path | None:
 
 
 def _stands(config: Config, text: str, kind: str, *, resume: bool = True) -> dict[str, Any]:
-    """How a run stands that ended, as the status file says it of an end in the start."""
+    """The status of a run that ended before its first step, as the status file has it."""
     run, steps = config.checkpoint.run or None, config.run.steps
     return facts_of_run(
         _folder(config), "ended", run=run, steps=steps, by=kind, cause=text, resume=resume
@@ -215,9 +216,10 @@ def _tell_start(
     config: Config, lock: FolderLock | None, text: str, kind: str, *, resume: bool = True
 ) -> str:
     """
-    Write into the status file that the run ended in its start; only the lock's owner does.
+    Write into the status file that the run ended before its first step; only the lock's owner
+    writes.
 
-    Once the training has begun, the trainer tells how it ends.
+    Once the training has begun, the trainer writes how it ends.
 
     Returns:
         Whether the run may be resumed, in one line.
@@ -229,7 +231,7 @@ def _tell_start(
 
 
 def _lost(config: Config, lock: FolderLock | None, error: Exception) -> UnreachableError:
-    """An error of a start that lost a connection, with whether the run may be resumed."""
+    """The error of a connection lost before the first step, with whether the run may be resumed."""
     return UnreachableError(f"{error}. {_tell_start(config, lock, str(error), 'lost')}")
 
 
@@ -252,7 +254,9 @@ def _interrupted(config: Config) -> str:
 
 
 def _say_aside(config: Config, what: str, cause: Cause, stands: Mapping[str, Any]) -> bool:
-    """Print the cause of a stop from another thread than the main one, on the rank that speaks."""
+    """
+    Print the cause of a stop from a thread other than the main thread, on the rank that prints.
+    """
     outcome = _with_next_start(
         stopped_outcome(cause, what),
         next_start(stands, _folder(config)),
@@ -268,7 +272,7 @@ def _say_aside(config: Config, what: str, cause: Cause, stands: Mapping[str, Any
 
 
 def _lock(config: Config) -> FolderLock | None:
-    """Lock the folder of checkpoints, before this process waits for any other."""
+    """Lock the folder of checkpoints, before this process waits for another process."""
     folder = config.checkpoint.folder
     if not folder or launcher_ranks()[0] != 0:
         return None
@@ -374,7 +378,7 @@ def _trained(
         lines += nonfinite_lines(trainer.began, losses)
     elif end is None:
         lines.append(
-            f"  no step to train: the checkpoint is after {counted(trainer.began, 'step')}, "
+            f"  no step to train: the checkpoint already has {counted(trainer.began, 'step')}, "
             f"[run] steps is {config.run.steps}"
         )
     lines += [
@@ -384,7 +388,7 @@ def _trained(
     if "digest" in record:
         lines.append(f"  digest of parameters, moments and scales: {record['digest']}")
     if trainer.log is not None and trainer.log.ended is not None:
-        lines.append(f"  the log ends before the run: {trainer.log.ended}")
+        lines.append(f"  the log is incomplete: {trainer.log.ended}")
     lines += skip_lines(trainer.watch)
     if trainer.mismatches:
         lines.append(
@@ -400,7 +404,9 @@ def _trained(
 
 
 def _ended_early(trainer: Trainer) -> list[str]:
-    """A line, if the run was asked to end before its last step: by what, and how to continue."""
+    """
+    A line, if a request ended the run before its last step: which request, and how to continue.
+    """
     if trainer.ended_by in ("", "steps"):
         return []
     steps, taken = trainer.config.run.steps, trainer.worker.runtime.epoch
@@ -411,12 +417,12 @@ def _ended_early(trainer: Trainer) -> list[str]:
 
 
 def skip_lines(watch: UpdateWatch) -> list[str]:
-    """A line, if updates were skipped: how many, and the first."""
+    """A line, if updates were skipped: their number, and the first step."""
     if not watch.skipped:
         return []
     return [
-        f"  SKIPPED: {counted(watch.skipped, 'update')}, because the norm of the gradients was not "
-        f"finite, step {watch.first} first"
+        f"  SKIPPED: {counted(watch.skipped, 'update')}, because the norm of the gradients was "
+        f"not finite; first in step {watch.first}"
     ]
 
 
@@ -429,7 +435,7 @@ def _way_on(checkpoints: Checkpoints | None, cause: Cause) -> str:
     if path is None:
         return "There is no checkpoint to continue from"
     if cause.action == "load":
-        return f"{path} holds this state; {AWAY}"
+        return f"{path} already holds this non-finite state; {AWAY}"
     return (
         f"The newest checkpoint is {path}; change what made the run diverge, and continue with "
         "--resume"
@@ -437,30 +443,30 @@ def _way_on(checkpoints: Checkpoints | None, cause: Cause) -> str:
 
 
 def launch_lines(record: Mapping[str, Any]) -> list[str]:
-    """A line, if launches were asked for: how many steps were launches, or why none was."""
+    """
+    A line, if launches were asked for: the number of launched steps, or why no step was launched.
+    """
     if record["guarded_replays"]:
         return [f"  guarded replays, not one launch per step: {record['guarded_replays']}"]
-    return (
-        [f"  steps that were one launch each: {record['launches']}"] if record["launches"] else []
-    )
+    return [f"  steps run as one launch each: {record['launches']}"] if record["launches"] else []
 
 
 def loss_line(losses: Sequence[float]) -> str:
-    return f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end"
+    return f"  loss {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"
 
 
 def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
-    """A line, if the loss was not finite; a report has null for such a loss."""
+    """A line, if a loss was not finite; a report has null for such a loss."""
     odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
     return (
-        [f"  NOT FINITE: the loss of {counted(len(odd), 'step')}, step {odd[0]} first"]
+        [f"  NOT FINITE: the loss of {counted(len(odd), 'step')}; first in step {odd[0]}"]
         if odd
         else []
     )
 
 
 def release_memory(member: Member) -> None:
-    """Give back what the side before held."""
+    """Free the memory that the previous side held."""
     gc.collect()
     if member.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -3,9 +3,9 @@ Real text that every machine has: the sources and texts of CPython's standard li
 
 The files are read from the running interpreter; this repository contains no copy. For each
 supported version of Python, a list names every file with its length and the beginning of its
-SHA-256. A hash of a file's name decides whether the whole file is held out. Files are encoded
-either with a byte-pair encoding, which is trained on the files that are not held out, or byte by
-byte, which needs no package.
+SHA-256. A hash of a file's name decides whether the whole file is held out for evaluation. Files
+are encoded either with a byte-pair encoding, which is trained on the files that are not held out,
+or byte by byte, which needs no package.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def make(
         tokenizer: `bpe` or `bytes`.
         vocabulary: Tokens of the byte-pair encoding.
         any_version: Accept a library that has no list or differs from its list.
-        given: An encoding that takes the place of both.
+        given: An encoding to use instead; `tokenizer` and `vocabulary` then have no effect.
 
     Returns:
         The content of `corpus.json`.
@@ -160,7 +160,7 @@ def make(
     maker = encoding_maker(tokenizer, vocabulary)
     version, folder = platform.python_version(), stdlib()
     files, expected = list(listing(folder)), known(version)
-    odd = ["there is no list"] if expected is None else differences(files, expected)
+    odd = ["QEffect has no list of its files"] if expected is None else differences(files, expected)
     if odd and not any_version:
         raise UnusableError(_odd(version, folder, expected, odd))
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
@@ -188,11 +188,12 @@ def make(
 def _odd(version: str, folder: Path, expected: list[ListedFile] | None, odd: list[str]) -> str:
     if expected is None:
         return (
-            f"this is Python {version}; QEffect has lists of {', '.join(versions())}; run one of "
-            "these versions, or pass --any-version to accept other text"
+            "expected a Python version whose library QEffect has listed "
+            f"({', '.join(versions())}), found {version}; run a listed version, or pass "
+            "--any-version to accept other text"
         )
     return (
-        f"{len(odd)} files of {folder} differ from the release of Python {version}, first: "
+        f"{len(odd)} files of {folder} differ from the release of Python {version}, such as: "
         f"{'; '.join(odd[:3])}; run an unmodified release, or pass --any-version to accept other "
         "text"
     )

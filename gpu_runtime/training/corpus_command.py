@@ -1,5 +1,5 @@
 """
-``qeffect runtime corpus``: token files from one's own text, or from Python's standard library.
+``qeffect runtime corpus``: token files from your own text, or from Python's standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["add_corpus_arguments", "run_corpus"]
 _HELD_OUT = 0.02
 _VOCABULARY = 32768
 _TEXT = ("--weights", "--field", "--held-out")
-"""Options of one's own text."""
+"""Options for your own text."""
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +36,15 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="files of text, UTF-8: .jsonl and .ndjson with one JSON object per line, others plain "
-        "(default: the standard library)",
+        help="text files in UTF-8: .jsonl and .ndjson have one JSON object per line, any other "
+        "file is plain text (default: the standard library)",
     )
     parser.add_argument(
         "--weights",
         nargs="+",
         metavar="W",
         help="ratio of the files' tokens in train.npy, one number per file; files are repeated to "
-        "reach it (default: each file once)",
+        "reach the ratio (default: each file once)",
     )
     parser.add_argument(
         "--field", metavar="NAME", help="field of a JSON line that has the text (default text)"
@@ -53,14 +53,14 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out",
         type=float,
         metavar="SHARE",
-        help=f"share of the text for held_out.npy, from 0 to 1 (default {_HELD_OUT})",
+        help=f"share of the text for held_out.npy, from 0 to below 1 (default {_HELD_OUT})",
     )
     parser.add_argument(
         "--tokenizer",
         default="bpe",
         metavar="NAME",
-        help="bpe: byte pairs, trained in this run (default); bytes: single bytes, no package "
-        "needed; or a file tokenizer.json",
+        help="bpe: byte pairs, trained on this text (default); bytes: single bytes, needs no "
+        "package; or the path of a tokenizer.json",
     )
     parser.add_argument(
         "--vocabulary",
@@ -71,13 +71,13 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end",
         metavar="TOKEN",
-        help="token after each text, of a file tokenizer.json (default: <|endoftext|>, </s> or "
-        "another known one)",
+        help="token to put after each text, with a tokenizer.json (default: <|endoftext|>, </s> "
+        "or another known end token)",
     )
     parser.add_argument(
         "--any-version",
         action="store_true",
-        help="accept a standard library that differs from the listed one",
+        help="accept a standard library without a list, or one that differs from its list",
     )
 
 
@@ -90,15 +90,15 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
             effect in this combination. The folder is then unchanged.
     """
     if args.tokenizer == "bytes":
-        refuse_unused(args, ["--vocabulary"], "the vocabulary of bytes is fixed")
+        refuse_unused(args, ["--vocabulary"], "the tokenizer bytes has a fixed vocabulary")
     if args.tokenizer in NAMES:
-        refuse_unused(args, ["--end"], "only a file tokenizer.json has a choice of ends")
+        refuse_unused(args, ["--end"], "only a tokenizer.json has a choice of end tokens")
     else:
-        refuse_unused(args, ["--vocabulary"], "the tokenizer's file decides it")
+        refuse_unused(args, ["--vocabulary"], "the tokenizer's file determines the vocabulary")
     if args.text is None:
-        refuse_unused(args, _TEXT, "the standard library is the text", wants="--text")
+        refuse_unused(args, _TEXT, "the text is the standard library", wants="--text")
     else:
-        refuse_unused(args, ["--any-version"], "the text is given with --text")
+        refuse_unused(args, ["--any-version"], "--text names the text")
     require_folder(args.out)
     given = encoding_of(args.tokenizer, args.end)
     vocabulary = _VOCABULARY if args.vocabulary is None else args.vocabulary
@@ -145,7 +145,7 @@ def _weights(given: Sequence[str], files: Sequence[TextFile]) -> list[Fraction]:
     Return the weights of a blend.
 
     Raises:
-        UnusableError: There is not one positive number per file.
+        UnusableError: The weights are not one positive number per file.
     """
     if len(given) != len(files):
         raise UnusableError(
@@ -179,7 +179,7 @@ def _described(one: Mapping[str, Any], total: int) -> str:
 def _written(out: Path, made: Mapping[str, Any]) -> list[str]:
     held_out = f"{made['held_out_tokens']:,} held out"
     if not made["held_out_tokens"]:
-        held_out = "none held out, so there is no held_out.npy"
+        held_out = "none held out, so held_out.npy is not written"
     spare = made["vocabulary"] - made["tokens"]
     padding = f", padded from {made['tokens']:,} tokens to a multiple of 16" if spare else ""
     return [

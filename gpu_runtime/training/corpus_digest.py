@@ -19,7 +19,10 @@ from pathlib import Path
 __all__ = ["ChangedFileError", "file_sha256"]
 
 _SETTLED_S = 2.0
-"""A younger file is not cached: a file system may give a later change the same time."""
+"""
+Seconds since its last change before a file's hash is cached: another change in this time might
+leave the same modification time.
+"""
 
 
 class ChangedFileError(OSError):
@@ -51,13 +54,13 @@ def file_sha256(path: Path) -> str:
 
 
 def _mark(path: Path) -> dict[str, int]:
-    """What changes with the content, without reading it."""
+    """Facts that change with the content, obtained without reading it."""
     found = path.stat()
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
 
 
 def _places(path: Path) -> list[Path]:
-    """Where the cache may be, in the order in which the places are tried."""
+    """Where the cache may be, in the order in which to try."""
     whole = path.resolve()
     places = [whole.with_name(f".{whole.name}.sha256")]
     with contextlib.suppress(RuntimeError):  # this user has no home

@@ -1,5 +1,5 @@
 """
-The files of a corpus: token files, the encoding, and the record; all of them are replaced, or none.
+The files of a corpus: token files, the encoding, and the record; either all are replaced or none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
 
 
 def begin_tokens(file: BinaryIO, kind: np.dtype[Any], count: int) -> None:
-    """Write the head of a token file; `count` tokens of this type follow as raw bytes."""
+    """Write the header of a token file; `count` tokens of this type follow as raw bytes."""
     head = {
         "descr": np.lib.format.dtype_to_descr(kind),
         "fortran_order": False,
@@ -48,8 +48,8 @@ def replaced(out: Path) -> Iterator[Path]:
     """
     Yield a hidden folder; its files replace those of a corpus once the block has ended.
 
-    If the block raises, the corpus of before is unchanged, and what the block wrote is removed.
-    The record is removed first and written last, so a folder with a record has a whole corpus.
+    If the block raises, the previous corpus is unchanged, and the block's files are removed. The
+    record is removed first and written last, so a folder with a record has a whole corpus.
 
     Args:
         out: The folder of the corpus; made if missing.

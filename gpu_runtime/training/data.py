@@ -37,7 +37,9 @@ _ZIP = b"PK"
 
 
 class DataError(ValueError):
-    """A token file cannot be used; one line names the file, what is expected and what was found."""
+    """
+    A token file cannot be used; one line names the file, what was expected and what was found.
+    """
 
 
 def save(path: Path, tokens: np.ndarray[Any, Any]) -> None:
@@ -105,7 +107,7 @@ class Tokens:
         if len(values) < sequence + 1:
             raise DataError(
                 f"{path}: expected at least {sequence + 1} tokens, for one window of {sequence} "
-                f"and its last target; found {len(values)}"
+                f"and its last target, found {len(values)}"
             )
         for start in range(0, len(values), _CHUNK):
             part = values[start : start + _CHUNK]
@@ -128,7 +130,7 @@ class Tokens:
         return torch.from_numpy(part.astype(np.int64))
 
     def facts(self) -> dict[str, Any]:
-        """Facts that are read in a moment: the file's length, and a hash of its ends."""
+        """Facts that are quick to read: the file's length, and a hash of its beginning and end."""
         ends = self.values[:4096].tobytes() + self.values[-4096:].tobytes()
         return {"tokens": len(self.values), "sha256_of_ends": hashlib.sha256(ends).hexdigest()}
 
@@ -183,7 +185,7 @@ class Loader:
     """
     Windows in the order of training.
 
-    A window's position counts from the first window of the first pass, through all passes.
+    Positions of windows count from the first window of the first pass, across all passes.
 
     Args:
         tokens: The file.
@@ -238,9 +240,9 @@ class Loader:
         Continue at a position that another loader's `state` recorded.
 
         Args:
-            state: The other loader's state. A state of before has no `sha256` of the whole file;
-                only its other facts are compared.
-            step: The step that begins there.
+            state: The other loader's state. A state that an earlier version saved has no `sha256`
+                of the whole file; only its other facts are compared.
+            step: The step that begins at this position.
 
         Raises:
             DataError: The other loader had a different file, window length or order.
@@ -252,8 +254,8 @@ class Loader:
             if state.get(name) != own[name]:
                 raise DataError(
                     f"{self.tokens.path}: expected {name} {state.get(name)} as in the checkpoint, "
-                    f"found {own[name]}; training would continue with different windows: bring "
-                    "back what the run began with, or start a new run"
+                    f"found {own[name]}; training would continue with different windows: restore "
+                    "the file and the settings of the saved run, or start a new run"
                 )
         self.position, self.step = own["position"], step
 

@@ -1,7 +1,7 @@
 """
-Digests of gradients in a run's log: how they travel between ranks, and how they are read again.
+Digests of gradients in a run's log: sending them between ranks, and reading them from the log.
 
-A line `gradients` lists stage and name of each gradient by rank. After it the line of each step has
+A line `gradients` lists stage and name of each gradient by rank. The line of each later step has
 `digests`: by rank, the digests in the same order.
 """
 
@@ -26,11 +26,12 @@ Place = tuple[int, int, str]
 
 def padded(digests: Sequence[Sequence[int]], count: int) -> list[float]:
     """
-    Return the digests of some steps as numbers for a gather, two each: a float64 has 53 bits.
+    Return the digests of some steps as numbers for a gather, two numbers per digest: a float64
+    holds only 53 bits.
 
     Args:
         digests: By step.
-        count: Digests per step on the rank that has the most.
+        count: Digests per step on the rank with the most digests.
 
     >>> padded([[2**32 + 5]], 2)
     [1.0, 5.0, 0.0, 0.0]
@@ -44,7 +45,7 @@ def padded(digests: Sequence[Sequence[int]], count: int) -> list[float]:
 
 def joined(halves: Sequence[float]) -> list[str]:
     """
-    Return the digests that `padded` took apart, as text.
+    Return digests as text from the numbers that `padded` made of them.
 
     >>> joined([1.0, 5.0])
     ['0000000100000005']
@@ -55,7 +56,7 @@ def joined(halves: Sequence[float]) -> list[str]:
 
 def read_digests(path: Path) -> dict[int, dict[Place, str]]:
     """
-    Return the digests of a run's log by step; a step that was taken again has its last digests.
+    Return the digests of a run's log by step; for a restarted step, the digests of its last run.
 
     Raises:
         UnusableError: The log cannot be read, or has no digests.
@@ -80,8 +81,8 @@ def read_digests(path: Path) -> dict[int, dict[Place, str]]:
                 found[int(line["step"])] = _by_place(places, line)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise UnusableError(
-                f"{path}: line {number}: expected a line of a run's log, as [run] log writes it, "
-                f"found {said[:40]!r}"
+                f"{path}: line {number}: expected a line of the file that [run] log names, found "
+                f"{said[:40]!r}"
             ) from error
     if not found:
         raise UnusableError(
@@ -108,7 +109,7 @@ def first_difference(
     were compared; -1 and no gradients if every common step is equal.
 
     Raises:
-        UnusableError: The runs have no step in common, or other gradients on their ranks.
+        UnusableError: The runs have no step in common, or their ranks have different gradients.
     """
     common = sorted(first.keys() & second.keys())
     if not common:

@@ -2,8 +2,8 @@
 When a run has diverged: a loss, a weight, a moment or a scale is not finite, or too many updates in
 a row were skipped.
 
-Every rank decides from what all ranks have exchanged, so all ranks end at the same step, for one
-cause.
+Every rank decides from data that all ranks have exchanged, so all ranks end at the same step, for
+one cause.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class DivergedError(RuntimeError):
 
 def diverged(said: Sequence[Sequence[NonFinite]], step: int, action: str) -> DivergedError | None:
     """
-    Return the error of a look, which names the first tensor; None if every tensor is finite.
+    Return an error that names the first tensor that is not finite; None if every tensor is finite.
 
     Args:
-        said: What each rank found, by rank.
-        step: The last step before the look.
-        action: What the look was made for: `look`, `save` or `load`.
+        said: Each rank's tensors that are not finite, by rank.
+        step: The last step before the check.
+        action: The reason for the check: `look` (a periodic check), `save` or `load`.
     """
     every = [(rank, one) for rank, found in enumerate(said) for one in found]
     if not every:
@@ -48,7 +48,7 @@ def diverged(said: Sequence[Sequence[NonFinite]], step: int, action: str) -> Div
     rank, first = every[0]
     text = str(first)
     if len(every) > 1:
-        text += f"; so are {counted(len(every) - 1, 'other tensor')}"
+        text += f"; also not finite: {counted(len(every) - 1, 'other tensor')}"
     return _error(rank, step, action, text, first.stage)
 
 
@@ -58,7 +58,7 @@ def _error(rank: int, step: int, action: str, text: str, stage: int | None = Non
 
 
 def _of(norm: Norm) -> str:
-    """The first stage whose gradients are not finite, if it is known."""
+    """The first stage whose gradients are not finite, if known."""
     return f" in stage {norm.nonfinite_stages[0]}" if norm.nonfinite_stages else ""
 
 
@@ -68,11 +68,11 @@ class UpdateWatch:
     Watches the losses and skipped updates of a run, step by step.
 
     Args:
-        stop_after: How many skipped updates in a row end the run; 0 for any number.
+        stop_after: How many skipped updates in a row end the run; 0 never ends it.
 
     Attributes:
         skipped: Number of skipped updates.
-        first: The step of the first one; None without one.
+        first: The step of the first skipped update; None if no update was skipped.
     """
 
     stop_after: int
@@ -90,8 +90,8 @@ class UpdateWatch:
             norm: The norm of its gradients, if there is one.
 
         Raises:
-            DivergedError: The loss is not finite though the update was not skipped, or one more
-                update in a row was skipped than the run may skip.
+            DivergedError: The loss is not finite though the update was not skipped, or `stop_after`
+                updates in a row were skipped.
         """
         if norm is not None and norm.skipped:
             self.skipped += 1

@@ -1,9 +1,9 @@
 """
-Encodings of text as tokens: single bytes, byte pairs that are trained here, or a given
+Encodings of text as tokens: single bytes, byte pairs that QEffect trains, or a given
 `tokenizer.json`.
 
-Bytes need no package; the other two need `tokenizers`. Every encoding says how many tokens the
-model needs: the largest token's id and one, padded to a multiple of 16, which FP8 products need.
+Bytes need no package; the other two need `tokenizers`. Every encoding has the vocabulary size that
+the model needs: the largest token id plus one, padded to a multiple of 16, which FP8 products need.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ __all__ = [
 __getattr__ = old_names(__name__, {"Given": "FileEncoding"})
 
 END = "<|end|>"
-"""The token after each text, in an encoding that is trained here."""
+"""The token after each text, in an encoding that QEffect trains."""
 MOST = 2**31
 """Largest vocabulary that a training file may name."""
 NAMES = ("bpe", "bytes")
-"""What `--tokenizer` may name beside a file."""
+"""The values of `--tokenizer` other than a file."""
 TOKENIZER = "tokenizer.json"
-"""The file of a corpus that holds its encoding, if the encoding is not bytes."""
+"""The file of a corpus with its encoding, unless the encoding is bytes."""
 _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Tokens that end a text in known tokenizers, in the order in which they are looked for."""
+"""Tokens that end a text in known tokenizers, in search order."""
 
 Ids = np.ndarray[Any, Any]
 
@@ -67,8 +67,8 @@ class Encoding(Protocol):
 
     Attributes:
         name: `bytes`, `bpe` or `given`.
-        tokens: The largest token's id, and one.
-        vocabulary: The vocabulary of a model for it.
+        tokens: The largest token id plus one.
+        vocabulary: The vocabulary size of a model for this encoding.
         end: The token after each text.
     """
 
@@ -90,7 +90,7 @@ class Encoding(Protocol):
         """The facts that identify the encoding, for `corpus.json`."""
 
     def save(self, folder: Path) -> None:
-        """Write into a folder what `open_encoding` reads there beside `corpus.json`."""
+        """Write the file that `open_encoding` reads beside `corpus.json`."""
 
 
 class Bytes:
@@ -122,7 +122,7 @@ class Bytes:
         return {"tokenizer": self.name, "vocabulary": self.vocabulary, "tokens": self.tokens}
 
     def save(self, folder: Path) -> None:
-        """Nothing: `corpus.json` has the name."""
+        """Write nothing: `corpus.json` has the name."""
 
 
 class Packaged:
@@ -131,12 +131,13 @@ class Packaged:
 
     Args:
         made: The package's tokenizer.
-        end: The text of the token after each text.
-        where: What a message names it by.
-        text: Its file, if there is one, which is kept as it is; the package would write another.
+        end: The token after each text, as a string.
+        where: The name of the encoding in messages.
+        text: The content of its file, if there is one, to be saved unchanged; the package would
+            write a different file.
 
     Raises:
-        UnusableError: The end is not one of its tokens, or the vocabulary is too large.
+        UnusableError: The encoding lacks the end token, or its vocabulary is too large.
     """
 
     name = "given"
@@ -154,8 +155,8 @@ class Packaged:
         self.vocabulary = padded(self.tokens)
         if self.vocabulary > MOST:
             raise UnusableError(
-                f"{where}: expected token ids below {MOST:,}, the largest vocabulary of a training "
-                f"file, found the id {self.tokens - 1:,}"
+                f"{where}: expected token ids below {MOST:,}, the largest vocabulary that a "
+                f"training file may set, found the id {self.tokens - 1:,}"
             )
 
     def encode(self, texts: Sequence[str]) -> Iterator[Ids]:
@@ -204,11 +205,11 @@ class Packaged:
 
 class Pairs(Packaged):
     """
-    Byte-pair encoding, trained here.
+    Byte-pair encoding that QEffect trains.
 
     Args:
         texts: The texts to train on.
-        vocabulary: Most tokens; a text of few different words gives fewer.
+        vocabulary: Maximum number of tokens; a text with few different words gives fewer.
 
     Raises:
         UnusableError: The package is not installed.
@@ -238,10 +239,11 @@ class FileEncoding(Packaged):
     Args:
         path: The file.
         end: The token after each text; None takes the first of `_ENDS` that the encoding has.
-        option: What named the file, for messages.
+        option: The option that named the file, for messages.
 
     Raises:
-        UnusableError: The package is not installed, the file cannot be used, or it has no such end.
+        UnusableError: The package is not installed, the file cannot be used, or the encoding lacks
+            the end token.
     """
 
     def __init__(self, path: Path, end: str | None = None, option: str = "--tokenizer") -> None:
@@ -249,7 +251,9 @@ class FileEncoding(Packaged):
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            raise UnusableError(f"{where}: expected a file tokenizer.json, in UTF-8") from None
+            raise UnusableError(
+                f"{where}: expected a tokenizer.json in UTF-8, found a byte that is not UTF-8"
+            ) from None
         except OSError as error:
             raise UnusableError(f"{where}: {unreadable(error)}") from None
         tokenizers = _package(where, "or use --tokenizer bytes")
@@ -257,15 +261,15 @@ class FileEncoding(Packaged):
             made = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package raises nothing more specific
             raise UnusableError(
-                f"{where}: expected a file tokenizer.json of the package tokenizers, found: "
-                f"{within(str(error))}"
+                f"{where}: expected a tokenizer.json of the package tokenizers; that package "
+                f"reports: {within(str(error))}"
             ) from None
         if end is None:
             end = next((one for one in _ENDS if made.token_to_id(one) is not None), None)
         if end is None:
             raise UnusableError(
-                f"{where}: expected one of the tokens {', '.join(_ENDS)}, which end a text, found "
-                "none; name the token with --end"
+                f"{where}: expected an end token of a text ({', '.join(_ENDS)}), found none of "
+                "these; name the token with --end"
             )
         super().__init__(made, end, where, text)
 
@@ -282,8 +286,8 @@ def encoding_of(name: str, end: str | None) -> FileEncoding | None:
     path = Path(name)
     if not path.exists():
         raise UnusableError(
-            f"--tokenizer: expected {', '.join(NAMES)} or a file tokenizer.json, found no file "
-            f"{within(name)}{near(name, NAMES)}"
+            f"--tokenizer: expected {', '.join(NAMES)} or the path of a tokenizer.json, found no "
+            f"file {within(name)}{near(name, NAMES)}"
         )
     return FileEncoding(path, end)
 
@@ -294,7 +298,7 @@ def open_encoding(folder: Path, option: str) -> tuple[Encoding, dict[str, Any]]:
 
     Args:
         folder: The folder that `qeffect runtime corpus` wrote.
-        option: How a user names another folder, for messages.
+        option: The option with which a user names another folder, for messages.
 
     Raises:
         UnusableError: The folder has no corpus, or its encoding cannot be read.
@@ -305,8 +309,8 @@ def open_encoding(folder: Path, option: str) -> tuple[Encoding, dict[str, Any]]:
         name, end = record["tokenizer"], record.get("end", END)
     except OSError as error:
         raise UnusableError(
-            f"{path}: {error.strerror or error}; with {option}, name the folder that qeffect "
-            "runtime corpus wrote"
+            f"{path}: {error.strerror or error}; name a folder that qeffect runtime corpus wrote, "
+            f"with {option}"
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UnusableError(

@@ -1,13 +1,13 @@
 """
-How a run ends before its last step: SIGTERM, SIGUSR1 or `[run] max_seconds`.
+How SIGTERM, SIGUSR1 or `[run] max_seconds` ends a run before its last step.
 
-Each rank notes that it is asked. The ranks exchange these notes with their consent to a step, so
+Each rank notes a request to end. The ranks exchange these notes with their consent to a step, so
 all ranks end after the same step. Then they save, and the run ends with exit code 0.
 
-A step may be unable to end, because a rank died or hangs. The main thread then waits inside gloo,
-where Python runs no handler. So a signal also wakes a thread. If the step has not ended in time,
-the thread publishes why this rank stops, tells the cause, and ends the process with exit code 2,
-before the launcher kills it.
+A step cannot end if a rank has died or hangs. The main thread then waits inside gloo, where Python
+runs no handler. So a signal also wakes a thread. If the step has not ended in time, the thread
+publishes why this rank stops, tells the cause, and ends the process with exit code 2, before the
+launcher kills it.
 """
 
 from __future__ import annotations
@@ -34,53 +34,58 @@ from ..ranks.worker import Worker
 __all__ = ["GRACE_S", "REASONS", "EndRequest", "worst_end_s"]
 
 REASONS = ("steps", "max_seconds", "SIGUSR1", "SIGTERM")
-"""What ends a run, by the number that ranks exchange; the largest wins."""
+"""What ends a run; ranks exchange the index here, and the largest index wins."""
 _SIGNALS = {signal.SIGUSR1: 2, signal.SIGTERM: 3}
-#: A signal within these seconds of the first is the same request: a cluster's manager signals the
-#: ranks, and so does the launcher.
+#: A signal within these seconds of the first is the same request: both a cluster's manager and the
+#: launcher signal the ranks.
 _SAME_S = 2.0
 
 GRACE_S: Final = 30.0
-"""Seconds from torchrun's SIGTERM to its SIGKILL; Slurm and Kubernetes give as many by default."""
-#: A step that SIGTERM finds and that then runs so long waits for a rank that has died or hangs.
+"""
+Seconds from torchrun's SIGTERM to its SIGKILL; the defaults of Slurm and Kubernetes are the same.
+"""
+#: Seconds after SIGTERM from which a running step counts as waiting for a rank that died or hangs.
 _STUCK_S = 10.0
-#: After a step that ended in that time, whether the next one waits is looked at so much later.
+#: If the step ended in that time, seconds until the next step is checked too.
 _NEXT_S = 5.0
-#: An evaluation or a save that SIGTERM finds may run so long under torchrun.
+#: Seconds that an evaluation or a save may run after SIGTERM under torchrun.
 _LATEST_S = 16.0
 #: Timeout of publishing why this rank stops.
 _PUBLISH_S = 2.0
-#: The main thread, once it was woken, has so long to begin to stop.
+#: Seconds that the main thread has, once woken, to begin to stop.
 _BACK_S = 2.0
 #: Timeout of choosing the cause.
 _DECIDE_S = 5.0
 #: Timeout of writing the status file.
 _TELL_S = 2.0
-#: A silent rank stays so long after that, so that the one that speaks can.
+#: Seconds that a silent rank stays alive after that, so that the printing rank can print.
 _LAST_WORD_S = 3.0
-#: A second signal gives the main thread so long to begin to stop, and the stop twice as long.
+#: Seconds that the main thread has to begin to stop after a second signal; the stop has twice as
+#: long.
 _AT_ONCE_S = 0.5
 
 
 def worst_end_s() -> float:
-    """The most seconds from SIGTERM to the end of the process, if the store does not answer."""
+    """
+    Longest time in seconds from SIGTERM to the end of the process, if the store does not answer.
+    """
     stuck = _STUCK_S + _NEXT_S + _PUBLISH_S + _BACK_S
     return max(stuck, _LATEST_S + _PUBLISH_S) + _DECIDE_S + _TELL_S + _LAST_WORD_S
 
 
 class EndRequest:
     """
-    Whether this rank is asked to end the run; a context in which signals ask.
+    Whether this rank is asked to end the run; inside this context, signals ask for the end.
 
     Args:
-        worker: The rank's worker; a signal that comes again ends its step at once.
+        worker: The rank's worker; a second signal ends its step at once.
         seconds: Seconds after which the run ends; 0 for no limit.
-        began: When the seconds began, by `time.monotonic`.
-        tell: Tells the cause if the main thread cannot; returns whether this rank printed it. It
-            runs in another thread.
+        began: Time from which the seconds count, by `time.monotonic`.
+        tell: Prints the cause if the main thread cannot, and returns whether this rank printed it.
+            It runs in another thread.
 
     Attributes:
-        doing: What the rank does: ``step``, ``evaluation`` or ``checkpoint``.
+        doing: What the rank is doing: ``step``, ``evaluation`` or ``checkpoint``.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class EndRequest:
         self._former.clear()
 
     def look(self) -> int:
-        """Return the number of the reason in `REASONS`; 0 if nothing asks."""
+        """Return the index of the reason in `REASONS`; 0 if nothing asks for the end."""
         if self.seconds and time.monotonic() - self.began >= self.seconds:
             self.asked = max(self.asked, 1)
         return self.asked
@@ -144,7 +149,10 @@ class EndRequest:
     # The main thread
 
     def _take(self, number: int, _: object) -> None:
-        """Python's handler; if the main thread waits in a library, it runs after the wait."""
+        """
+        Python's signal handler; if the main thread waits in a library, the handler runs after the
+        wait.
+        """
         self.asked = max(self.asked, _SIGNALS[signal.Signals(number)])
         if self._raises:
             self._raises = False
@@ -171,7 +179,7 @@ class EndRequest:
                         act()
 
     def _hear(self, number: int) -> None:
-        """Note a signal: a first one, or one that came again."""
+        """Note a signal: the first one, or a repeated one."""
         if number == signal.SIGTERM and self._own:
             self._own -= 1
             return
@@ -188,29 +196,34 @@ class EndRequest:
             self._again(now)
 
     def _bound(self, now: float) -> None:
-        """From a first SIGTERM on, end before the launcher's SIGKILL, whatever is awaited."""
+        """
+        After a first SIGTERM, make sure to end before the launcher's SIGKILL, whatever is awaited.
+        """
         self.worker.stop_until(now + _LATEST_S + _PUBLISH_S + _DECIDE_S)
         self._plans.append((now + _STUCK_S, partial(self._end_stuck, self._place())))
         if "TORCHELASTIC_RUN_ID" in os.environ:
             self._plans.append((now + _LATEST_S, self._end_late))
 
     def _again(self, now: float) -> None:
-        """A signal came again: stop the main thread, or end the process if that does not run."""
+        """
+        After a repeated signal, stop the main thread, or end the process if that thread does not
+        run.
+        """
         if not self.worker.consent.claimed:
             self.worker.stop_until(now + 2 * _AT_ONCE_S)
             self._wake_main()
         self._plans = [(now + _AT_ONCE_S, self._end_at_once)]
 
     def _place(self) -> tuple[int, str]:
-        """Where the run is; it changes with each step."""
+        """Where the run is; this changes with each step."""
         return self.worker.runtime.epoch, self.doing
 
     def _end_stuck(self, place: tuple[int, str]) -> None:
         """
-        End a step that has not ended since SIGTERM; an evaluation or a save may go on.
+        End a step that has not ended since SIGTERM; an evaluation or a save may continue.
 
-        A step that ended is followed by another one if the others had not heard of SIGTERM yet. A
-        rank may hang in that one, so it is looked at again.
+        After a step that ended, another step follows if the other ranks had not received SIGTERM
+        yet. A rank may hang in that step, so check again.
         """
         if self.worker.consent.claimed:
             return
@@ -232,17 +245,19 @@ class EndRequest:
             self._end_aside()
 
     def _end_aside(self) -> None:
-        """Tell the cause and end the process, unless the main thread has begun to."""
+        """Print the cause and end the process, unless the main thread has begun to do so."""
         worker = self.worker
         if worker.consent.claim("aside"):
             said = worker.runtime.epoch, self.doing
             self._leave(worker.consent.cause_aside(self._error(), *said, seconds=_DECIDE_S))
 
     def _end_at_once(self) -> None:
-        """End after a second signal: with a cause of this rank alone, which waits for no other."""
+        """
+        End after a second signal, with a cause of this rank alone, without waiting for other ranks.
+        """
         if self.worker.consent.claim("aside"):
             rank, (step, doing) = self.worker.member.rank, self._place()
-            ended = f"a second {self._again_by} ended it while it {self._busy()}"
+            ended = f"a second {self._again_by} ended the rank while it {self._busy()}"
             text = f"rank {rank}, step {step}, {doing}: {ended}"
             self._publish(_AT_ONCE_S)
             self._leave(Cause("ended", rank, None, doing, None, text, False, step))
@@ -250,7 +265,7 @@ class EndRequest:
         self._plans = [(time.monotonic() + 4 * _AT_ONCE_S, partial(os._exit, 2))]
 
     def _busy(self) -> str:
-        """What the main thread does: the wait, or else the line, if the wait has no name."""
+        """What the main thread does: the wait, or the line of code if the wait has no name."""
         if self.worker.waits.place is not None:
             return f"waited at {self.worker.waits.place[0]}"
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -269,12 +284,12 @@ class EndRequest:
         self.worker.consent.publish(self._error(), epoch, doing, seconds=seconds)
 
     def _error(self) -> Exception:
-        """Why this rank stops: the wait that SIGTERM found, if the main thread waits."""
+        """Why this rank stops: the wait that SIGTERM interrupts, if the main thread waits."""
         now = time.monotonic()
         seconds = now - self._first.get(signal.SIGTERM, now)
         action, peer = self.worker.waits.place or (self.doing, -1)
         if self._again_by or (self.worker.waits.place is None and self.worker.in_step):
-            return TerminatedError("the launcher ended it with SIGTERM")
+            return TerminatedError("the launcher ended the rank with SIGTERM")
         other = "" if peer < 0 else f" with rank {peer}"
         text = f"{action}{other} did not end within {seconds:.0f} s of SIGTERM"
         return UnansweredError(action, peer, True, text)

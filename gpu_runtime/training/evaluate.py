@@ -1,5 +1,5 @@
 """
-The loss on held-out text between two steps: forward passes that change no state of training.
+The loss on held-out text between two steps: forward passes that leave the training state unchanged.
 
 Every window runs with the scales of the last commit, so the loss depends neither on the number of
 windows nor on the rank that runs each. Hidden states travel between ranks through host memory:
@@ -40,7 +40,7 @@ def evaluate(worker: Worker, job: LanguageJob, held_out: Loader, windows: int) -
         job: The model that the worker trains.
         held_out: The text; the evaluation takes its first windows in the file's order.
         windows: Number of windows, rounded up to whole microbatches and limited to the windows of
-            the text. Each counts once, also if the last microbatch is not full.
+            the text. Each window counts once, even if the last microbatch is not full.
 
     Raises:
         Refused: A step is in progress.
@@ -70,7 +70,7 @@ class PlacedStages:
         stages: Its stages by index.
         homes: The rank of each stage of its replica.
         replica: The replica's index.
-        loss: The loss after the last stage; None if the stage's own F ends in the loss.
+        loss: The loss after the last stage; None if the last stage's F itself computes the loss.
     """
 
     member: Member

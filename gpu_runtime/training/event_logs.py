@@ -1,8 +1,8 @@
 """
-The folder of a run's event logs: the logs of the process before stay, in a folder of their own.
+The folder of a run's event logs; logs of earlier processes are kept in subfolders.
 
 A run that resumes, or that a launcher started again, begins new event logs under the same names.
-Those that are there say what happened before the end of the former process, so they are moved to
+The existing logs tell what happened before the previous process ended, so they are moved to
 `before-0001`, `before-0002` and so on, with the rank logs beside them. A rank moves only its own
 files: ranks of two hosts may each have a folder of this name.
 """
@@ -23,13 +23,13 @@ _BEFORE = re.compile(r"before-([0-9]{4,})")
 
 def set_aside(folder: Path, member: Member, where: str, *, one: bool = False) -> Path:
     """
-    Make the folder, and move the logs of the process before; every rank calls it.
+    Make the folder, and move the logs of the previous process; every rank calls it.
 
     Args:
         folder: The folder.
         member: This rank.
         where: The field that names the folder, for messages.
-        one: Keep only the newest of the logs that were moved.
+        one: Keep only the newest of the moved logs.
 
     Returns:
         The file of this rank's event log.
@@ -78,7 +78,7 @@ def _befores(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _forget(folder: Path, newest: Path, own: re.Pattern[str]) -> None:
-    """Remove this rank's files from all folders of earlier logs but the newest."""
+    """Remove this rank's files from all folders of earlier logs except the newest."""
     with suppress(OSError):
         for _, path in [*_befores(folder)]:
             if path != newest:

@@ -1,5 +1,5 @@
 """
-The weights of a checkpoint as one file that other programs read.
+Write the weights of a checkpoint as one file that other programs can read.
 
 Only weights are written: AdamW's state, scaling state and random states stay in the checkpoint.
 """
@@ -33,11 +33,12 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Read the weights of a checkpoint, after the hash of each of its files was compared.
 
     Args:
-        path: The checkpoint's folder, as `Checkpoints` wrote it, over any number of ranks.
+        path: The checkpoint's folder, as `Checkpoints` wrote it, from any number of ranks.
 
     Returns:
         The weights by the model's names, such as ``layers.5.qkv.weight``, on the CPU, each with the
-        shape and dtype that it was trained with; a tied weight once. Also the checkpoint's facts.
+        shape and dtype that it was trained with; a tied weight appears once. Also the checkpoint's
+        facts.
 
     Raises:
         BackendError: A file is missing or damaged, or the folder is not a checkpoint.
@@ -49,11 +50,11 @@ def read_part(
     path: Path, part: str, *, compared: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
-    Read the tensors of a checkpoint whose names begin with one word, without that word.
+    Read the tensors of a checkpoint whose names have one prefix; the prefix is cut off.
 
     Args:
         path: The checkpoint's folder.
-        part: The word, such as ``model`` or ``fp8.dp0``.
+        part: The prefix, such as ``model`` or ``fp8.dp0``.
         compared: Whether the hashes were compared before, for another part.
 
     Returns:
@@ -82,12 +83,12 @@ def write_weights(
     path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any], kind: str
 ) -> None:
     """
-    Write weights into a new file; a file of that name is there only when it is whole.
+    Write weights into a new file, which gets its name only once it is whole.
 
     Args:
         path: The file; its folder exists.
         weights: The weights by name, on the CPU.
-        about: Plain data that a file of safetensors keeps, as JSON, under ``qeffect``.
+        about: Plain data that a safetensors file stores as JSON under ``qeffect``.
         kind: One of `FORMATS`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``qeffect runtime export``: the weights of a checkpoint as one file."""
+"""``qeffect runtime export``: write the weights of a checkpoint as one file."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ _OF_GPT2 = {
     "positions": "learned",
     "bias": True,
 }
-"""What GPT-2 has of the fields of `[model]`."""
+"""The fields of `[model]` that GPT-2 fixes, with its values."""
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `export`."""
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of one step, .../step-00000003"
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="checkpoint folder of one step, such as .../step-00000003",
     )
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="F",
-        help="file to write the weights to; must not exist",
+        help="file to write the weights to; must not exist yet",
     )
     parser.add_argument(
         "--to",
         choices=tuple(FORMATS),
         default="safetensors",
-        help="format of the file: safetensors (default), or torch for a dictionary that torch.load "
-        "reads",
+        help="file format: safetensors (default), or torch for a dictionary that torch.load reads",
     )
     parser.add_argument(
         "--names",
         metavar="gpt2|FILE",
-        help="other names of the weights: gpt2 for those of transformers' GPT2LMHeadModel, or a "
-        "file of lines OURS = THEIRS (default: the model's own)",
+        help="names for the weights in the file: gpt2 for the names in transformers' "
+        "GPT2LMHeadModel, or a text file of lines OURS = THEIRS (default: QEffect's names)",
     )
 
 
@@ -101,19 +103,19 @@ def _gpt2(facts: Mapping[str, Any]) -> dict[str, Any]:
     The configuration of GPT-2 for a checkpoint.
 
     Raises:
-        BackendError: The layers compute something else than GPT-2's.
+        BackendError: The model's layers compute something else than GPT-2's layers.
     """
     backend, model = facts["must"].get("backend"), facts["must"].get("given", {}).get("model")
     if backend != "reference" or model is None:
         raise BackendError(
-            f"--names gpt2: expected a checkpoint of `runtime train` over the backend reference, "
-            f"found the backend {backend}, which orders queries, keys and values differently; "
-            "write a file of names"
+            "--names gpt2: expected a checkpoint that `runtime train` saved with the backend "
+            f"reference, found the backend {backend}, which orders queries, keys and values "
+            "differently; give --names a file of names"
         )
     for field, expected in _OF_GPT2.items():
         if (found := model.get(field, expected)) != expected:
             raise BackendError(
-                f"--names gpt2: expected [model] {field} = {expected!r}, as GPT-2 computes, found "
-                f"{found!r}; write a file of names"
+                f"--names gpt2: expected [model] {field} = {expected!r}, as in GPT-2, found "
+                f"{found!r}; give --names a file of names"
             )
     return gpt2_config(model)

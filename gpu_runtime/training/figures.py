@@ -1,5 +1,6 @@
 """
-Figures derived from the raw numbers of a training run: loss, speed, and difference from native.
+Figures derived from the raw numbers of a training run: loss, speed, and difference from a native
+run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["derive_train", "mean", "perplexity", "rounded"]
 Raw = Mapping[str, Any]
 _DIGITS = 6
 _MOST = 700.0
-"""From this loss on, the perplexity counts as too large for a float."""
+"""At this loss and above, the perplexity counts as too large for a float."""
 
 
 def derive_train(raw: Raw) -> dict[str, Any]:
@@ -51,13 +52,13 @@ def _run(run: Raw) -> dict[str, Any]:
 
 
 def mean(losses: Sequence[float | None]) -> float | None:
-    """Return the mean; None if there are no losses, or if one was not finite."""
+    """Return the mean; None if there are no losses or a loss is not finite."""
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
 def rounded(value: float | None) -> float | None:
-    """Round to the digits that reports keep; None stays None."""
+    """Round to the number of digits in reports; None stays None."""
     return None if value is None else round(value, _DIGITS)
 
 

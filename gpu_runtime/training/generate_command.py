@@ -1,4 +1,4 @@
-"""``qeffect runtime generate``: a prompt, continued by the model of a checkpoint."""
+"""``qeffect runtime generate``: continue a prompt with the model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _MOST_SEED = 2**63 - 1
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `generate`."""
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of one step, .../step-00000003"
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="checkpoint folder of one step, such as .../step-00000003",
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     parser.add_argument(
@@ -33,21 +36,23 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_TOKENS,
         metavar="N",
-        help=f"most tokens to add (default {_TOKENS}); a text may end before",
+        help=f"maximum number of tokens to add (default {_TOKENS}); the model may end the text "
+        "earlier",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="divisor of the logits before each draw; 0 takes the most probable token (default 0)",
+        help="sampling temperature, by which logits are divided; 0 always takes the most probable "
+        "token (default 0)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the draws (default 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default 0)")
     parser.add_argument(
         "--corpus",
         type=Path,
         metavar="DIR",
-        help="folder that runtime corpus wrote (default: that of the training file)",
+        help="folder that runtime corpus wrote (default: the corpus that the training file names)",
     )
 
 
@@ -59,15 +64,13 @@ def run_generate(args: argparse.Namespace, progress: Progress) -> Outcome:
         UnusableError: The checkpoint or the corpus cannot be used, or an option is out of range.
     """
     if args.tokens < 1:
-        raise UnusableError(f"--tokens must be at least 1, found {args.tokens}")
+        raise UnusableError(f"--tokens: expected at least 1, found {args.tokens}")
     if not 0 <= args.temperature < math.inf:
         raise UnusableError(
             f"--temperature: expected a finite number of at least 0, found {args.temperature}"
         )
     if args.temperature == 0:
-        refuse_unused(
-            args, ["--seed"], "the most probable token needs no draw", wants="--temperature"
-        )
+        refuse_unused(args, ["--seed"], "temperature 0 draws nothing", wants="--temperature")
     seed = args.seed or 0
     if not 0 <= seed <= _MOST_SEED:
         raise UnusableError(f"--seed: expected 0 to {_MOST_SEED:,}, found {seed}")
@@ -108,35 +111,37 @@ def _encoding(given: Path | None, checkpoint: Path, whole: WholeModel) -> Encodi
     Return the encoding of the corpus that a checkpoint was trained on.
 
     Raises:
-        UnusableError: The corpus is unknown, cannot be read, or is another one.
+        UnusableError: The corpus is unknown, cannot be read, or differs from the run's corpus.
     """
     free = whole.facts["free"]
     folder = given or _corpus_of(checkpoint, free.get("configuration", {}))
     if folder is None:
         raise UnusableError(
-            f"{checkpoint}: the corpus of the run is unknown, because the checkpoint was moved; "
-            "name its folder with --corpus"
+            f"{checkpoint}: the corpus of the run cannot be found, because the checkpoint was "
+            "moved; name the corpus folder with --corpus"
         )
     encoding, record = open_encoding(folder, "--corpus")
     trained = free.get("data", {}).get("tokens")
     if record.get("train_tokens") != trained:
         raise UnusableError(
-            f"{folder}: expected the corpus of the run, with {trained} tokens, found one with "
-            f"{record.get('train_tokens')}; name the corpus of the run with --corpus"
+            f"{folder}: expected the corpus of the run, with {trained} training tokens, found a "
+            f"corpus with {record.get('train_tokens')}; name the corpus of the run with --corpus"
         )
     if encoding.tokens > whole.model.vocabulary:
         raise UnusableError(
-            f"{folder}: expected at most {whole.model.vocabulary} tokens, as the model has, found "
-            f"{encoding.tokens}; name the corpus of the run with --corpus"
+            f"{folder}: expected an encoding of at most {whole.model.vocabulary} tokens, the "
+            f"model's vocabulary, found {encoding.tokens}; name the corpus of the run with "
+            "--corpus"
         )
     return encoding
 
 
 def _corpus_of(checkpoint: Path, tables: Mapping[str, Any]) -> Path | None:
     """
-    Return the folder of a run's training text; None if the checkpoint is elsewhere than it was.
+    Return the folder of a run's training text; None if the checkpoint was moved.
 
-    The paths of a training file start at the file's own folder. The checkpoint's place leads there.
+    Paths in a training file are relative to the file's folder, which is found from the checkpoint's
+    folder.
     """
     train = PurePath(tables.get("data", {}).get("train", "train.npy"))
     kept = PurePath(tables.get("checkpoint", {}).get("folder", ""))

@@ -1,5 +1,5 @@
 """
-From a configuration to a job: the model, its division into stages, and its data.
+Build a job from a configuration: the model, its division into stages, and its data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def backend_of(config: Config) -> str:
 
 def job_of(config: Config) -> LanguageJob:
     """
-    Return the job of a configuration, with its training text open.
+    Return the job of a configuration, and open its training text.
 
     Raises:
         UnusableError: Fields do not fit each other, or the text does not fit the fields.
@@ -99,14 +99,14 @@ def _require_dropout(config: Config) -> None:
     where, backend = f"{config.source}: [model] dropout", backend_of(config)
     if backend != "reference":
         raise UnusableError(
-            f"{where}: expected [run] backend = 'reference', which alone has dropout, found "
+            f"{where}: expected [run] backend = 'reference', the only backend with dropout, found "
             f"{backend!r}; set backend, or leave dropout out"
         )
     if config.run.device == "cuda" and config.parallel.mode != "eager":
         raise UnusableError(
-            f"{where}: expected [parallel] mode = 'eager', because the reference backend draws on "
-            f"the host and a graph cannot, found {config.parallel.mode!r}; set mode, or leave "
-            "dropout out"
+            f"{where}: expected [parallel] mode = 'eager', because the reference backend draws "
+            f"random numbers on the host, which a graph cannot, found {config.parallel.mode!r}; "
+            "set mode, or leave dropout out"
         )
 
 
@@ -116,8 +116,8 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
     for name in ("embedding_time", "head_time"):
         if not times and getattr(parallel, name):
             raise UnusableError(
-                f"{config.source}: [parallel] {name}: expected layer_times beside it, found none; "
-                "give all three times, or none, to have them measured"
+                f"{config.source}: [parallel] {name}: expected layer_times too, found none; give "
+                "all three times, or none of them, and they are measured"
             )
     if isinstance(parallel.cut, list) and not times:
         if len(parallel.cut) != stages or sum(parallel.cut) != layers:
@@ -128,8 +128,8 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
         return tuple(parallel.cut)
     if times and parallel.cut != "measured":
         raise UnusableError(
-            f"{config.source}: [parallel] layer_times: times are for cut = 'measured', found cut = "
-            f"{parallel.cut!r}"
+            f"{config.source}: [parallel] layer_times: expected cut = 'measured' with times, "
+            f"found cut = {parallel.cut!r}"
         )
     if times and len(times) != layers:
         raise UnusableError(
@@ -152,11 +152,11 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
 
 class JobData(NamedTuple):
     """
-    What a run works on; each file is opened once.
+    The model and the data of a run; each file is opened once.
 
     Args:
         job: The model, its mapping and its training text.
-        held_out: The text of evaluations; None without evaluation.
+        held_out: The text for evaluations; None if the run has none.
     """
 
     job: LanguageJob
@@ -165,7 +165,7 @@ class JobData(NamedTuple):
 
 def open_job(config: Config) -> JobData:
     """
-    Return what a configuration works on, its files open.
+    Return the model and data of a configuration, with open files.
 
     Raises:
         UnusableError: As `job_of`, or the held-out text cannot be used.
@@ -189,20 +189,20 @@ def measure_cut(
     """
     Divide a model into stages by measured times, if the file asks for it; every rank calls it.
 
-    Each rank times its own device; each action counts as long as on the slowest rank. Nothing is
-    measured if the file has the times. A run that resumes takes the times of its newest
-    checkpoint, and so the checkpoint's cut.
+    Each rank times its own device; for each action, the slowest rank's time counts. Nothing is
+    measured if the file has the times. A run that resumes takes the times, and thereby the cut, of
+    its newest checkpoint.
 
     Args:
         member: This process.
         config: The run.
         data: The configuration's data, from `open_job`.
         resume: Whether the run resumes from a checkpoint.
-        times: Times measured for another run of the same model; None measures.
+        times: Times measured for another run of the same model; None to measure now.
 
     Returns:
-        The configuration with its times, from which the same cut follows on any machine, and the
-        data with the model divided.
+        The configuration with the measured times, which give the same cut on any machine, and the
+        data with the divided model.
 
     Raises:
         BackendError: A rank cannot measure; the message says why.
@@ -224,7 +224,9 @@ def measure_cut(
 
 
 def _times_saved(config: Config) -> dict[str, Any] | None:
-    """The times in the newest checkpoint; None without a checkpoint, or if its times do not fit."""
+    """
+    The times in the newest checkpoint; None if there is no checkpoint or its times do not fit.
+    """
     folder = config.checkpoint.folder
     try:
         path = Checkpoints(config.path(folder)).latest() if folder else None

@@ -34,7 +34,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 def even_cut(layers: int, stages: int) -> tuple[int, ...]:
     """
-    Return the layers of each stage, as even as possible; the first stages get one more.
+    Return the number of layers of each stage, as even as possible; the first stages get the rest.
 
     >>> even_cut(10, 4)
     (3, 3, 2, 2)
@@ -51,7 +51,7 @@ def balanced_cut(
     costs: Sequence[float], stages: int, *, embedding: float = 0.0, head: float = 0.0
 ) -> tuple[int, ...]:
     """
-    Return the layers of each stage such that the costliest stage costs least.
+    Return the number of layers of each stage that minimizes the cost of the costliest stage.
 
     Ties go to the cut with the smallest sum of squared stage costs, then to the cut with fewer
     layers in its first stages.
@@ -71,7 +71,10 @@ def balanced_cut(
     layers = len(costs)
     _require_enough(layers, stages)
     if min(*costs, embedding, head, 0.0) < 0:
-        raise ValueError("a cost is negative; give times, or multiples of one layer's cost")
+        raise ValueError(
+            "expected costs of at least 0 (times, or multiples of one layer's cost), found a "
+            "negative cost"
+        )
 
     @functools.cache
     def cost(stage: int, start: int, stop: int) -> float:
@@ -80,7 +83,7 @@ def balanced_cut(
 
     @functools.cache
     def highest(stage: int, start: int) -> float:
-        """Lowest possible cost of the costliest stage, from this stage on."""
+        """Lowest possible cost of the costliest among this stage and the later ones."""
         if stage == stages - 1:
             return cost(stage, start, layers)
         stops = range(start + 1, layers - (stages - stage - 1) + 1)
@@ -111,7 +114,9 @@ def balanced_cut(
 
 def _require_enough(layers: int, stages: int) -> None:
     if stages < 1 or layers < stages:
-        raise ValueError(f"{layers} layers cannot be cut into {stages} stages of one or more each")
+        raise ValueError(
+            f"{layers} layers cannot be cut into {stages} stages with at least one layer each"
+        )
 
 
 def name_of(cut: Sequence[int]) -> Callable[[int, str], str]:
@@ -154,8 +159,8 @@ class LanguageJob(Job):
         rate: The learning rate of each step.
         weight_decay: Weight decay of the matrices.
         master: Whether the optimizer keeps fp32 copies of the parameters.
-        clip_norm: Limit of the norm of all gradients; None does not clip.
-        skip_nonfinite: Whether to skip an update if that norm is not finite.
+        clip_norm: Limit to which the norm of all gradients is clipped; None for no clipping.
+        skip_nonfinite: Whether to skip an update if the norm of the gradients is not finite.
         tied: Whether the token embedding and the head's matrix are one weight, named
             `embedding.weight`. The first stage and the last each have a copy.
         head: What computes the head, one of `heads.HEADS`.
@@ -187,7 +192,7 @@ class LanguageJob(Job):
                 f"{list(self.cut)}"
             )
         if self.head not in HEADS:
-            raise ValueError(f"expected a head of {', '.join(HEADS)}; found {self.head!r}")
+            raise ValueError(f"expected head to be one of {', '.join(HEADS)}, found {self.head!r}")
 
     def name_of(self, stage: int, local: str) -> str:
         """Return the model's name for a stage's parameter or tensor `local`."""
@@ -204,7 +209,7 @@ class LanguageJob(Job):
         return decays(EMBEDDED if self.tied and name == PROJECTED else name, parameter)
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
-        """As `Job.options`, with layers by the cut, and the model's ends in the end stages."""
+        """As `Job.options`, with layers by the cut, and embedding and head in the end stages."""
         last = index == self.num_stages - 1
         ends = Ends(
             vocabulary=self.vocabulary,
@@ -228,7 +233,7 @@ class LanguageJob(Job):
         """
         Return AdamW whose weight decay leaves out norms, biases and embeddings.
 
-        A capturable optimizer keeps its rate on the device, where it can change under a graph.
+        A capturable optimizer keeps its rate on the device, so that replays of a graph see changes.
         """
         lr: float | Tensor = self.rate.at(0)
         if capturable:
@@ -253,7 +258,7 @@ class LanguageJob(Job):
 
     @property
     def loss(self) -> LossShare:
-        """A microbatch's share of the mean negative log likelihood of a step."""
+        """A microbatch's share of a step's mean negative log likelihood."""
         return LossShare(mean_cross_entropy, self.microbatches * self.dp)
 
     @property
@@ -262,7 +267,9 @@ class LanguageJob(Job):
         return self.dp * self.microbatches * self.config.batch
 
     def position(self, step: int) -> int:
-        """Windows that training used before a step, counted from the first step of training."""
+        """
+        Number of windows that training used before a step, counted from the first step of training.
+        """
         loader = self._loader
         return loader.position + (step - loader.step) * self.windows_a_step
 
@@ -275,12 +282,14 @@ class LanguageJob(Job):
     def batch(
         self, device: torch.device, replica: int = 0
     ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """Return a function of step and microbatch: its tokens, and the token after each."""
+        """
+        Return a function that returns the tokens of a step's microbatch, and the token after each.
+        """
         loader = self._loader
         held: dict[int, tuple[Tensor, Tensor]] = {}
 
         def whole_step(step: int) -> tuple[Tensor, Tensor]:
-            """A step's microbatches in one copy to the device, without waiting for a stream."""
+            """Copy a step's microbatches to the device at once, without waiting for a stream."""
             c, share = self.config, self.microbatches * self.config.batch
             both = loader.windows(self.position(step) + replica * share, share)
             sides = [

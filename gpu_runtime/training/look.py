@@ -1,9 +1,9 @@
 """
-A look at what a checkpoint would hold: are all weights, moments and scales finite?
+Check that everything that a checkpoint would hold is finite: weights, moments and scales.
 
-The device reduces each tensor to its largest magnitude, which is infinite or NaN if one value is;
+The device reduces each tensor to its largest magnitude, which is infinite or NaN if any value is;
 the host reads one flag per tensor. Amax histories are left out: under `skip_nonfinite` they may
-hold an infinite amax for a while, from which no scale is taken.
+hold an infinite amax for a while, but no scale is computed from it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NonFinite:
 
 def persistent(worker: Worker, naming: Naming) -> Iterator[tuple[str, int, Tensor]]:
     """
-    Every weight, moment, master weight and scale of a rank, live: name, stage and tensor.
+    Name, stage and live tensor of every weight, moment, master weight and scale of a rank.
 
     Args:
         worker: This rank, between two steps.
@@ -71,7 +71,7 @@ def persistent(worker: Worker, naming: Naming) -> Iterator[tuple[str, int, Tenso
 
 def nonfinite(worker: Worker, naming: Naming) -> list[NonFinite]:
     """
-    List this rank's tensors that hold a value which is not finite; the host waits for the device.
+    List this rank's tensors with values that are not finite; the host waits for the device.
 
     Args:
         worker: This rank, between two steps.

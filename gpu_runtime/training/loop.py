@@ -46,7 +46,7 @@ from .step_runner import StepRunner, mode_of
 __all__ = ["RESUMABLE", "Trainer"]
 
 RESUMABLE: Final = ("gone", "late", "ended", "lost")
-"""Kinds of causes after which a run may be resumed without a look."""
+"""Kinds of causes after which a run may be resumed without a person's decision."""
 
 #: How often in a row two runs of one step may differ before the run ends.
 _MISMATCHES: Final = 3
@@ -61,18 +61,19 @@ class Trainer:
     Args:
         member: This process.
         config: The run.
-        show: Shows a line on a terminal, unless one was shown a moment ago; used on rank 0.
-        data: The configuration's data, from `open_job`; opened here by default.
+        show: Shows a line on a terminal, unless another line was shown a moment ago; used on rank
+            0.
+        data: The configuration's data, from `open_job`; by default, the trainer opens it.
         note: Always shows a line; `show` by default.
         resume: Continue from the newest checkpoint, if there is one.
-        adopt: Resume also from another run's checkpoint.
-        lock: The lock of the folder of checkpoints, on rank 0; taken here by default. `close`
-            releases it. If no trainer can be made, a lock that was given stays.
+        adopt: Accept another run's checkpoint too.
+        lock: The lock of the folder of checkpoints, on rank 0; by default, the trainer takes it.
+            `close` releases it. If the trainer cannot be made, a given lock is not released.
 
     Attributes:
-        stands: How the run stands, as the status file last said it.
-        tell: Prints why the run stopped if the main thread cannot, from the cause and from how the
-            run stands; returns whether this rank printed it.
+        stands: The run's status, as last written to the status file.
+        tell: Prints why the run stopped, if the main thread cannot. It takes the cause and the
+            run's status, and returns whether this rank printed.
 
     Raises:
         UnusableError: The configuration or the data cannot be used, or the folder has checkpoints
@@ -164,7 +165,7 @@ class Trainer:
 
     @property
     def checkpoints(self) -> Checkpoints | None:
-        """The folder of checkpoints; None without one."""
+        """The folder of checkpoints; None if the run has none."""
         return self.saves.checkpoints
 
     @property
@@ -174,15 +175,15 @@ class Trainer:
 
     @property
     def watch(self) -> UpdateWatch:
-        """What is known of skipped updates."""
+        """The record of skipped updates."""
         return self.results.watch
 
     def save(self) -> None:
-        """Write a checkpoint between two steps; raises as `Saves.save`."""
+        """Write a checkpoint between two steps; it raises the errors of `Saves.save`."""
         self.saves.save(self.worker, self.job)
 
     def _take_start(self, path: Path) -> None:
-        """Begin with the weights of a file."""
+        """Begin with the weights from a file."""
         where = f"{self.config.source}: [model] start"
         names = self.config.model.start_names
         count = load_start(
@@ -190,7 +191,7 @@ class Trainer:
         )
         if self.log is not None:
             self.log({"started_from": str(path), "weights": count})
-            self.log.note(f"Weights of {path}: {counted(count, 'tensor')}")
+            self.log.note(f"Weights from {path}: {counted(count, 'tensor')}")
 
     def _log(self, show: Callable[[str], None], note: Callable[[str], None] | None) -> Log | None:
         run, log, problem = self.config.run, None, ""
@@ -208,7 +209,7 @@ class Trainer:
         return log
 
     def _tell_cut(self) -> None:
-        """Log a measured cut with its times: a file with these times has the same cut."""
+        """Log a measured cut with its times; a training file with these times gets the same cut."""
         parallel = self.config.parallel
         if self.log is not None and parallel.cut == "measured":
             times = {name: getattr(parallel, name) for name in TIMES}
@@ -228,7 +229,7 @@ class Trainer:
         return Rotation(path, run.event_log_steps, run.event_log_keep) if rotates else path
 
     def _watch_logs(self) -> None:
-        """Let the run go on if its event log or its rank log can no longer be written."""
+        """Let the run continue if its event log or its rank log can no longer be written."""
         for log, what in (
             (self.worker.runtime.recorder, "event log"),
             (self.worker.rank_log, "rank log"),
@@ -237,7 +238,7 @@ class Trainer:
                 log.ends = partial(self._log_ended, what)
 
     def _log_ended(self, what: str, error: OSError) -> None:
-        """Say, on the rank whose log has ended, that it is not whole."""
+        """Warn, on the rank whose log has ended, that the log is incomplete."""
         text = (
             f"NOT LOGGED from here on: [run] event_logs: the {what} of rank {self.member.rank}: "
             f"{error.strerror or error}"
@@ -300,14 +301,16 @@ class Trainer:
         self.saves.write_status(self.stands)
 
     def _told_aside(self, cause: Cause) -> bool:
-        """Tell the cause of a stop while the main thread waits; whether this rank printed it."""
+        """
+        Print the cause of a stop while the main thread waits; return whether this rank printed it.
+        """
         resume = cause.kind in RESUMABLE
         self._status("ended", by=cause.kind, cause=cause.text, resume=resume)
         return self.tell(cause, self.stands)
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """A context in which the rank does something else than steps, for a cause."""
+        """A context in which the rank does something other than steps; a cause names it."""
         self._request.doing = what
         try:
             yield
@@ -356,16 +359,17 @@ class Trainer:
         return self.held_out is not None and bool(due)
 
     def _looks(self, step: int) -> bool:
-        """Whether a look at all weights is due after this number of steps; a save looks too."""
+        """Whether a check of all weights is due after this number of steps; a save checks too."""
         run = self.config.run
         return bool(run.look_every) and (step == run.steps or step % run.look_every == 0)
 
     def _look(self, step: int, action: str) -> None:
         """
-        Look at all weights, moments and scales after `step` steps; every rank calls it.
+        Check that all weights, moments and scales are finite after `step` steps; every rank calls
+        it.
 
         Raises:
-            DivergedError: One is not finite.
+            DivergedError: A value is not finite.
         """
         found = nonfinite(self.worker, self.job.name_of)
         if any(count for (count,) in self.steps.all_gather([float(len(found))])):
@@ -391,7 +395,7 @@ class Trainer:
 
     def _known(self, taken: int, *, last: bool = False) -> None:
         """
-        Log the steps whose results are known. If anything but a step follows, first wait for all
+        Log the steps whose results are known. Unless another step follows, first wait for all
         results.
 
         Args:
@@ -418,7 +422,7 @@ class Trainer:
         """
         Restart the step after a stop, as often as the configuration allows.
 
-        A step whose two runs differ is restarted if `[guard] on_mismatch` asks for it.
+        A step whose two runs differ is restarted only if `[guard] on_mismatch` is ``again``.
 
         Raises:
             StoppedError: The retries are used up, or not every rank survived.
@@ -442,7 +446,8 @@ class Trainer:
         Log which gradients differ between two runs of a step, and restart the step.
 
         Raises:
-            StoppedError: The run ends at a mismatch, or this step had too many in a row.
+            StoppedError: The run is to end at a mismatch, or this step had too many mismatches in a
+                row.
         """
         self.mismatches += 1
         self._mismatches += 1
@@ -484,8 +489,9 @@ class Trainer:
             self.log({"calibration_walks": found.walks, "converged": found.converged})
             if not found.converged:
                 self.log.note(
-                    f"The scales have not settled within {found.walks} walks of calibration: a "
-                    "tensor is zero, or its scale still moves by more than a factor of 2"
+                    f"The FP8 scales did not settle within {found.walks} calibration walks over "
+                    "the schedule: a tensor is zero, or its scale still changes by more than a "
+                    "factor of 2"
                 )
 
     def close(self) -> None:

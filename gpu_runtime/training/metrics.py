@@ -18,7 +18,7 @@ from qeffect.text import within
 
 __all__ = ["Log", "memory_bytes"]
 
-#: Bytes of a log's end that are read at a time.
+#: Bytes that are read at a time from the end of a log.
 _TAIL = 1 << 16
 
 
@@ -30,7 +30,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the terminal says once in a run, the first time that it happens."""
+    """Warnings about a step; the terminal shows each kind once in a run, the first time."""
     if not math.isfinite(line["loss"]):
         yield "NOT FINITE", f"the loss is {line['loss']}"
     if line.get("skipped"):
@@ -38,19 +38,25 @@ def _warnings(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "saturated" in line:
         yield (
             "SATURATED",
-            f"a gradient was {line['saturation']:.3g} times what its scale could hold, and was "
-            f"clipped: {line['saturated']}",
+            f"a gradient was {line['saturation']:.3g} times the largest value that its scale can "
+            f"hold, and was clipped: {line['saturated']}",
         )
     if "slowest" in line:
         rank, factor = line["slowest"]["rank"], line["slowest"]["times_median"]
-        yield f"SLOW RANK {rank}", f"it computes {factor:.3g} times as long as the median rank"
+        yield (
+            f"SLOW RANK {rank}",
+            f"its computation takes {factor:.3g} times as long as the median rank's",
+        )
     if stages := line.get("zero_stages"):
         named = within(", ".join(map(str, stages)), 60)
-        yield "ALL ZERO", f"every gradient of {'stage' if len(stages) == 1 else 'stages'} {named}"
+        yield (
+            "ALL ZERO",
+            f"every gradient is zero in {'stage' if len(stages) == 1 else 'stages'} {named}",
+        )
 
 
 def _shown(line: Mapping[str, Any]) -> str:
-    """What the terminal shows of a step."""
+    """The terminal's line for a step."""
     parts = [
         f"step {line['step']}",
         f"loss {line['loss']:.4f}",
@@ -80,10 +86,10 @@ def _clock(seconds: float) -> str:
 
 def _end_last_line(path: Path) -> None:
     """
-    Let the next line of a log begin behind a whole line.
+    Make sure that the next line of a log begins on a new line.
 
-    A killed run, or a full disk, leaves the beginning of a line, which is cut off. Any other last
-    line without its newline gets one.
+    If a killed run or a full disk left an unfinished last line, that line is removed. A whole last
+    line without a newline gets a newline.
 
     Raises:
         OSError: The file cannot be read or written.
@@ -112,7 +118,7 @@ def _end_last_line(path: Path) -> None:
 
 def _require_log(path: Path) -> None:
     """
-    Require that lines may be appended to a file: it is new, empty, a device, or a log.
+    Require that lines may be appended to a file: the file is new, empty, a device, or a log.
 
     Raises:
         UnusableError: The file holds something else, such as tokens.
@@ -124,7 +130,7 @@ def _require_log(path: Path) -> None:
         first = file.read(20)
     if first and not first.startswith(b"{"):
         raise UnusableError(
-            f"[run] log: {path}: expected a log of JSON lines, or a new file, found a file that "
+            f"[run] log: {path}: expected a new file, or a log of JSON lines, found a file that "
             f"begins with {first!r}; name another file"
         )
 
@@ -138,14 +144,14 @@ class Log:
     the log notes the error once, and training continues without the file.
 
     Args:
-        path: File of JSON lines, which are appended; None writes no file. If a killed run left its
-            last line unfinished, that line is removed.
-        board: Folder for TensorBoard; None writes none.
-        show: Shows a line on the terminal, unless another was shown a moment ago.
+        path: File to which JSON lines are appended; None for no file. If a killed run left its last
+            line unfinished, that line is removed.
+        board: Folder for TensorBoard; None for no TensorBoard files.
+        show: Shows a line on the terminal, unless another line was shown a moment ago.
         note: Shows a line in any case; `show` by default.
 
     Attributes:
-        ended: Why the file ended before the run; None while it can be written.
+        ended: Why the file ends before the run; None while the file can be written.
 
     Raises:
         UnusableError: The file cannot be written or is not a log, or TensorBoard is not installed.
@@ -168,7 +174,8 @@ class Log:
             except ImportError:
                 raise UnusableError(
                     "[run] tensorboard: the package tensorboard is not installed; pip install "
-                    "tensorboard, or leave the field out: the JSON lines have the same numbers"
+                    "tensorboard, or leave the field out: the log's JSON lines have the same "
+                    "numbers"
                 ) from None
             self._writer = SummaryWriter(str(board))
         self._file = None
@@ -205,7 +212,7 @@ class Log:
             self._show(_shown(line))
 
     def _end(self, error: OSError) -> None:
-        """Continue without the file, and note why."""
+        """Continue without the file, and keep the reason."""
         self.ended = f"[run] log: {self._path}: {error.strerror or error}"
         file, self._file = self._file, None
         if file is not None:

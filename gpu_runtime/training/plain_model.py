@@ -1,9 +1,9 @@
 """
-A language model in fp32 without FP8: the layers of either backend, on the CPU, for a text.
+A language model in fp32 without FP8, computed on the CPU, for checkpoints of either backend.
 
-A checkpoint of Transformer Engine's backend holds scales of the library's own casts and products,
-which no CPU has. So a CPU evaluates its weights without casts. Logits then differ from the run's
-own evaluation by what FP8 rounds.
+A checkpoint of Transformer Engine's backend holds scales for the library's own casts and products,
+which do not run on a CPU. So the CPU evaluates the weights without casts. The logits then differ
+from those of the run's own evaluation by FP8 rounding.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["PlainModel"]
 
 class PlainModel:
     """
-    A model's weights, and what it computes of a text.
+    A model's weights, and the computation of its logits.
 
     Args:
         model: The dimensions.
-        weights: The weights, by the reference backend's names, of any type; a tied weight under
-            both names. Shapes are those of the reference backend.
+        weights: The weights by the reference backend's names and with its shapes, of any type; a
+            tied weight under both names.
         gelu: ``none`` for the exact GELU, ``tanh`` for the approximate one.
 
     Raises:
-        BackendError: A weight is missing, left over, or of another shape.
+        BackendError: A weight is missing, unexpected, or of another shape.
     """
 
     def __init__(self, model: Model, weights: Mapping[str, Tensor], *, gelu: str) -> None:
@@ -46,8 +46,9 @@ class PlainModel:
         shapes = _shapes(model)
         if odd := sorted(weights.keys() ^ shapes.keys()):
             raise BackendError(
-                f"the weights and their model disagree on {len(odd)} tensors, first {odd[0]}; load "
-                "them with the version that wrote them"
+                f"expected the same tensors in the weights and the model, found {len(odd)} in "
+                f"only one of them, such as {odd[0]}; load the weights with the version that "
+                "wrote them"
             )
         for name, shape in shapes.items():
             if (found := tuple(weights[name].shape)) != shape:
@@ -57,10 +58,10 @@ class PlainModel:
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:
         """
-        Compute the logits of the token that follows.
+        Compute the logits of the next token.
 
         Args:
-            ids: At least one token, and at most a window.
+            ids: From one token up to a window of tokens.
 
         Returns:
             The logits over the vocabulary, fp32.

@@ -1,10 +1,10 @@
 """
-Text from a checkpoint: one process runs the whole model on the CPU, one token after another.
+Generate text from a checkpoint: one process runs the whole model on the CPU, token by token.
 
-The reference backend computes every F of its own checkpoints with the scales that they hold, as an
-evaluation does. Checkpoints of Transformer Engine's backend are evaluated in fp32, without FP8. A
-prompt is read from the model's first position on. Once the text is longer than a window,
-the model sees its last `sequence` tokens.
+The reference backend computes the forward passes of its own checkpoints with their saved scales, as
+an evaluation does. Checkpoints of Transformer Engine's backend are evaluated in fp32, without FP8.
+A prompt starts at the model's first position. Once the text is longer than a window, the model sees
+its last `sequence` tokens.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _LIBRARY: Final = "transformer-engine"
 @attrs.frozen(eq=False)
 class WholeModel:
     """
-    A model of a checkpoint, in this process.
+    The model of a checkpoint, loaded into this process.
 
     Args:
         model: Its dimensions.
         facts: The checkpoint's facts.
-        of_window: Computes the logits of the token that follows at most a window of tokens.
-        computed: How it computes them, in words.
+        of_window: Computes the logits of the next token from at most a window of tokens.
+        computed: In words, how the logits are computed.
     """
 
     model: Model
@@ -54,9 +54,9 @@ class WholeModel:
     @classmethod
     def of(cls, path: Path) -> WholeModel:
         """
-        Load a checkpoint, over any number of ranks, after the hash of each file was compared.
+        Load a checkpoint of any number of ranks, after comparing the hash of each file.
 
-        Scales are those of the first replica.
+        The scales of the first replica are used.
 
         Raises:
             BackendError: The folder is not a whole checkpoint of `qeffect runtime train`, or its
@@ -66,14 +66,14 @@ class WholeModel:
         given = facts["must"].get("given", {}).get("model")
         if not isinstance(given, dict):
             raise BackendError(
-                f"{path}: expected a model's dimensions among the facts, found none; name a "
-                "checkpoint of qeffect runtime train"
+                f"{path}: expected the model's dimensions in the checkpoint's facts, found none; "
+                "name a checkpoint that qeffect runtime train wrote"
             )
         backend = facts["must"].get("backend")
         if backend not in (ReferenceDomain.name, _LIBRARY):
             raise BackendError(
                 f"{path}: expected a checkpoint of the backend {ReferenceDomain.name} or "
-                f"{_LIBRARY}, found one of {backend}"
+                f"{_LIBRARY}, found the backend {backend}"
             )
         known = attrs.fields_dict(Model)
         model = Model(**{name: value for name, value in given.items() if name in known})
@@ -85,7 +85,7 @@ class WholeModel:
         return cls(model, facts, _reference(path, model, weights), "with the reference backend")
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """The logits of the token that follows, fp32; scales stay those of the checkpoint."""
+        """The logits of the next token, in fp32; the checkpoint's scales are not changed."""
         return self.of_window(list(ids)[-self.model.sequence :])
 
     def continued(
@@ -96,9 +96,8 @@ class WholeModel:
 
         Args:
             ids: The text's tokens, at least one.
-            tokens: How many to yield.
-            below: Only tokens below this number are chosen: the others of the vocabulary are
-                padding.
+            tokens: Number of tokens to yield.
+            below: Only tokens below this number are chosen: the rest of the vocabulary is padding.
             temperature: As for `choose`.
             seed: Seed of the choices.
         """
@@ -114,9 +113,9 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> in
     Choose a token.
 
     Args:
-        logits: Of each token.
-        temperature: Divides the logits before the draw; 0 takes the most probable token.
-        generator: Draws.
+        logits: The logit of each token.
+        temperature: Divides the logits before a random choice; 0 takes the most probable token.
+        generator: The random generator.
     """
     if temperature == 0:
         return int(logits.argmax())
@@ -131,7 +130,7 @@ def _reference(
     Load a checkpoint of the reference backend, with the scales of the first replica.
 
     Raises:
-        BackendError: The checkpoint and its model disagree on a tensor.
+        BackendError: A tensor is only in the checkpoint or only in the model, or has another shape.
     """
     # Windows of an F; only the first one has text.
     batch = next(n for n in range(1, 17) if model.sequence * n % 16 == 0)
@@ -171,8 +170,9 @@ def _copy(path: Path, found: Mapping[str, Tensor], into: Mapping[str, Tensor]) -
     """Copy tensors by name; all names and shapes must be equal."""
     if odd := sorted(found.keys() ^ into.keys()):
         raise BackendError(
-            f"{path}: the checkpoint and its model disagree on {len(odd)} tensors, first {odd[0]}; "
-            "load it with the version that wrote it"
+            f"{path}: expected the same tensors in the checkpoint and the model, found {len(odd)} "
+            f"in only one of them, such as {odd[0]}; load the checkpoint with the version that "
+            "wrote it"
         )
     for name, tensor in into.items():
         if found[name].shape != tensor.shape:

@@ -18,7 +18,7 @@ class Rate:
     Args:
         peak: The rate after the warm-up.
         warmup: Steps of the warm-up; the first step has the rate `peak / warmup`, not zero.
-        steps: Steps until the rate is `least`, including the warm-up; 0 keeps the peak.
+        steps: Steps until the rate reaches `least`, including the warm-up; 0 keeps the peak rate.
         least: The rate after `steps` steps.
 
     >>> rate = Rate(peak=1.0, warmup=2, steps=6, least=0.1)

@@ -1,10 +1,11 @@
 """
-How far gradients exceeded what their FP8 scales could hold, step by step, without a host's wait.
+How far gradients exceeded the range of their FP8 scales, step by step, without making the host
+wait.
 
-Delayed scaling casts a gradient with a scale that earlier amaxes gave. A larger gradient is clipped
-to the largest FP8 value; its amax then lowers the scale. So the factor by which a scale fell in a
-step tells how many times the gradient exceeded the scale. It is seen if the history still holds
-that amax at the end of the step.
+Delayed scaling casts a gradient with a scale computed from earlier amaxes. A larger gradient is
+clipped to the largest FP8 value; its amax then lowers the scale. So the factor by which a scale
+fell in a step is the factor by which the gradient exceeded its range. The fall is seen only if the
+history still holds that amax at the end of the step.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ __all__ = ["SATURATED", "GradientScales"]
 
 SATURATED = 256.0
 """
-From this factor on a gradient is reported as saturated. Scales of sound runs fall too: in three
-runs of 150 steps by at most 22 in a step.
+A gradient is reported as saturated from this factor on. Scales of sound runs fall too: in three
+runs of 150 steps, by a factor of at most 22 in a step.
 """
 
 
 class GradientScales:
     """
-    The scales with which one rank casts gradients, and how far they fell in each step.
+    The scales with which one rank casts gradients, and by which factor they fell in each step.
 
     Args:
         worker: The rank, between two steps.
@@ -51,17 +52,18 @@ class GradientScales:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the scales before now; call it after they were restored."""
+        """Forget earlier scales; call it after scales were restored."""
         if self._live:
             self._before = _together(self._live)
 
     def take(self) -> Tensor:
         """
-        Compare the scales after a step with those before it; the host waits for nothing.
+        Compare the scales after a step with the scales before the step, without making the host
+        wait.
 
         Returns:
             Two float32 numbers on the device: the largest factor by which a scale fell, and the
-            place of that scale in `names`; both 0 without scales.
+            index of that scale in `names`; both are 0 if there are no scales.
         """
         into = torch.zeros(2, device=self._before.device)
         if self._live:

@@ -32,9 +32,10 @@ from .metrics import Log
 
 __all__ = ["Saves"]
 
-#: Tables that say what a run trains. The others say how, how long, and where results go.
+#: Tables that define what a run trains. The other tables define how, how long, and where results
+#: go.
 _TRAINING = ("model", "data", "optimizer")
-#: Fields of `[model]` that earlier releases lacked; a model with these values is one of theirs.
+#: Fields of `[model]` that earlier releases lacked, with the values that those releases used.
 _LATER = {
     name: getattr(Model(), name)
     for name in ("dropout", "scales", "kv_heads", "norm", "activation", "positions", "bias")
@@ -52,8 +53,8 @@ class Saves:
         lock: The lock of the folder, on rank 0; `open` takes it by default.
 
     Attributes:
-        checkpoints: The folder of checkpoints; None without one.
-        found: The checkpoint from which the run continues; None if it begins.
+        checkpoints: The folder of checkpoints; None if the run has none.
+        found: The checkpoint from which the run continues; None if the run begins anew.
         warnings: What `open` found, in sentences.
         log: The run's log, on rank 0; the trainer sets it.
     """
@@ -72,7 +73,7 @@ class Saves:
 
         Args:
             resume: Continue from the newest checkpoint, if there is one.
-            adopt: Continue also from another run's checkpoint.
+            adopt: Accept another run's checkpoint too.
 
         Raises:
             UnusableError: The folder cannot be used, or has checkpoints and `resume` is not given.
@@ -81,7 +82,10 @@ class Saves:
         where = f"{self.config.source}: [checkpoint] folder"
         if not given.folder:
             if resume:
-                raise UnusableError(f"{where}: --resume needs a folder of checkpoints; name it")
+                raise UnusableError(
+                    f"{where}: --resume needs a folder of checkpoints, and this field is empty; "
+                    "name the folder here"
+                )
             return
         made = Checkpoints(
             self.config.path(given.folder),
@@ -110,7 +114,9 @@ class Saves:
         self.checkpoints, self.found, self._adopt = made, newest, adopt
 
     def begin(self) -> None:
-        """Write the run's name into the lock: nothing else can keep the run from starting."""
+        """
+        Write the run's identity into the lock; from now on nothing can keep the run from starting.
+        """
         if self.lock is not None and self.checkpoints is not None:
             self.lock.say(run=self.checkpoints.run[0])
 
@@ -119,13 +125,13 @@ class Saves:
         Load the checkpoint that `open` found into the worker, and move the data to its place.
 
         Returns:
-            The job, with the curve of learning rates of the run that began.
+            The job, with the learning-rate curve of the saved run.
 
         Raises:
             BackendError: The checkpoint cannot be loaded.
             StoppedError: A rank is gone.
-            UnusableError: The data are not those of the checkpoint, or it is of another training
-                file and `open` was not asked to adopt it.
+            UnusableError: The data differ from the checkpoint's data, or the checkpoint belongs to
+                another training file and `open` was not asked to adopt it.
         """
         checkpoints, path = self.checkpoints, self.found
         assert checkpoints is not None
@@ -144,7 +150,7 @@ class Saves:
         if odd and self._adopt:
             run = [secrets.token_hex(8), *run]
         elif odd:
-            problem = problem or f"{self.config.source}: {path} is of {odd}"
+            problem = problem or f"{self.config.source}: {path} belongs to {odd}"
         agree_on(self.member, problem)
         checkpoints.run = run
         steps = saved["optimizer"]["decay_steps"] or saved["run"]["steps"]
@@ -155,26 +161,27 @@ class Saves:
             changed = [*checkpoints.changed, *differences(saved, self._configuration(job))]
             if "sha256" not in free["data"]:
                 changed.append(
-                    "[data] train: the checkpoint has no hash of the whole file; only its length "
-                    "and its ends were compared"
+                    "[data] train: the checkpoint has no hash of the whole file; only its "
+                    "length, beginning and end were compared"
                 )
             if "source" not in free:
                 changed.append(
-                    "the checkpoint does not name its training file; whether it is this run's was "
-                    "not compared"
+                    "the checkpoint does not name its training file, so it was not checked that "
+                    "it belongs to this run"
                 )
             line = {"resumed": str(path), "step": began, "changed": changed}
             self.log({**line, "run": run[0]})
             for one in changed:
-                self.log.note(f"since {path.name}: {one}")
+                self.log.note(f"compared with {path.name}: {one}")
         return job
 
     def _other_run(self, source: str | None, saved: Mapping[str, Any]) -> str:
         """
-        Say in words that a checkpoint is of another training file; empty if it is of this one.
+        Say in words that a checkpoint belongs to another training file; empty if it belongs to this
+        file.
 
-        A file may be edited or renamed between two starts. A file that has another name and trains
-        something else is another run's, unless `[checkpoint] run` says that both are one.
+        A file may be edited or renamed between two starts. A file that has another name and also
+        trains something else belongs to another run, unless `[checkpoint] run` names the run.
         """
         own = self.config.source.name
         if source is None or source == own or self.config.checkpoint.run:
@@ -184,8 +191,8 @@ class Saves:
             return ""
         more = f", and {counted(len(odd) - 1, 'more field')}" if odd[1:] else ""
         return (
-            f"the run of {source}, and {own} differs from it ({odd[0]}{more}); name another "
-            "folder, or continue this checkpoint with --adopt"
+            f"the run of {source}, and {own} differs from that file ({odd[0]}{more}); name "
+            "another folder, or continue this checkpoint with --adopt"
         )
 
     def due(self, step: int) -> bool:
@@ -230,13 +237,13 @@ class Saves:
         last: bool,
     ) -> None:
         """
-        Save after `step` steps and log the time; a failure is only logged, but for the last save.
+        Save after `step` steps and log the time; a failure is only logged, except in the last save.
 
         Args:
             worker: The pipeline.
-            job: What it trains.
+            job: The job that it trains.
             step: Steps taken.
-            all_gather: Brings each rank's milliseconds together.
+            all_gather: Gathers each rank's milliseconds.
             last: Whether the run ends with this save.
 
         Raises:
@@ -266,7 +273,7 @@ class Saves:
 
     def wait(self) -> None:
         """
-        Wait for the save that still runs.
+        Wait for a save that is still running.
 
         Raises:
             BackendError: The last checkpoint was not saved.
@@ -275,14 +282,14 @@ class Saves:
             self.checkpoints.wait()
 
     def facts(self, state: str, **told: Any) -> dict[str, Any]:
-        """How the run stands (`facts_of_run`); every rank can say it."""
+        """The run's status (`facts_of_run`); every rank can report it."""
         made, given = self.checkpoints, self.config.checkpoint.folder
         folder = self.config.path(given) if given else None
         run = self.config.checkpoint.run or None if made is None else made.run[0]
         return facts_of_run(folder, state, run=run, steps=self.config.run.steps, **told)
 
     def write_status(self, facts: Mapping[str, Any]) -> None:
-        """Write the status file; only rank 0 does, and only beside checkpoints."""
+        """Write the status file: on rank 0, if the run has a folder of checkpoints."""
         if self.checkpoints is None or self.member.rank:
             return
         if self.lock is not None and self.lock.lost():
@@ -312,14 +319,14 @@ class Saves:
         return {"model": model, "master": job.master}
 
     def _configuration(self, job: LanguageJob) -> dict[str, Any]:
-        """The tables of this run, with the number of decay steps that is in force."""
+        """The tables of this run, with the number of decay steps in force."""
         tables = self.config.record()
         tables["optimizer"]["decay_steps"] = job.rate.steps
         return tables
 
 
 def _training(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables that make a run another run, without what a resume fills in."""
+    """The tables that distinguish runs, without the values that a resume fills in."""
     found = {name: dict(tables.get(name, {})) for name in _TRAINING}
     found["optimizer"].pop("decay_steps", None)
     return found

@@ -1,7 +1,7 @@
 """
-A run that begins from the weights of a file, such as `qeffect runtime export` writes.
+Begin a run from the weights in a file, such as `qeffect runtime export` writes.
 
-Only weights come from the file: AdamW's state, scales and the position in the text begin anew.
+Only weights come from the file: AdamW's state, scales and the position in the text start fresh.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class StartingWeights:
     @classmethod
     def open(cls, path: Path) -> StartingWeights:
         """
-        Open a file of safetensors, or a dictionary that `torch.save` wrote; its content decides.
+        Open a safetensors file, or a dictionary that `torch.save` wrote; the content shows which.
 
         Raises:
             BackendError: The file cannot be read, or holds something else.
-            UnusableError: The file is of safetensors, and that package is missing.
+            UnusableError: It is a safetensors file, and the package safetensors is not installed.
         """
         try:
             with path.open("rb") as file:
@@ -72,11 +72,11 @@ class StartingWeights:
         Return the same weights under the model's names.
 
         Args:
-            names: The names that the file has for them.
+            names: The file's names for the weights.
             needed: The model's weights.
 
         Raises:
-            BackendError: A weight of the model has no other name.
+            BackendError: `names` lacks a weight of the model.
         """
         others = names.others(sorted(needed))
         held = frozenset(name for name, (theirs, _) in others.items() if theirs in self.names)
@@ -94,7 +94,7 @@ class StartingWeights:
         if not isinstance(held, Mapping) or not all(
             isinstance(name, str) and isinstance(one, Tensor) for name, one in held.items()
         ):
-            raise _unknown(path, f"a {type(held).__name__} of something else")
+            raise _unknown(path, f"a {type(held).__name__}, but not of tensors by name")
         return cls(path, frozenset(held), held.__getitem__)
 
     @classmethod
@@ -109,7 +109,7 @@ class StartingWeights:
 
 def _unknown(path: Path, found: str) -> BackendError:
     return BackendError(
-        f"{path}: expected weights as a file of safetensors or of torch.save, found: {found}"
+        f"{path}: expected weights in a file of safetensors or torch.save, found: {found}"
     )
 
 
@@ -123,9 +123,8 @@ def load_start(
         worker: This rank, whose epoch is 0.
         naming: The model's names.
         path: The file, which every rank reads.
-        where: The field that names it, for messages.
-        names: The names that the file has for the weights, as for `WeightNames.of`; empty for the
-            model's own.
+        where: The field that names the file, for messages.
+        names: The file's names for the weights, as for `WeightNames.of`; empty for QEffect's names.
         folder: The folder of a relative path in `names`.
 
     Returns:
@@ -164,14 +163,14 @@ def load_start(
 def _odd(
     found: StartingWeights, needed: set[str], into: Sequence[tuple[str, Tensor]], where: str
 ) -> str:
-    """Say how the file differs from the model; empty if it does not."""
+    """Say how the file differs from the model; empty if they agree."""
     said = f"{where}: {found.path}"
     if lacking := sorted(needed - found.names):
         missing = f"{counted(len(lacking), 'weight')} of the model"
-        return f"{said} has no {lacking[0]}; in all it lacks {missing}"
+        return f"{said} lacks {lacking[0]}; in total it lacks {missing}"
     if further := sorted(found.names - needed):
         more = counted(len(further), "such weight")
-        return f"{said} has {further[0]}, which the model lacks; in all it has {more}"
+        return f"{said} has {further[0]}, which the model lacks; in total it has {more}"
     for name, parameter in into:
         try:
             held = found.read(name)

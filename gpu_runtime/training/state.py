@@ -1,11 +1,13 @@
 """
-The tensors of a rank that persist, with names that do not depend on the mapping of stages to ranks.
+The tensors of a rank that a checkpoint saves, with names that do not depend on the mapping of
+stages to ranks.
 
 Examples are `model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg` and
 `fp8.dp0.layers.5.forward.scale`. Layers count over the whole model, so any rank of any mapping
 finds its tensors. A tensor that is the same in all replicas has one name. Scaling state differs
-between replicas and is named by replica; if the replicas share it, all use the first replica's
-name. Random states belong to a process, so only their names contain a place in the pipeline.
+between replicas and is named by replica; if the replicas share the state, all use the first
+replica's name. Random states belong to a process, so their names, and only theirs, contain a place
+in the pipeline.
 
 Tokens, generations, tapes, graphs, streams, events, addresses and weight caches are not saved: they
 belong to a process, and a restore rebuilds them.
@@ -71,7 +73,7 @@ def by_layer(layers: int) -> Naming:
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """
-    Return AdamW's state by the optimizer's names; state that does not exist yet is zeros.
+    Return AdamW's state by the optimizer's names, with zeros for state that does not exist yet.
 
     Zeros at step 0 and missing state give the same first update, bit for bit.
     """
@@ -90,15 +92,15 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 @attrs.frozen(eq=False)
 class PersistentTensors:
     """
-    The live tensors of one rank that persist, by name.
+    The live tensors of one rank that a checkpoint saves, by name.
 
     Args:
         tensors: All tensors by name, live.
         parameters: Names of the weights.
-        optimizer: Name here by the optimizer's own name of AdamW's state.
-        numerical: The domain's own name by name of scaling state.
-        copies: By name, further tensors with the same content: copies of a tied weight, and their
-            AdamW state.
+        optimizer: For each tensor of AdamW's state: its name here, by the optimizer's own name.
+        numerical: For each tensor of scaling state: the domain's own name, by its name here.
+        copies: Further tensors with the content of a named tensor, by that name: copies of a tied
+            weight, and their AdamW state.
     """
 
     tensors: Mapping[str, Tensor]
@@ -118,7 +120,7 @@ class PersistentTensors:
             runtime: The rank's runtime.
             optimizer: The optimizer over its stages.
             naming: The model's names.
-            replica: The replica whose scaling state the rank holds.
+            replica: The index of the rank's replica, whose scaling state the rank holds.
             place: The rank's place in its pipeline; it appears only in names of state that belongs
                 to no stage.
 
@@ -140,7 +142,7 @@ class PersistentTensors:
                 copies.setdefault(name, []).append(tensor)
             else:
                 raise BackendError(
-                    f"two tensors have the name {name}; give a naming that counts layers over the "
+                    f"two tensors have the name {name}; pass a naming that counts layers over the "
                     "whole model"
                 )
 
@@ -180,7 +182,7 @@ class PersistentTensors:
 
     def require_alike(self) -> None:
         """
-        Require that all copies of a tensor that is saved once have the same bits.
+        Require that all copies of a tensor have the same bits, if the tensor is saved only once.
 
         Raises:
             BackendError: Copies of a tied weight differ.
@@ -188,8 +190,8 @@ class PersistentTensors:
         for name, more in self.copies.items():
             if not all(same_bits(self.tensors[name], copy) for copy in more):
                 raise BackendError(
-                    f"the copies of {name} differ, but a checkpoint holds only one; they were "
-                    "updated separately"
+                    f"expected equal copies of {name}, because a checkpoint holds only one, found "
+                    "a difference; the copies were updated separately"
                 )
 
 

@@ -1,6 +1,6 @@
 """
-One SHA-256 over the state of a run: its weights, AdamW's state and its scaling state, by the names
-that a checkpoint has for them.
+One SHA-256 of a run's weights, AdamW state and scaling state, ordered by their names in a
+checkpoint.
 
 With `[model] scales = "epoch"` two runs of one model, recipe, number of microbatches and replicas
 have the same digest, whatever their schedule and mapping.
@@ -24,7 +24,7 @@ __all__ = ["digest_of", "state_digest", "tensor_hashes"]
 
 
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return type, shape and the SHA-256 of the raw bits of each tensor, as one word."""
+    """Return type, shape and SHA-256 of the raw bits of each tensor, joined into one word."""
     return {
         name: f"{tensor.dtype}{list(tensor.shape)}:"
         + hashlib.sha256(raw_bits(tensor).cpu().numpy().tobytes()).hexdigest()
@@ -46,15 +46,15 @@ def state_digest(worker: Worker, naming: Naming) -> str:
     """
     Return the digest of a run's state; every rank calls it between two steps.
 
-    States of random generators, which belong to processes, do not count.
+    States of random generators are left out, because they belong to processes.
 
     Args:
         worker: This rank.
         naming: The model's names.
 
     Raises:
-        BackendError: A tensor of one name differs between two ranks, or between two copies of a
-            tied weight; every rank raises the former.
+        BackendError: A tensor differs between two ranks that hold it, or between two copies of a
+            tied weight. Every rank raises the first error.
     """
     worker.runtime.drain()
     place = worker.member.rank % worker.pp
@@ -66,8 +66,8 @@ def state_digest(worker: Worker, naming: Naming) -> str:
         for name, word in said.items():
             if merged.setdefault(name, word) != word:
                 raise BackendError(
-                    f"{name} of rank {rank} differs from that of an earlier rank, so the run has "
-                    "no digest: the replicas drifted apart"
+                    f"{name} of rank {rank} differs from the same tensor of a lower rank, so the "
+                    "run has no digest: the replicas drifted apart"
                 )
     return digest_of(merged)
 

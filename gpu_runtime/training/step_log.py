@@ -25,27 +25,27 @@ from .step_times import SlowestRank
 
 __all__ = ["StepLog"]
 
-#: Blocks of steps whose mean time gives the time to the end of a run.
+#: Number of blocks of steps over which the mean step time is taken, to estimate the time left.
 _PACES: Final = 50
 
 
 class StepLog:
     """
-    Brings the results of steps together. Every rank makes a `StepLog` and calls the same methods.
+    Gathers the results of steps. Every rank makes a `StepLog` and calls the same methods.
 
     Args:
         member: This process.
         config: The run.
-        job: What it trains.
+        job: The job that the pipeline trains.
         worker: The pipeline.
-        steps: Takes the steps.
-        scales: Scales of this rank's gradients.
+        steps: Runs the steps.
+        scales: The scales of this rank's gradients.
         log: The run's log, on rank 0.
 
     Attributes:
         losses: The loss of each step since the run began or was resumed.
-        collected: Steps whose losses are in `losses`, those before a resume counted too.
-        watch: What is known of skipped updates.
+        collected: Number of steps collected so far, including the steps before a resume.
+        watch: The record of skipped updates.
     """
 
     def __init__(
@@ -77,22 +77,21 @@ class StepLog:
         return self.job.windows_a_step * self.job.config.sequence
 
     def begin(self, now: float) -> None:
-        """The first step begins now, in seconds of `time.perf_counter`."""
+        """Note that the first step begins at `now`, in seconds of `time.perf_counter`."""
         self._since = now
 
     def pause(self, seconds: float) -> None:
-        """Do not count these seconds as time of a step."""
+        """Exclude these seconds from the time of steps."""
         self._since += seconds
 
     def agree(self) -> None:
         """
-        After a stop, continue from the first step that a rank has not collected. One rank may have
-        collected losses that another has not.
+        After a stop, continue on all ranks from the first step that any rank has not collected.
         """
         self.collected = min(all_gather(self.member, self.collected))
 
     def log_launches(self) -> None:
-        """Log whether steps are launches, and if not, why."""
+        """Log whether each step is one launch, and if not, why."""
         if self.log is None:
             return
         why = self.steps.why_replays
@@ -105,8 +104,8 @@ class StepLog:
         Collect the losses of all steps before `end` from all ranks, and log a line for each.
 
         Args:
-            end: Steps taken whose results are known.
-            mismatches: Steps so far whose two runs differed.
+            end: Number of steps whose results are known.
+            mismatches: Number of steps so far whose two runs differed.
 
         Raises:
             DivergedError: A loss is not finite, or too many updates in a row were skipped.
@@ -154,7 +153,9 @@ class StepLog:
         self.collected, self._since = end, now
 
     def _progress(self, step: int, loss: float, each: float) -> dict[str, Any]:
-        """What the log says of a step's loss, rate and pace, in seconds per step."""
+        """
+        The log's entries for a step's loss, learning rate and pace; `pace` is in seconds per step.
+        """
         pace = math.fsum(self._paces) / len(self._paces)
         return {
             "step": step,
@@ -167,7 +168,7 @@ class StepLog:
         }
 
     def _norm(self, norm: Norm | None) -> dict[str, Any]:
-        """What the log says of the norm."""
+        """The log's entries for the norm."""
         if norm is None:
             return {}
         return {
@@ -177,7 +178,7 @@ class StepLog:
         }
 
     def _saturation(self, falls: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """What the log says of saturated gradients, if the recipe has scales."""
+        """The log's entries for saturated gradients, if the recipe has scales."""
         if not any(self._scales):
             return {}
         rank, (factor, place) = max(enumerate(falls), key=lambda one: one[1][0])
@@ -187,7 +188,10 @@ class StepLog:
         return found
 
     def _zero_stages(self, result: StepResult, ranks: Sequence[Sequence[float]]) -> list[int]:
-        """The stages whose gradients are all zero, from the norm's parts or from all ranks."""
+        """
+        The stages whose gradients are all zero, known from the norm's parts or from all ranks'
+        flags.
+        """
         if result.norm is not None:
             return result.norm.zero_stages
         told = zip(self._stages, ranks, strict=True)
@@ -195,7 +199,7 @@ class StepLog:
         return sorted({stage for stage, zero in pairs if zero})
 
     def _times(self, ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """What the log says of a step's times, by rank, and of the slowest rank."""
+        """The log's entries for a step's times by rank, and for the slowest rank."""
         computed, waited, launched, weights = (
             [round(ms, 3) if math.isfinite(ms) else None for ms in column]
             for column in zip(*ranks, strict=True)
@@ -213,7 +217,7 @@ class StepLog:
         return found
 
     def _digested(self) -> list[int]:
-        """Log, once, which gradients the digests of each step are of; return how many by rank."""
+        """Log once which gradients have digests; return their number by rank."""
         kept, naming = self.worker.gradient_digests, self.job.name_of
         if kept is None:
             return [0] * self.member.world
@@ -225,13 +229,13 @@ class StepLog:
 
 class _Columns:
     """
-    The numbers of several steps in the order in which a rank sends them, after its memory.
+    The numbers of several steps, in the order in which a rank sends them after its memory.
 
     Args:
         microbatches: Microbatches of a step.
-        results: What this rank knows of each step.
-        matrices: The largest number of digested gradients of a rank.
-        stages: The largest number of a rank's stages that are looked at.
+        results: This rank's result of each step.
+        matrices: The number of gradients with digests on the rank that has the most.
+        stages: The number of stages checked for zero gradients on the rank that has the most.
     """
 
     def __init__(
@@ -251,23 +255,28 @@ class _Columns:
         self._stages, self._zeros_at = stages, self._times_at + len(times)
 
     def losses(self, n: int) -> slice:
-        """Where the losses of the n-th step are."""
+        """The places of the losses of the n-th step."""
         return _slice(1, n, self._shares)
 
     def falls(self, n: int) -> slice:
-        """Where the largest fall of a scale in the n-th step, and that scale's place, are."""
+        """The places of the largest fall of a scale in the n-th step, and of that scale's index."""
         return _slice(self._falls_at, n, 2)
 
     def digests(self, n: int) -> slice:
-        """Where the digests of the n-th step are, two numbers each, padded to the longest rank."""
+        """
+        The places of the digests of the n-th step: two numbers each, padded to the rank with the
+        most.
+        """
         return _slice(self._digests_at, n, self._digests)
 
     def times(self, n: int) -> slice:
-        """Where the times of the n-th step are, in ms, as in `StepTimes.spent`."""
+        """The places of the times of the n-th step, in ms, as in `StepTimes.spent`."""
         return _slice(self._times_at, n, 4)
 
     def zeros(self, n: int) -> slice:
-        """Where the flags of the n-th step are, one per stage, padded to the longest rank."""
+        """
+        The places of the flags of the n-th step: one per stage, padded to the rank with the most.
+        """
         return _slice(self._zeros_at, n, self._stages)
 
 
@@ -276,5 +285,5 @@ def _slice(start: int, n: int, size: int) -> slice:
 
 
 def _most(ranks: Sequence[Sequence[float]]) -> int:
-    """The largest memory of a rank, in bytes."""
+    """The memory of the rank that uses the most, in bytes."""
     return int(max(rank[0] for rank in ranks))

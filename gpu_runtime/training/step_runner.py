@@ -1,5 +1,5 @@
 """
-The steps of a training run: guarded replays, or one launch each if asked for and possible.
+The steps of a training run: guarded replays, or one launch per step if asked for and possible.
 
 A launch still runs when `StepRunner.step` returns. After the launch the device copies the step's
 losses and norm to the host. The host reads them one step later, when the devices of all ranks have
@@ -42,12 +42,12 @@ class StepResult:
     The result of a step on one rank.
 
     Args:
-        losses: By microbatch; empty on a rank without the last stage.
-        norm: The norm of all ranks' gradients; None if it is neither clipped nor checked.
-        saturation: What `GradientScales.take` found on this rank.
-        zeros: Without a norm, what `ZeroStages.take` found on this rank.
+        losses: The losses by microbatch; empty on a rank without the last stage.
+        norm: The norm of all ranks' gradients; None if gradients are neither clipped nor checked.
+        saturation: The result of `GradientScales.take` on this rank.
+        zeros: The result of `ZeroStages.take` on this rank, if there is no norm.
         times: The times of the step on this rank.
-        digests: The digests of this rank's gradients, if they are kept.
+        digests: The digests of this rank's gradients, if digests are on.
     """
 
     losses: list[float]
@@ -65,11 +65,11 @@ def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
     Args:
         member: This process.
         job: The job.
-        wanted: The mode that is configured.
+        wanted: The configured mode.
 
     Returns:
-        The mode, and why no step can be one launch; empty if steps can be launches, or if another
-        mode is wanted.
+        The mode, and why no step can be one launch; the reason is empty if steps can be launches,
+        or if another mode is wanted.
     """
     why = ""
     if wanted == "one launch":
@@ -86,9 +86,9 @@ class StepRunner:
 
     Args:
         worker: The rank's worker, with a feed of `Batches`, at the epoch at which the run begins.
-            In mode ``one launch`` its steps are launches, if every rank's steps can be.
+            In mode ``one launch`` its steps are launches, if this is possible on every rank.
         why: Why the steps are not launches, if `mode_of` has already found a reason.
-        scales: The rank's scales of gradients; None if nothing asks for their saturation.
+        scales: The rank's scales of gradients; None if saturation is not reported.
 
     Attributes:
         launches: Number of launches among the steps whose results were read.
@@ -122,8 +122,8 @@ class StepRunner:
         One optimizer step, as guarded replays, eagerly, or as one launch (`OneLaunch.step`).
 
         Raises:
-            StoppedError: All ranks stopped this step, or with launches the previous step, for one
-                cause.
+            StoppedError: All ranks stopped this step for one cause; with launches, possibly the
+                previous step.
         """
         epoch, whole = self.worker.runtime.epoch, self.one_launch
         if whole is None:
@@ -154,7 +154,7 @@ class StepRunner:
             )
 
     def stop(self, error: Exception) -> StoppedError:
-        """Stop all ranks between two steps, for a reason that this rank has; return the cause."""
+        """Stop all ranks between two steps, for this rank's reason; return the cause."""
         worker, epoch = self.worker, self.worker.runtime.epoch
         if self.one_launch is not None and not self._paused:
             return self.one_launch.stop(error)
@@ -164,7 +164,7 @@ class StepRunner:
         return stopped
 
     def _fall(self) -> Tensor | None:
-        """How far the scales of gradients fell in the step that was just queued."""
+        """By which factor the scales of gradients fell in the step that was just queued."""
         return None if self.scales is None else self.scales.take()
 
     def _taken(self) -> Tensor | None:
@@ -173,13 +173,13 @@ class StepRunner:
         return None if kept is None else kept.values
 
     def _zero(self) -> Tensor | None:
-        """Which stages have only zero gradients; the next step overwrites it."""
+        """Which stages have only zero gradients; the next step overwrites this result."""
         kept = self.worker.zero_stages
         return None if kept is None else kept.values
 
     @property
     def known(self) -> int:
-        """Number of steps, from the first on, that are known to have succeeded on all ranks."""
+        """Number of steps since the first that are known to have succeeded on all ranks."""
         ahead = 0 if self.one_launch is None else self.one_launch.ahead
         return self.worker.runtime.epoch - ahead
 
@@ -212,10 +212,10 @@ class StepRunner:
 
     def ending(self, step: int) -> int:
         """
-        Return the largest number that any rank asks after a step (`Consent.asks`), on all ranks.
+        Return on all ranks the largest request number of any rank after a step (`Consent.asks`).
 
-        Guarded steps exchange it in their consent. The hosts of launches exchange it after every
-        eighth step; else 0 is returned.
+        Guarded steps exchange the number in their consent. With launches, hosts exchange the number
+        after every eighth step; after other steps, this returns 0.
 
         Args:
             step: Steps taken so far.
@@ -247,7 +247,7 @@ class StepRunner:
 
     def all_gather(self, own: Sequence[float]) -> list[list[float]]:
         """
-        Gather the same count of numbers from every rank between two steps; return them by rank.
+        Gather equally many numbers from every rank between two steps; return them by rank.
 
         Raises:
             StoppedError: A rank has stopped in the current launch, or is gone.
@@ -268,14 +268,13 @@ class StepRunner:
 
         Raises:
             StoppedError: Not every rank survived: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not come back, or device work did not finish before the
-                deadline.
+            BackendError: A rank did not return, or device work did not finish before the deadline.
         """
         (self.one_launch or self.worker).rebuild(stopped)
         self._rebuilt()
 
     def _rebuilt(self) -> None:
-        """Forget what belongs to the epochs after the one that the runtime is at again."""
+        """Forget the results of epochs from the restarted epoch on."""
         self._paused = False
         if self.scales is not None:
             self.scales.reset()
@@ -287,7 +286,7 @@ class StepRunner:
         Continue with guarded replays if a rank could not capture the step.
 
         Returns:
-            Whether a failed capture was the cause of the stop; if not, nothing was done.
+            Whether a failed capture was the cause of the stop; if not, nothing changes.
         """
         why = fall_back(self.one_launch, stopped)
         if why is None:
@@ -307,7 +306,7 @@ class StepRunner:
 @attrs.frozen
 class _PendingResults:
     """
-    Copies of a step's results in host memory, complete once an event has happened.
+    Copies of a step's results in host memory; they are complete once the event has happened.
 
     Args:
         groups: The copied scalars, grouped by dtype: the losses by microbatch; how far scales fell;
@@ -350,8 +349,9 @@ class _PendingResults:
         digests: Tensor | None,
         zeros: Tensor | None,
     ) -> _PendingResults:
-        """Queue the copies of a launch; the current stream must be after this launch, and before
-        the next."""
+        """
+        Queue the copies of a launch on the current stream, behind this launch and before the next.
+        """
         looked = [] if norm is None else [[norm.total, *norm.parts], [norm.factor, norm.skip]]
         groups = [_in_order(losses), _each(fall), _each(digests), _each(zeros), *looked]
         return cls._of(groups, None, launched=True, looked=norm)
@@ -384,7 +384,7 @@ class _PendingResults:
 
 
 def _saturation(fall: Sequence[float]) -> tuple[float, int]:
-    """What `GradientScales.take` found, as numbers; a factor that is NaN counts as 0."""
+    """The result of `GradientScales.take` as numbers; a factor that is NaN counts as 0."""
     if not fall:
         return 0.0, 0
     factor, place = fall

@@ -1,11 +1,11 @@
 """
-The times of a step on one rank: what it computed, and how long it waited for other ranks.
+The times of a step on one rank: how long it computed, and how long it waited for other ranks.
 
-No step waits for a device because of its times. On a CPU the host takes both times. On a GPU,
+No step waits for a device because of its times. On a CPU the host measures both times. On a GPU,
 events around F, dI and dW are recorded on the device in every 32nd guarded step; the host reads
-them when the device has passed them anyway. A launch is one graph, in which the device waits for
-messages too: two events around it give both together. So the device stamps one dW of each stage,
-which waits for no rank (`qeffect.gpu_runtime.ranks.launch_stamps`).
+them later, when the device has passed them anyway. A launch is one graph, in which the device also
+waits for messages, so two events around it give the sum of both times. Therefore the device also
+stamps one dW of each stage, which waits for no rank (`qeffect.gpu_runtime.ranks.launch_stamps`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..ranks.worker import Worker
 
 __all__ = ["SlowestRank", "StepTimes", "Stopwatch"]
 
-#: Guarded steps on a GPU per step whose actions are timed.
+#: On a GPU, the actions of one guarded step in this many are timed.
 _TIMED_EVERY: Final = 32
-#: Steps whose mean says which rank is slowest, and the fewest.
+#: Number of steps whose mean determines the slowest rank, and the minimum number.
 _WINDOW, _LEAST = 10, 3
-#: How many times the median a rank takes that is named.
+#: A rank that takes at least this many times the median is named.
 _SLOW: Final = 1.5
 _TIMED = ("refresh", "forward", "dgrad", "wgrad")
 
@@ -40,12 +40,13 @@ class StepTimes:
     The times of a step on one rank, in milliseconds.
 
     Args:
-        wait: The host's wait for other ranks; in a launch, for the verdict of the step before.
+        wait: The host's wait for other ranks; with a launch, its wait for the verdict of the
+            previous step.
         compute: On a CPU, the rest of the step. On a GPU, the device's time in F, dI and dW, once
             it is read. NaN if nothing timed it.
-        launch: The device's time in a launch, its waits for messages included; NaN otherwise.
-        weights: The device's time in one dW of each stage of a launch; NaN otherwise.
-        pairs: Events on the device around what is timed.
+        launch: The device's time in a launch, including its waits for messages; NaN otherwise.
+        weights: The device's time in the stamped dW of a launch, one per stage; NaN otherwise.
+        pairs: Pairs of events on the device around the timed work.
     """
 
     wait: float
@@ -57,11 +58,14 @@ class StepTimes:
 
     @property
     def spent(self) -> tuple[float, ...]:
-        """Compute, wait, launch and weights."""
+        """The times in this order: compute, wait, launch and weights."""
         return self.compute, self.wait, self.launch, self.weights
 
     def read(self) -> StepTimes:
-        """Return the times with those of the device; the device has passed the events."""
+        """
+        Return the times with the device's times filled in; call it once the device has passed the
+        events.
+        """
         if self.pairs and all(end.query() for _, end in self.pairs):
             spent = math.fsum(begin.elapsed_time(end) for begin, end in self.pairs)
             if self.launched:
@@ -74,7 +78,7 @@ class StepTimes:
 
 class Stopwatch:
     """
-    Takes the times of a rank's steps.
+    Measures the times of a rank's steps.
 
     Args:
         worker: The rank.
@@ -99,7 +103,7 @@ class Stopwatch:
 
     @contextmanager
     def launch(self) -> Iterator[None]:
-        """Time a launch on the current stream; `taken` then has its times, but for its wait."""
+        """Time a launch on the current stream; `taken` then has its times except its wait."""
         pairs = [(_event(), _event())] if self.device else []
         for begin, _ in pairs:
             begin.record()
@@ -146,8 +150,9 @@ class SlowestRank:
     """
     Names the rank that computes longest, if it takes 1.5 times the median of all ranks.
 
-    The mean of the last ten timed steps counts. With an even number of ranks the median is the
-    lower of the two in the middle. The first step does not count, because it also builds and warms.
+    The mean of the last ten timed steps counts. With an even number of ranks, the median is the
+    lower of the two middle values. The first step does not count, because it also builds and warms
+    up.
     """
 
     def __init__(self) -> None:
@@ -159,7 +164,7 @@ class SlowestRank:
         Take the times of a step by rank, and return the slowest rank with its factor.
 
         Args:
-            compute: Milliseconds by rank; NaN where nothing timed the step.
+            compute: Milliseconds by rank; NaN for a rank on which the step was not timed.
 
         >>> slowest = SlowestRank()
         >>> [slowest.take(times) for times in [(9, 9, 9), (1, 1, 3), (1, 1, 3)]]

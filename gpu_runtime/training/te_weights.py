@@ -1,14 +1,15 @@
 """
-The weights of Transformer Engine's layers under the names that the reference backend has for them.
+Convert the weights of Transformer Engine's layers to the names and row order of the reference
+backend.
 
-A layer of either backend computes the same function but for two things. The library's fused product
-for queries, keys and values has its rows head by head (`qkv_weight_interleaved`, its default); the
-reference has all queries, then all keys, then all values. Where heads share keys and values, the
-library's rows are group by group: the queries of a group, its key, its value. And the library's
-GELU is the approximate one, with tanh (`common/util/math.h`); the reference's is exact. Norms
-(epsilon 1e-5), residuals, biases, masks and the scale of the scores are the same. This was read in
-the library's sources. Groups, the gates of SwiGLU (the first half of the rows) and rotations were
-seen on a device: `tests/gpu/test_language.py` compares losses.
+A layer of either backend computes the same function, with two exceptions. The library's fused
+product for queries, keys and values orders its rows head by head (`qkv_weight_interleaved`, its
+default); the reference orders all queries, then all keys, then all values. Where heads share keys
+and values, the library's rows are group by group: the queries of a group, its key, its value. Also,
+the library's GELU is the tanh approximation (`common/util/math.h`); the reference's GELU is exact.
+Norms (epsilon 1e-5), residuals, biases, masks and the scale of the scores are the same. All this
+was read in the library's sources. Groups, the gates of SwiGLU (the first half of the rows) and
+rotations were also tested on a device: `tests/gpu/test_language.py` compares losses.
 """
 
 from __future__ import annotations
@@ -85,12 +86,14 @@ def as_reference(weights: Mapping[str, Tensor], config: LayerConfig) -> dict[str
             split.setdefault(f"{layer}qkv.{of}", {})[part] = tensor
         else:
             raise BackendError(
-                f"{name}: expected a weight of Transformer Engine's layers, found an unknown name; "
-                "use the version of qeffect that wrote the checkpoint"
+                f"{name}: expected a weight of Transformer Engine's layers, found this name; use "
+                "the version of qeffect that wrote the checkpoint"
             )
     for name, parts in split.items():
         if lacking := [part for part in _SPLIT if part not in parts]:
-            raise BackendError(f"{name}: the {lacking[0]} of the layer is missing")
+            raise BackendError(
+                f"{name}: expected queries, keys and values in this layer, found no {lacking[0]}"
+            )
         found[name] = torch.cat([parts[part] for part in _SPLIT])
     return found
 
@@ -100,8 +103,8 @@ def _parts_first(name: str, tensor: Tensor, config: LayerConfig) -> Tensor:
     rows, groups, width = tensor.shape[0], config.groups, config.head_width
     if rows != config.qkv_rows:
         raise BackendError(
-            f"{name}: expected {config.qkv_rows} rows, of {config.heads} heads of queries and "
-            f"{groups} of keys and values, found {rows}"
+            f"{name}: expected {config.qkv_rows} rows ({config.heads} heads of queries, {groups} "
+            f"of keys and values), found {rows}"
         )
     by_group = tensor.view(groups, config.sharing + 2, width, *tensor.shape[1:])
     parts = torch.split(by_group, [config.sharing, 1, 1], 1)

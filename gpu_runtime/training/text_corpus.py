@@ -1,7 +1,8 @@
 """
-Token files from one's own text: plain text and JSON lines, one file or many, blended by weights.
+Make token files from your own text: plain text and JSON lines, one file or many, blended by
+weights.
 
-A file whose name ends in `.jsonl` or `.ndjson` has one JSON object a line, each with one text in
+A file whose name ends in `.jsonl` or `.ndjson` has one JSON object per line, each with one text in
 the same field. Any other file is one text. JSON lines are read line by line, so a file may be
 larger than memory.
 """
@@ -30,11 +31,11 @@ from .encodings import Encoding
 __all__ = ["LINES", "TextFile", "blend", "make_text"]
 
 LINES = (".jsonl", ".ndjson")
-"""Endings of files of JSON lines."""
+"""Name endings of files of JSON lines."""
 _BATCH = 1 << 20
 """Characters that are encoded together."""
 _TIMES = 1000
-"""How often a blend may repeat a file; more is taken for a mistake."""
+"""How often a blend may repeat a file; a larger number is refused as a mistake."""
 
 
 @attrs.frozen
@@ -45,7 +46,7 @@ class TextFile:
     Args:
         path: The file.
         field: The field of a JSON line that has the text.
-        held_out: Share of the text that is not for training.
+        held_out: Share of the text to hold out from training.
     """
 
     path: Path
@@ -61,8 +62,8 @@ class TextFile:
         """
         Yield each text that is not empty, and whether it is held out.
 
-        A text of JSON lines is held out by its hash: equal texts are on the same side. The end of
-        plain text is held out, from the line whose start is nearest.
+        In JSON lines, a text's hash decides whether the text is held out, so equal texts are never
+        split. Of plain text, the end is held out, from the nearest start of a line on.
 
         Raises:
             UnusableError: The file cannot be read, is not UTF-8, or a line is not a JSON object
@@ -89,7 +90,7 @@ class TextFile:
             held = json.loads(text)
         except (ValueError, RecursionError) as error:
             said = error.msg if isinstance(error, json.JSONDecodeError) else json_mistake(error)
-            self._refuse(where, f"expected a JSON object, found a mistake ({said})")
+            self._refuse(where, f"expected a JSON object, found invalid JSON ({said})")
         if not isinstance(held, dict):
             self._refuse(
                 where, f"expected a JSON object, found {within(line.decode().strip(), 40)}"
@@ -124,12 +125,15 @@ class TextFile:
 
 
 def _share(text: str) -> float:
-    """A number from 0 to 1 that only the text decides."""
+    """A number from 0 to 1 that depends only on the text."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:4], "big") / 2**32
 
 
 def _cut(text: str, held_out: float) -> int:
-    """Where the end of a text begins: at the nearest start of a line, if one is near."""
+    """
+    Where the held-out end of a text begins: at the nearest start of a line, if a line starts
+    nearby.
+    """
     share = int(len(text) * held_out)
     at = len(text) - share
     starts = [text.rfind("\n", 0, at) + 1, text.find("\n", at) + 1]
@@ -139,7 +143,7 @@ def _cut(text: str, held_out: float) -> int:
 
 @attrs.define
 class _Counts:
-    """What one file has."""
+    """The counts of one file."""
 
     bytes: int = 0
     texts: int = 0
@@ -164,8 +168,8 @@ def _survey(file: TextFile) -> _Counts:
         else:
             found.texts += 1
     if not found.texts:
-        what = "all of it is held out; lower --held-out" if found.held_out else "found none"
-        raise UnusableError(f"--text {file.path}: expected a text to train on, {what}")
+        what = "but all of it is held out; lower --held-out" if found.held_out else "found none"
+        raise UnusableError(f"--text {file.path}: expected text to train on, {what}")
     return found
 
 
@@ -197,7 +201,7 @@ class _Spooled:
 def _spool(
     file: TextFile, encoding: Encoding, place: Path, kind: np.dtype[Any]
 ) -> tuple[_Spooled, _Spooled]:
-    """Encode a file's texts into two files of raw tokens: those to train on, and the others."""
+    """Encode a file's texts into two files of raw tokens: for training, and held out."""
     places = [place.with_name(f"{place.name}-{side}") for side in ("train", "held_out")]
     ends = array("q"), array("q")
     batches: tuple[list[str], list[str]] = [], []
@@ -226,10 +230,10 @@ def _spool(
 
 def blend(counts: Sequence[int], weights: Sequence[Fraction]) -> list[int]:
     """
-    Return how many tokens each file gives, so that the tokens have the ratio of the weights.
+    Return how many tokens to take from each file, so that they have the ratio of the weights.
 
-    Every file gives all of its tokens at least once, and one file exactly once: the file with the
-    most tokens for its weight.
+    All tokens of every file are taken at least once. The file with the most tokens for its weight
+    is taken exactly once.
 
     >>> blend([100, 100], [Fraction(3), Fraction(1)]), blend([900, 100], [Fraction(1), Fraction(1)])
     ([300, 100], [900, 900])
@@ -242,10 +246,11 @@ def _mixed(
     files: Sequence[_Spooled], wanted: Sequence[int], end: int
 ) -> Iterator[np.ndarray[Any, Any]]:
     """
-    Yield texts of all files in turn, each file's as often as wanted; the last one may be cut.
+    Yield texts of all files in turn, until the wanted number of tokens per file; the last text of a
+    file may be cut.
 
-    The file that is furthest behind its share gives the next text, so any long part of the result
-    has about the weights' ratio.
+    The next text comes from the file that is furthest behind its share, so any long part of the
+    result has about the ratio of the weights.
     """
     held = [file.tokens() for file in files]
     given = [0] * len(files)
@@ -279,7 +284,7 @@ def make_text(
     Args:
         out: The folder to write to; made if missing.
         files: The text.
-        weights: The weight of each file; None takes every file once, one after the other.
+        weights: The weight of each file; None to take every file once, one after the other.
         encode: Returns the encoding, from the texts to train on.
         show: Shows a line of progress.
 
@@ -348,8 +353,8 @@ def _require_few(files: Sequence[TextFile], own: Sequence[int], wanted: Sequence
     for file, has, takes in zip(files, own, wanted, strict=True):
         if takes > _TIMES * has:
             raise UnusableError(
-                f"--weights: expected to repeat a file at most {_TIMES:,} times, found "
-                f"{takes / has:,.0f} times for {file.path}; give it a smaller weight"
+                f"--weights: expected weights that repeat a file at most {_TIMES:,} times, found "
+                f"{takes / has:,.0f} times for {file.path}; give this file a smaller weight"
             )
 
 

@@ -1,8 +1,8 @@
 """
-The names that other programs have for a model's weights: `gpt2`, or those of a file.
+Other programs' names for a model's weights: `gpt2`, or the names in a file.
 
 A line ``OURS = THEIRS`` names one weight. A ``*`` stands for the number of a layer on both sides.
-``transposed`` behind THEIRS turns a matrix over. Lines that begin with ``#`` are comments.
+``transposed`` after THEIRS transposes a matrix. Lines that begin with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..backends.protocol import BackendError
 __all__ = ["GPT2", "WeightNames", "gpt2_config"]
 
 GPT2: Final = "gpt2"
-"""The names, and the turned matrices, of `GPT2LMHeadModel` of the package transformers."""
+"""The names, and the transposed matrices, of `GPT2LMHeadModel` in the package transformers."""
 
 _GPT2: Final = """
 embedding.weight = transformer.wte.weight
@@ -53,7 +53,7 @@ class WeightNames:
 
     Args:
         source: Where the names come from, for messages.
-        lines: By name of ours, the other name, and whether the matrix is transposed.
+        lines: By our name: the other name, and whether the matrix is transposed.
     """
 
     source: str
@@ -62,7 +62,7 @@ class WeightNames:
     @classmethod
     def of(cls, name: str, folder: Path = Path()) -> WeightNames:
         """
-        Return the names that an option or a field names.
+        Return the names to which an option or a field refers.
 
         Args:
             name: ``gpt2``, or the path of a file.
@@ -91,7 +91,7 @@ class WeightNames:
         ('h.12.up', True)
 
         Raises:
-            BackendError: A line is malformed, or two name one weight.
+            BackendError: A line is malformed, or two lines name one weight.
         """
         lines: dict[str, tuple[str, bool]] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -101,8 +101,8 @@ class WeightNames:
             found = _LINE.fullmatch(line)
             if found is None or found[1].count("*") != found[2].count("*") or "**" in line:
                 raise BackendError(
-                    f"{source}, line {number}: expected OURS = THEIRS, each with or without one *, "
-                    f"found {line!r}"
+                    f"{source}, line {number}: expected OURS = THEIRS, with at most one * in "
+                    f"each, or none in both, found {line!r}"
                 )
             if found[1].count("*") > 1 or found[1] in lines:
                 why = "two * in a name" if "*" in found[1] else "a second line"
@@ -121,21 +121,24 @@ class WeightNames:
             pattern = re.escape(ours).replace(r"\*", r"(\d+)")
             if (found := re.fullmatch(pattern, name)) is not None:
                 return theirs.replace("*", found[1]) if "*" in ours else theirs, turned
-        raise BackendError(f"{self.source}: no line names {name}; add {name} = ITS-OTHER-NAME")
+        raise BackendError(
+            f"{self.source}: expected a line for {name}, found none; add {name} = ITS-OTHER-NAME"
+        )
 
     def others(self, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
         """
         Return the other name of each weight.
 
         Raises:
-            BackendError: No line names a weight, or two weights have one other name.
+            BackendError: A weight has no line, or two weights would get the same other name.
         """
         found = {name: self.other(name) for name in names}
         taken: dict[str, str] = {}
         for name, (theirs, _) in found.items():
             if theirs in taken:
                 raise BackendError(
-                    f"{self.source}: {taken[theirs]} and {name} would both be {theirs}"
+                    f"{self.source}: expected different names for {taken[theirs]} and {name}, "
+                    f"found {theirs} for both"
                 )
             taken[theirs] = name
         return found
@@ -153,12 +156,13 @@ class WeightNames:
         return found
 
     def turned(self, name: str, weight: Tensor, *, turned: bool) -> Tensor:
-        """Return a weight in the other side's layout; transposing twice restores the bits."""
+        """Return a weight in the other program's layout; transposing twice restores the bits."""
         if not turned:
             return weight
         if weight.dim() != 2:
             raise BackendError(
-                f"{self.source}: {name} has {weight.dim()} dimensions; only a matrix is transposed"
+                f"{self.source}: {name} has {weight.dim()} dimensions; only a matrix can be "
+                "transposed"
             )
         return weight.t().contiguous()
 
@@ -167,7 +171,7 @@ def gpt2_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     Return the configuration with which `GPT2LMHeadModel` computes what this model does.
 
-    GPT-2 itself has another GELU (``gelu_new``).
+    The original GPT-2 uses another GELU (``gelu_new``).
 
     Args:
         model: The table `[model]` of the run.

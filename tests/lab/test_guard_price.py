@@ -25,7 +25,10 @@ def test_a_line_for_each_schedule(
     lines = capsys.readouterr().out.splitlines()
 
     assert list(guards.SCHEDULES) == [line.split()[0] for line in lines]
-    assert all("of torch's" in line and "of a kernel's F" in line for line in lines)
+    assert all(
+        "times torch's" in line and "times the contract's check and commit" in line
+        for line in lines
+    )
     assert before == (gc.isenabled(), torch.get_num_threads())
     assert not dist.is_initialized()
     actions = {each.schedule: each.actions for each in found}

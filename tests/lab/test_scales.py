@@ -99,7 +99,10 @@ def test_both_recipes_begin_with_the_same_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seeds", "said"),
-    [(["-1"], "--seeds -1: expected a number from 0"), (["1", "1"], "name each seed once")],
+    [
+        (["-1"], "--seeds: expected numbers from 0 to 999999999, found -1"),
+        (["1", "1"], "--seeds: expected each seed once, found 1 1"),
+    ],
 )
 def test_seeds_that_are_refused(
     seeds: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -49,7 +49,7 @@ def test_only_the_second_start_can_profile_and_it_is_another_process(
 
     for rank in range(2):
         first, second = timed.rows[rank][0], profiled.rows[rank][0]
-        assert "this process times steps" in first["used"]
+        assert "in a process that times steps" in first["used"]
         assert (first["imported"], second["used"], second["imported"]) == (False, True, True)
         assert first["pid"] == timed.exits.pids[rank]
         assert second["pid"] == profiled.exits.pids[rank]
@@ -133,7 +133,7 @@ class TestHere:
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         found = RankStarts.here(2, "cpu", tmp_path)
         assert (found.world, found.own, found.speaks) == (2, None, True)
-        with pytest.raises(UnusableError, match="2 GPUs are needed, one a rank; found 0"):
+        with pytest.raises(UnusableError, match="expected 2 GPUs, one per rank, found 0"):
             RankStarts.here(2, "cuda", tmp_path)
 
     def test_under_torchrun_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ class TestHere:
         found.start(bodies.meeting)
         found.start(bodies.meeting, profiles=True)
         assert told == [(1, "3.1"), (1, "3.2")]
-        with pytest.raises(UnusableError, match="2 processes were started for --pp 4"):
+        with pytest.raises(UnusableError, match="expected 4 processes for --pp 4, found 2"):
             RankStarts.here(4, "cpu", tmp_path)
 
 

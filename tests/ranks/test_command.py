@@ -77,16 +77,20 @@ def test_what_cannot_run_is_one_line_of_rank_0(tmp_path: Path) -> None:
     swapped = tmp_path / "swapped.csv"
     swapped.write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n")
     cases: list[tuple[list[str], int | None, str]] = [
-        (["--pp", "4"], None, "2 processes were started for --pp 4 --dp 1, which takes 4"),
-        (["--schedule", str(table)], None, "is a table of 4 ranks, --pp is 2"),
+        (["--pp", "4"], None, "expected 4 processes for --pp 4 --dp 1, found 2"),
+        (["--schedule", str(table)], None, "is a table for 4 ranks, but --pp is 2"),
         (["--schedule", str(swapped)], None, "schedule."),
         (["--schedule", "zigzag"], None, "unknown schedule class 'zigzag'"),
         (["--vpp", "3"], None, "2 stages per rank; expected vpp=2"),
         (["--device", "cuda"], None, "this torch has no NCCL"),
         (["--one-launch"], 2, "--one-launch makes a step one CUDA graph"),
-        (["--amax", "replicas"], 2, "--amax replicas shares amax between replicas"),
+        (["--amax", "replicas"], 2, "--amax replicas shares amaxes between replicas"),
         (["--clip-norm", "-1"], 2, "clip_norm is -1.0; expected a positive finite number"),
-        (["--clip-norm", "1", "--compare"], 2, "--clip-norm and --skip-nonfinite with --compare"),
+        (
+            ["--clip-norm", "1", "--compare"],
+            2,
+            "--clip-norm and --skip-nonfinite cannot be used with",
+        ),
         (["--trace", str(tmp_path / "no" / "t")], 2, "there is no folder"),
         (["--device", "cuda"], 1, "rank 1 wants GPU 1 (counted from 0) of this host, which has 1"),
     ]
@@ -148,9 +152,9 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--trace", "t.json"], "--one-launch with --trace: the host sees no action of a launch"),
-        (["--eager"], "--one-launch with --eager: a step as one graph needs graphs"),
-        (["--compare"], "--one-launch with --compare: runtime report scale compares launches"),
+        (["--trace", "t.json"], "--one-launch cannot be used with --trace: the host cannot see"),
+        (["--eager"], "--one-launch cannot be used with --eager: one launch per step needs"),
+        (["--compare"], "--one-launch cannot be used with --compare: here only replays"),
         (["--dp", "2"], None),
         (["--dp", "2", "--amax", "replicas"], None),
     ],

@@ -184,12 +184,12 @@ class TestMerge:
             ([str(other)], "expected a report of kind 'tables', found 'scale'"),
             ([first, second], "gpu is 'another'"),
             ([first, str(later)], "commit is '111"),
-            ([first, first], "its trial of 2026-11-22T08:00:00Z is given twice"),
+            ([first, first], "the trial of 2026-11-22T08:00:00Z is given twice"),
             ([str(hollow)], "found one without environment"),
-            ([str(torn)], "that cannot be evaluated (KeyError: 'error')"),
+            ([str(torn)], "found incomplete measurements (KeyError: 'error')"),
             ([str(tmp_path / "none.json")], "No such file"),
-            ([first, "--steps", "3"], "--merge measures nothing"),
-            ([first, "--commit", "1" * 40], "--merge measures nothing"),
+            ([first, "--steps", "3"], "--merge only merges reports"),
+            ([first, "--commit", "1" * 40], "--merge only merges reports"),
             ([first, "--out", str(tmp_path / "none" / "o.json")], "there is no folder"),
         ]
         for argv, words in cases:

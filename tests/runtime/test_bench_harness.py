@@ -208,7 +208,7 @@ class TestWorkers:
         """A step that uses the profiler fails the column, unless its process is for that."""
         worker = ColumnProcess(toys.spec("a", profile=True), TINY, toys.SETTINGS, profiles=profiles)
         worker.post("build")
-        refusal = pytest.raises(ChildError, match="this process times steps")
+        refusal = pytest.raises(ChildError, match="in a process that times steps")
         with nullcontext() if profiles else refusal:
             worker.collect(60)
         worker.end()

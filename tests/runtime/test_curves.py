@@ -301,7 +301,7 @@ class TestPicture:
         for side, there in (("launched", True), ("guarded", False)):
             (legend,) = plots.loss([curves_report(curve_run("native"), curve_run(side))]).legends
             told = {text.get_text() for text in legend.get_texts()}
-            assert ("one launch a step" in told) is there
+            assert ("one launch per step" in told) is there
 
     def test_the_file_is_drawn_from_the_report(self, tmp_path: Path) -> None:
         """The same report gives the same bytes, another loss others; what is no number is a gap."""

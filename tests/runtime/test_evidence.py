@@ -296,18 +296,18 @@ class TestCompare:
         command.compare_cases([STEPWISE[0]], ["native", "eager"], "cpu", report, print)
 
         (failure,) = report.raw["failures"]
-        assert "nothing to compare with" == failure["error"]
+        assert "fewer than two sides ran, so nothing was compared" == failure["error"]
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
             (["--cases", "nonsense"], "unknown case 'nonsense'; choose from"),
             (["--steps", "0"], "--steps must be at least 1, not 0"),
-            (["--sides", "native"], "--sides native has nothing to be compared with"),
-            (["--sides", "native", "captured"], "a CPU captures nothing"),
+            (["--sides", "native"], "--sides native names one side, but"),
+            (["--sides", "native", "captured"], "a CPU has no CUDA graphs"),
             (["--sides", "native", "disturbed", "--steps", "4"], "before the last fault"),
-            (["--sets", "recipes"], "delayed scaling only"),
-            (["--device", "cuda"], "no CUDA device is here; --device cpu"),
+            (["--sets", "recipes"], "only cases with delayed scaling"),
+            (["--device", "cuda"], "found no CUDA device; --device cpu"),
             (["--commit", "main"], "--commit takes 40 hexadecimal digits"),
             (["--out", "nowhere/at/all.json"], "--out nowhere/at/all.json: there is no folder"),
         ],
@@ -384,7 +384,7 @@ class TestFaults:
         """Without one a row of the table could not be injected, and that is said."""
         run = guarded_run(Order.parse("0F0 0F1 0I0 0I1 0W0 0W1"))
         run.step()
-        with pytest.raises(AssertionError, match="no reduction that can be interrupted"):
+        with pytest.raises(AssertionError, match="expected a reduction that can be interrupted"):
             faults.inject_faults(run, 1)
 
     def test_every_case_is_long_enough_for_every_fault(self) -> None:
@@ -470,7 +470,7 @@ class TestPools:
         assert 2 == recording.nonfinite
 
     @pytest.mark.parametrize(
-        ("arguments", "said"), [([], "needs a GPU"), (["--steps", "0"], "--steps must be")]
+        ("arguments", "said"), [([], "expected a GPU"), (["--steps", "0"], "--steps must be")]
     )
     def test_on_a_cpu(
         self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
@@ -564,7 +564,7 @@ class TestProbes:
     def test_without_a_device(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One line, and exit code 2."""
         assert 2 == main(["report", "probes", *COMMIT])
-        assert "no CUDA device is here" in capsys.readouterr().err
+        assert "found no CUDA device" in capsys.readouterr().err
 
 
 class TestOtherCommands:

@@ -222,5 +222,5 @@ def test_independent_stages_are_refused(graphs: Graphs) -> None:
     column = native_columns.native_column(
         attrs.evolve(TINY, chained=False), toys.SETTINGS, fused=False
     )
-    with pytest.raises(ValueError, match="do not feed each other"):
+    with pytest.raises(ValueError, match="expected stages that feed each other"):
         column.build()

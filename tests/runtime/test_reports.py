@@ -553,7 +553,7 @@ class TestPools:
         ("options", "said"),
         [
             ({"private": 1}, "private differs from native in 1 values"),
-            ({"shared": 0}, "did no harm, so the comparison shows nothing"),
+            ({"shared": 0}, "corrupted nothing, so the comparison proves nothing"),
             ({"clause": None}, "the kernel did not refuse a shared pool"),
             ({"clause": "order.token"}, "the kernel did not refuse a shared pool"),
         ],
@@ -725,8 +725,8 @@ class TestPictures:
             ("[NaN]", "x.json: expected JSON, found NaN, which is not a JSON number"),
             ('{"kind": 1, "kind": 2}', "x.json: expected JSON, found 'kind' twice in one object"),
             ('{"kind": "sweep", "derived": []}', "x.json: expected a report"),
-            ('{"kind": "sweep", "derived": {"points": [{}]}}', "nothing can be drawn (KeyError"),
-            ('{"kind": "curves", "derived": {"runs": [1]}}', "nothing can be drawn (KeyError"),
+            ('{"kind": "sweep", "derived": {"points": [{}]}}', "found one that cannot (KeyError"),
+            ('{"kind": "curves", "derived": {"runs": [1]}}', "found one that cannot (KeyError"),
             ("\udcff", "x.json: expected JSON, found a byte that is not UTF-8, at byte 0"),
         ],
     )

@@ -172,7 +172,7 @@ def test_the_papers_mapping_is_of_the_language_model_alone() -> None:
     found = derive_tables(raw)
     theirs = {r["model"]: r["paper_efficiency"] for r in found["mapping"]}
     assert theirs == {"language": 0.6849, "layers": None}
-    assert sum("(paper 0.6849)" in line for line in table_lines(found)) == 2
+    assert sum("(paper: 0.6849)" in line for line in table_lines(found)) == 2
 
 
 def test_goals_say_what_was_measured_where_they_were_missed(derived: dict[str, Any]) -> None:

@@ -86,5 +86,5 @@ def test_a_tensor_that_is_kept_is_growth(run: GuardedRun) -> None:
 
 def test_growth_has_a_beginning(run: GuardedRun) -> None:
     """Without one there is nothing to compare with."""
-    with pytest.raises(ValueError, match="call `count` first"):
+    with pytest.raises(ValueError, match="call `count` before"):
         run.upkeep.record_growth(Recording("lost"))

@@ -63,8 +63,8 @@ def test_given_times_are_cut_by(tmp_path: Path, times: str, cut: tuple[int, ...]
         ("layer_times = 3", "expected a list of numbers above 0, found 3"),
         ("layer_times = [true]", "expected a list of numbers above 0, found [True]"),
         ("head_time = -1.0", "[parallel] head_time: expected a number of at least 0"),
-        ("head_time = 1.0", "[parallel] head_time: expected layer_times beside it, found none"),
-        ("embedding_time = 1.0", "[parallel] embedding_time: expected layer_times beside it"),
+        ("head_time = 1.0", "[parallel] head_time: expected layer_times too, found none"),
+        ("embedding_time = 1.0", "[parallel] embedding_time: expected layer_times too"),
         ("microbatches = 2", ""),
     ],
 )
@@ -84,7 +84,9 @@ def test_times_belong_to_a_measured_cut(tmp_path: Path) -> None:
     """They are not passed over where something else cuts."""
     path = written(tmp_path)
     path.write_text(RUN.replace('"measured"', '"even"\nlayer_times = [1.0]'))
-    with pytest.raises(UnusableError, match="times are for cut = 'measured', found cut = 'even'"):
+    with pytest.raises(
+        UnusableError, match="expected cut = 'measured' with times, found cut = 'even'"
+    ):
         job_of(read(path))
 
 

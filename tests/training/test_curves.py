@@ -152,7 +152,7 @@ def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert said.codes == [0, 0]
     codes, outs, _ = zip(*said.words[0], strict=True)
     assert [0, 0, 0, 2, 2] == [*codes]
-    assert "no run began" in outs[3]
+    assert "no run could begin" in outs[3]
     assert "[model] head" in outs[4]
     short = json.loads(both.read_text())
     assert short["configuration"]["windows"] == 8
@@ -191,9 +191,21 @@ def test_a_report_that_the_limit_cut_short_is_not_complete(tmp_path: Path) -> No
     said = launch(1, tmp_path / "said", bodies.limited, str(config), runs, out, looks)
     assert said.codes == [0]
     told = {
-        2: ([2], False, "not ended within --limit-s 9: guarded:il:0; not begun within --limit-s 9"),
-        4: ([4], False, "; not begun within --limit-s 9: guarded:il:1; the report is NOT complete"),
-        5: ([4], False, "; not begun within --limit-s 9: guarded:il:1; the report is NOT complete"),
+        2: (
+            [2],
+            False,
+            "did not end within --limit-s 9: guarded:il:0; did not begin within --limit-s",
+        ),
+        4: (
+            [4],
+            False,
+            "did not begin within --limit-s 9: guarded:il:1; the report is NOT complete",
+        ),
+        5: (
+            [4],
+            False,
+            "did not begin within --limit-s 9: guarded:il:1; the report is NOT complete",
+        ),
         8: ([4, 4], True, "2 runs, reference on cpu"),
     }
     for limit, (code, shown) in zip(looks, said.words[0], strict=True):
@@ -224,7 +236,10 @@ def _other(place: str, name: str, value: Any) -> Callable[[dict[str, Any]], None
         (lambda report: report.update(kind="train"), "expected a report of kind 'curves'"),
         (lambda report: report["raw"]["runs"][0].update(seed=0), "guarded:il:0:te is in"),
         (lambda report: report.pop("environment"), "found one without environment"),
-        (lambda report: report["raw"]["runs"][0].pop("clock"), "evaluated (KeyError: 'cl"),
+        (
+            lambda report: report["raw"]["runs"][0].pop("clock"),
+            "incomplete measurements (KeyError: 'cl",
+        ),
         (_other("configuration", "windows", float("nan")), "found NaN, which is not a JSON number"),
     ],
 )
@@ -314,13 +329,13 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     for words, told in (
         ([], "expected a training file and --runs"),
         ([config], "expected a training file and --runs"),
-        ([config, "--runs", "guarded:il:0", "guarded:il:0"], "named twice"),
+        ([config, "--runs", "guarded:il:0", "guarded:il:0"], "--runs: expected each run once"),
         ([config, *run, "--steps", "0"], "--steps 0: expected a number above 0"),
-        ([config, "--runs", "guarded:il:0", "guarded:il:0:te"], "named twice"),
+        ([config, "--runs", "guarded:il:0", "guarded:il:0:te"], "--runs: expected each run once"),
         ([str(most), "--runs", "guarded:il:1"], "[model] seed: expected a whole number"),
         ([config, *run], "take 2 processes"),
         ([str(alone), *run], "[data] held_out"),
-        (["--merge", out, *run], "--merge runs nothing"),
+        (["--merge", out, *run], "--merge starts no runs"),
         (["--merge", out], "No such file"),
     ):
         commit = [] if "--merge" in words else ["--commit", COMMIT]

@@ -240,8 +240,8 @@ class TestFiles:
             (np.array([{}, {}], object), "expected a NumPy array"),
             (np.zeros((4, 4), np.uint16), "found 2 dimensions of uint16"),
             (np.zeros(40, np.float32), "found 1 dimension of float32"),
-            (np.zeros(0, np.uint16), "expected at least 17 tokens, .*; found 0"),
-            (np.zeros(16, np.uint16), "expected at least 17 tokens, .*; found 16"),
+            (np.zeros(0, np.uint16), "expected at least 17 tokens, .*, found 0"),
+            (np.zeros(16, np.uint16), "expected at least 17 tokens, .*, found 16"),
             (np.array([1] * 20 + [64], np.uint16), "found 64 at place 20"),
         ],
     )

@@ -114,7 +114,7 @@ def test_the_first_step_that_differs_is_named_with_its_gradients(
     assert {"rank": 1, "stage": 1, "name": "layers.1.fc1.weight"} in found["gradients"]
     paths = [str(folder / f"{name}.jsonl") for name in ("one", "flipped")]
     assert main(["runtime", "bisect", *paths]) == 1
-    assert "Step 2 differs first, in " in capsys.readouterr().out
+    assert "Step 2 is the first that differs, in " in capsys.readouterr().out
 
 
 def test_digests_change_no_bit(folder: Path) -> None:
@@ -154,10 +154,16 @@ def test_launches_have_the_digests_of_guarded_steps(
     [
         (lambda text: "", "expected digests of gradients, found none"),
         (lambda text: text.replace('"digests"', '"x"'), "found none"),
-        (lambda text: text.replace('"step": 1,', '"step": "z",'), "expected a line of a run's log"),
+        (
+            lambda text: text.replace('"step": 1,', '"step": "z",'),
+            "expected a line of the file that [run] log names",
+        ),
         (lambda text: text.replace('"step": 1,', '"step": Infinity,'), "line 3: expected a line"),
-        (lambda text: "[" * 100_000 + "\n" + text, "line 1: expected a line of a run's log"),
-        (lambda text: "[]]\n" + text, "line 1: expected a line of a run's log"),
+        (
+            lambda text: "[" * 100_000 + "\n" + text,
+            "line 1: expected a line of the file that [run] log names",
+        ),
+        (lambda text: "[]]\n" + text, "line 1: expected a line of the file that [run] log names"),
         (lambda text: text.replace("layers.0", "layers.9"), "only one of the runs has layers."),
     ],
 )

@@ -166,7 +166,9 @@ def test_saturated_and_all_zero_gradients_are_reported(
     assert (zero["step"], zero["norm"], zero["zero_stages"], zero["skipped"]) == (5, 0, [0], False)
     err = runs[1]["huge"][2]
     assert err.count("step 4  SATURATED: a gradient was ") == err.count("SATURATED") == 1
-    assert err.count("step 5  ALL ZERO: every gradient of stage 0\n") == err.count("ZERO") == 1
+    assert (
+        err.count("step 5  ALL ZERO: every gradient is zero in stage 0\n") == err.count("ZERO") == 1
+    )
 
 
 def test_a_run_without_a_norm_reports_them_too(runs: tuple[Path, dict[str, Any]]) -> None:
@@ -179,7 +181,7 @@ def test_a_run_without_a_norm_reports_them_too(runs: tuple[Path, dict[str, Any]]
     assert [(n["step"], n["zero_stages"]) for n in lines if "zero_stages" in n] == [(5, [0])]
     err = runs[1]["huge, by default"][2]
     assert err.count("step 4  SATURATED: a gradient was ") == 1
-    assert err.count("step 5  ALL ZERO: every gradient of stage 0\n") == 1
+    assert err.count("step 5  ALL ZERO: every gradient is zero in stage 0\n") == 1
 
 
 def test_milestones_stay(runs: tuple[Path, dict[str, Any]]) -> None:
@@ -246,7 +248,7 @@ def test_a_run_of_launches_ends_too(tmp_path: Path) -> None:
     assert loss == "rank 1, step 5, loss: the loss is not finite"
     for *_, err in said.words[0][3:5]:
         assert "step 4  SATURATED: a gradient was " in err
-        assert "step 5  ALL ZERO: every gradient of stages 0, 1\n" in err
+        assert "step 5  ALL ZERO: every gradient is zero in stages 0, 1\n" in err
 
 
 def test_the_price_of_a_look_is_printed(tmp_path: Path) -> None:

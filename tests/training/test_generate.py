@@ -158,7 +158,7 @@ def test_a_moved_checkpoint_needs_its_corpus(
     moved.mkdir()
     for path in checkpoint.iterdir():
         (moved / path.name).write_bytes(path.read_bytes())
-    assert "name its folder with --corpus" in refused(capsys, moved)
+    assert "name the corpus folder with --corpus" in refused(capsys, moved)
     own = str(checkpoint.parents[2] / "corpus")
     given = ["--prompt", "the quick", "--tokens", "12", "--corpus"]
     assert generate(capsys, moved, *given, own)["text"] == SENTENCE
@@ -168,7 +168,9 @@ def test_a_moved_checkpoint_needs_its_corpus(
     words = ["--text", str(tmp_path / "other.txt"), "--tokenizer", "bytes"]
     assert main(["runtime", "corpus", "--out", str(other), "--quiet", *words]) == 0
     line = refused(capsys, moved, "--corpus", str(other))
-    assert "expected the corpus of the run, with 6301 tokens, found one with 13" in line
+    assert (
+        "expected the corpus of the run, with 6301 training tokens, found a corpus with 13" in line
+    )
     assert "corpus.json: No such file" in refused(capsys, moved, "--corpus", str(tmp_path))
     (other / "corpus.json").write_text("[]")
     assert "expected the record of a corpus" in refused(capsys, moved, "--corpus", str(other))
@@ -180,10 +182,10 @@ def test_a_moved_checkpoint_needs_its_corpus(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tokens", "0"], "--tokens must be at least 1, found 0"),
+        (["--tokens", "0"], "--tokens: expected at least 1, found 0"),
         (["--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
         (["--temperature", "nan"], "--temperature: expected a finite number of at least 0"),
-        (["--seed", "3"], "the most probable token needs no draw; add --temperature"),
+        (["--seed", "3"], "temperature 0 draws nothing; add --temperature"),
         (["--seed", "-3", "--temperature", "1"], "--seed: expected 0 to"),
         (["--prompt", ""], "--prompt: expected a value, found an empty one"),
     ],
@@ -197,7 +199,7 @@ def test_options_out_of_range_are_one_line(
 
 def test_an_unknown_backend_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qeffect.gpu_runtime.training.prompt.ReferenceDomain.name", "else")
-    with pytest.raises(BackendError, match="found one of reference"):
+    with pytest.raises(BackendError, match="found the backend reference"):
         WholeModel.of(checkpoint)
 
 
@@ -311,7 +313,7 @@ def test_a_sentence_is_continued_from_weights_of_the_library(
         ({"layers.0.rotary": torch.zeros(3)}, "layers.0.rotary: expected a weight of Transf"),
         ({"layers.9.proj.bias": torch.zeros(3)}, "layers.9.proj.bias: expected a weight of"),
         ({"head.weight": torch.zeros(16, 3)}, r"head.weight: expected shape \(272, .*\), found"),
-        ({"embedding.position": None}, "disagree on 1 tensors, first embedding.position"),
+        ({"embedding.position": None}, "found 1 in only one of them, such as embedding.position"),
     ],
 )
 def test_other_weights_are_refused_by_name(

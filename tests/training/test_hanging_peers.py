@@ -46,7 +46,7 @@ RUN = (
     )
     + '[checkpoint]\nfolder = "kept"\n'
 )
-THEN = "Start it again, also with --resume; nothing was saved yet"
+THEN = "Start it again, with or without --resume; nothing was saved yet"
 assert Limits().message == LIMIT_S
 
 
@@ -137,7 +137,7 @@ def test_a_second_sigterm_ends_a_rank_whose_peer_hangs(
     os.kill(own.pid, signal.SIGTERM)
     out, _ = stopped(own)
     told = status(tmp_path)
-    assert re.search(r"a second SIGTERM ended it while it (waited at |ran \w+)", out)
+    assert re.search(r"a second SIGTERM ended the rank while it (waited at |ran \w+)", out)
     assert (told["ended_by"], told["resume"]) == ("ended", True)
     peer.kill()
 

@@ -190,7 +190,7 @@ def test_one_rank_ends_at_once(
         assert (INTERRUPTED, "") == (process.returncode, out)
         then = "Start it again; nothing was saved, because [checkpoint] folder is empty"
         if slow != "evaluation":
-            then = "Start it again, also with --resume; nothing was saved yet"
+            then = "Start it again, with or without --resume; nothing was saved yet"
         assert err.splitlines()[-1] == f"qeffect: interrupted. {then}"
         assert "Traceback" not in err
         if slow == "step":
@@ -283,7 +283,7 @@ def test_a_death_in_a_step_has_a_cause(
     )
     assert found is not None, out + err
     assert re.match(r"[01](SEND|RECV)_[FB]\d", found[1]), line
-    assert out.splitlines()[-1] == "Start it again, also with --resume; nothing was saved yet"
+    assert out.splitlines()[-1] == "Start it again, with or without --resume; nothing was saved yet"
     if dead:  # rank 0 writes it
         told = json.loads((tmp_path / "kept" / STATUS).read_text())
         assert (told["state"], told["ended_by"], told["resume"]) == ("ended", "gone", True)
@@ -325,7 +325,7 @@ def test_a_death_in_the_start_has_a_cause(
     begin = "Start it again, " + (
         "with --resume if it has checkpoints"
         if place == "import"
-        else "also with --resume; nothing was saved yet"
+        else "with or without --resume; nothing was saved yet"
     )
     assert 1 == (out + err).count(begin)
     if place in ("start", "built") and dead:  # rank 0 writes it

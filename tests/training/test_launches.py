@@ -422,7 +422,7 @@ def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
         (
             'mode = "one launch"',
             ["--compare", "all"],
-            "[parallel] mode: --compare all looks at",
+            "[parallel] mode: --compare all needs",
         ),
         ("one_launch = 1", [], "[parallel] one_launch: expected true or false, found 1"),
     ],

@@ -28,7 +28,9 @@ CPU = torch.device("cpu")
 
 def test_an_unknown_head_is_refused() -> None:
     """By name, with the heads that there are; it is not taken for the library's."""
-    with pytest.raises(ValueError, match="expected a head of te, torchao, bf16; found 'unknown'"):
+    with pytest.raises(
+        ValueError, match="expected head to be one of te, torchao, bf16, found 'unknown'"
+    ):
         LanguageJob(schedule="il", pp=2, head="unknown")
 
 

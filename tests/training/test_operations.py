@@ -505,7 +505,7 @@ def test_a_folder_of_two_runs_is_resumed_only_if_asked(tmp_path: Path) -> None:
     refused, adopted, then = said(tmp_path, [*more, "4"], [*more, "4", "--adopt"], [*more, "5"])
     assert refused[0] == 2
     assert "has checkpoints of two runs" in refused[1] + refused[2]
-    assert "others are of run another" in refused[1] + refused[2]
+    assert "others to run another" in refused[1] + refused[2]
     assert (adopted[0], then[0]) == (0, 0), adopted
     assert run_of(kept / "step-00000005") == run_of(kept / "step-00000004")
     assert run_of(kept / "step-00000005")[1] == "another"
@@ -522,7 +522,9 @@ def test_a_file_that_names_another_run_is_refused(tmp_path: Path) -> None:
     assert begun[0] == 0
     assert run_of(tmp_path / "kept" / "step-00000003") == ["one"]
     assert refused[0] == 2
-    assert "step-00000003 is of run one, [checkpoint] run names two" in refused[1] + refused[2]
+    assert (
+        "step-00000003 belongs to run one, but [checkpoint] run is two" in refused[1] + refused[2]
+    )
     assert alone[0] == 2
     assert "--adopt given, but" in alone[1] + alone[2]
     assert adopted[0] == 0, adopted
@@ -544,7 +546,9 @@ def test_another_file_in_a_finished_runs_folder_is_refused(tmp_path: Path) -> No
     first = run_of(tmp_path / "kept" / "step-00000003")
     assert refused[0] == 2
     line = json.loads(refused[1])["error"]
-    assert "step-00000003 is of the run of one.toml, and two.toml differs from it " in line
+    assert (
+        "step-00000003 belongs to the run of one.toml, and two.toml differs from that file " in line
+    )
     assert "([optimizer] rate was 0.02, is 0.01); name another folder" in line
     assert "--adopt" in line
     assert (adopted[0], then[0]) == (0, 0), adopted
@@ -553,7 +557,7 @@ def test_another_file_in_a_finished_runs_folder_is_refused(tmp_path: Path) -> No
     assert own not in first
     assert run_of(tmp_path / "kept" / "step-00000006") == [own, *first]
     assert back[0] == 2
-    assert "is of the run of two.toml, and one.toml differs from it" in back[1]
+    assert "belongs to the run of two.toml, and one.toml differs from that file" in back[1]
 
 
 @pytest.mark.parametrize(

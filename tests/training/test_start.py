@@ -139,21 +139,21 @@ def test_weights_of_another_model_are_one_line(weights: Path, tmp_path: Path) ->
     case(
         "lacking",
         changed(weights, **{name: None}),
-        f"has no {name}; in all it lacks 1 weight of the model",
+        f"lacks {name}; in total it lacks 1 weight of the model",
     )
     case(
         "more",
         changed(weights, other=own),
-        "has other, which the model lacks; in all it has 1 such weight",
+        "has other, which the model lacks; in total it has 1 such weight",
     )
     case("shape", changed(weights, **{name: own[:5].clone()}), "expected the shape [96, 32], found")
     case("type", changed(weights, **{name: own.float()}), "expected the type torch.bfloat16, found")
     (tmp_path / "text").write_text("no weights at all")
-    case("text", tmp_path / "text", "expected weights as a file of safetensors or of torch.save")
+    case("text", tmp_path / "text", "expected weights in a file of safetensors or torch.save")
     torch.save([1], tmp_path / "list")
-    case("list", tmp_path / "list", "expected weights as a file of safetensors or of torch.save")
+    case("list", tmp_path / "list", "expected weights in a file of safetensors or torch.save")
     (tmp_path / "half").write_bytes((weights / "torch").read_bytes()[:3000])
-    case("half", tmp_path / "half", "expected weights as a file of safetensors or of torch.save")
+    case("half", tmp_path / "half", "expected weights in a file of safetensors or torch.save")
     for (code, out, err), (path, said) in zip(
         trained(weights, *([path] for path in cases)), cases.items(), strict=True
     ):

@@ -53,7 +53,7 @@ def test_the_slow_rank_is_named(slow: int, tmp_path: Path) -> None:
     for line in steps[3:]:
         assert slow == line["slowest"]["rank"]
         assert line["slowest"]["times_median"] == pytest.approx(3.0)
-    assert 1 == err.count(f"SLOW RANK {slow}: it computes ")
+    assert 1 == err.count(f"SLOW RANK {slow}: its computation takes ")
     assert 0 == err.count(f"SLOW RANK {1 - slow}")
     saves = [line for line in lines if "save_ms" in line]
     assert [3, 6] == [line["step"] for line in saves]

@@ -37,7 +37,7 @@ def test_a_run_draws_its_steps_in_one_line(tmp_path: Path) -> None:
     os.close(master)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, drawn
-    assert "at the end" in said
+    assert "in the last" in said
     steps = re.findall(
         r"\rstep (\d+)  loss \d\.\d{4}  rate 0\.\d+  norm [\d.]+  [\d,]+ tokens/s  [\d.]+ ms  "
         r"0 skipped  0:\d\d left\x1b\[K",

@@ -200,14 +200,14 @@ def test_another_corpus_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     [
         ("no.txt", None, "no.txt: cannot be read: No such file or directory; check its name"),
         ("a.txt", b"good\xff", "a.txt: expected UTF-8, found a byte that is not UTF-8, at byte 4"),
-        ("a.txt", b"", "a.txt: expected a text to train on, found none"),
-        ("a.jsonl", b"\n \n", "a.jsonl: expected a text to train on, found none"),
-        ("a.jsonl", b'{"text": ""}\n', "a.jsonl: expected a text to train on, found none"),
+        ("a.txt", b"", "a.txt: expected text to train on, found none"),
+        ("a.jsonl", b"\n \n", "a.jsonl: expected text to train on, found none"),
+        ("a.jsonl", b'{"text": ""}\n', "a.jsonl: expected text to train on, found none"),
         ("a.jsonl", b'{"text": "a"}\n{"txt": 1}', "a.jsonl, line 2: expected a text in the field"),
         ("a.jsonl", b'{"txt": "a"}', "found 'txt'; name the field with --field"),
         ("a.jsonl", b'{"text": 3}', "line 1: expected a text in the field 'text', found 3"),
         ("a.jsonl", b"[1]\n", "line 1: expected a JSON object, found [1]"),
-        ("a.jsonl", b'{"text": "a"\n', "line 1: expected a JSON object, found a mistake ("),
+        ("a.jsonl", b'{"text": "a"\n', "line 1: expected a JSON object, found invalid JSON ("),
         (
             "a.jsonl",
             b'{"text": "a"}\n\n{"\xff',
@@ -243,15 +243,15 @@ def test_text_that_cannot_be_used_is_one_line(
         ("--weights 1", "--weights: expected 2 numbers, one per file of --text, found 1"),
         ("--weights 1 0", "--weights: expected numbers above 0, found 0"),
         ("--weights 1 x", "--weights: expected numbers above 0, found x"),
-        ("--weights 1 99999", "--weights: expected to repeat a file at most 1,000 times"),
+        ("--weights 1 99999", "--weights: expected weights that repeat a file at most 1,000 times"),
         ("--held-out 1", "--held-out: expected a share from 0 to below 1, found 1.0"),
         ("--field body", "no file of --text ends in .jsonl or .ndjson"),
-        ("--any-version", "the text is given with --text"),
-        ("--end x", "only a file tokenizer.json has a choice of ends"),
-        ("--vocabulary 512", "the vocabulary of bytes is fixed"),
+        ("--any-version", "--text names the text"),
+        ("--end x", "only a tokenizer.json has a choice of end tokens"),
+        ("--vocabulary 512", "the tokenizer bytes has a fixed vocabulary"),
         ("--tokenizer bytez", "found no file bytez; did you mean bytes?"),
         ("--tokenizer bpe --vocabulary 4294967296", "--vocabulary: expected a multiple of 16 from"),
-        ("--tokenizer good.txt", "expected a file tokenizer.json of the package tokenizers"),
+        ("--tokenizer good.txt", "expected a tokenizer.json of the package tokenizers"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(
@@ -284,7 +284,7 @@ def test_tokenizers_that_do_not_fit_are_one_line(
     out = tmp_path / "corpus"
     given = words(tmp_path, {"a": 0, "<unk>": 1})
     what = ["--text", text, "--tokenizer", given]
-    assert "found none; name the token with --end" in refused(out, capsys, *what)
+    assert "found none of these; name the token with --end" in refused(out, capsys, *what)
     assert "expected the token '<x>', found none" in refused(out, capsys, *what, "--end", "<x>")
     given = words(tmp_path, {"a": 0, "<unk>": 1, "</s>": 2**32 - 1})
     assert "expected token ids below 2,147,483,648" in refused(out, capsys, *what)

@@ -149,11 +149,17 @@ def test_a_round_trip_has_the_same_bits(run: Path, names: str) -> None:
     ("lines", "said"),
     [
         ("embedding.weight tok", "line 1: expected OURS = THEIRS"),
-        ("layers.*.x = y", "line 1: expected OURS = THEIRS, each with or without one *"),
+        (
+            "layers.*.x = y",
+            "line 1: expected OURS = THEIRS, with at most one * in each, or none in both",
+        ),
         ("a.*.*.x = b.*.*.x", "two * in a name for a.*.*.x"),
         ("a = b\na = c", "line 2: a second line for a"),
-        ("embedding.weight = tok", "no line names embedding.position; add embedding.position = "),
-        (NAMES.replace("= out", "= tok"), "would both be tok"),
+        (
+            "embedding.weight = tok",
+            "expected a line for embedding.position, found none; add embedding.position = ",
+        ),
+        (NAMES.replace("= out", "= tok"), "found tok for both"),
         (NAMES.replace("= last.b", "= last.b transposed"), "head.norm.bias has 1 dimensions"),
     ],
 )

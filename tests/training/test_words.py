@@ -91,15 +91,15 @@ def test_a_run_that_diverges_is_reported(runs: tuple[Path, dict[str, Any]]) -> N
     assert [line["loss"] for line in logged if "loss" in line][: len(losses)] == losses
     assert f"step {losses.index(None)}  NOT FINITE: the loss is" in err
     odd = counted(losses.count(None), "step")
-    assert f"NOT FINITE: the loss of {odd}, step " in said["nan in words"][1]
+    assert f"NOT FINITE: the loss of {odd}; first in step " in said["nan in words"][1]
 
 
 def test_a_log_that_cannot_be_written_ends(runs: tuple[Path, dict[str, Any]]) -> None:
     """It is told once, training goes on, and the last words say it."""
     code, out, err = runs[1]["full"]
     assert code == 0, err
-    assert "at the end" in out
-    assert "the log ends before the run: [run] log: /dev/full: No space left" in out
+    assert "in the last" in out
+    assert "the log is incomplete: [run] log: /dev/full: No space left" in out
     assert err.count("NOT LOGGED from here on") == 1
 
 
@@ -108,7 +108,7 @@ def test_a_run_with_no_step_left_says_so(runs: tuple[Path, dict[str, Any]]) -> N
     folder, said = runs
     code, out, err = said["past"]
     assert code == 0, err
-    assert "no step to train: the checkpoint is after 3 steps, [run] steps is 3" in out
+    assert "no step to train: the checkpoint already has 3 steps, [run] steps is 3" in out
     (run,) = json.loads((folder / "no.json").read_text())["derived"]["runs"]
     assert (run["steps"], run["first_loss"], run["last_loss"]) == (0, None, None)
 
@@ -127,7 +127,11 @@ def test_what_differs_from_the_checkpoint_is_told(runs: tuple[Path, dict[str, An
     folder, said = runs
     code, _, err = said["longer"]
     assert code == 0, err
-    told = [line.split(": ", 1)[1] for line in err.splitlines() if line.startswith("since step-")]
+    told = [
+        line.split(": ", 1)[1]
+        for line in err.splitlines()
+        if line.startswith("compared with step-")
+    ]
     changed = [
         "[optimizer] rate was 0.02, is 0.01",
         "[optimizer] weight_decay was 0.01, is 0.5",
@@ -213,7 +217,9 @@ def test_only_a_log_is_appended_to(tmp_path: Path, content: bytes) -> None:
     """A token file, a training file or weights under the name of the log stay as they are."""
     path = tmp_path / "train.npy"
     path.write_bytes(content)
-    with pytest.raises(UnusableError, match=r"train\.npy: expected a log of JSON lines, or a new"):
+    with pytest.raises(
+        UnusableError, match=r"train\.npy: expected a new file, or a log of JSON lines"
+    ):
         Log(path, None, lambda _: None)
     assert path.read_bytes() == content
 

@@ -57,20 +57,21 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--columns",
         nargs="+",
         metavar="NAME",
-        help="columns to measure, by name or its beginning (default: those of the cell)",
+        help="columns to measure, by name or the beginning of a name (default: all columns of the "
+        "cell)",
     )
     parser.add_argument(
         "--microbatches",
         nargs="+",
         type=int,
         metavar="M",
-        help="numbers of microbatches in the sweep",
+        help="numbers of microbatches to try in the sweep",
     )
     parser.add_argument(
         "--rank",
         type=int,
         choices=(0, 1),
-        help="rank of ZB-V over two ranks in the sweep (default 1)",
+        help="which of ZB-V's two ranks the sweep runs (default 1)",
     )
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="rounds per column (default 5; 3 in the sweep)"
@@ -82,35 +83,38 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--growth-steps",
         type=int,
         metavar="N",
-        help="steps over which memory must not grow (default 200; 0 in the sweep)",
+        help="number of steps over which memory must not grow; 0 for no check (default 200; 0 in "
+        "the sweep)",
     )
     parser.add_argument(
         "--history",
         type=int,
         default=1024,
         metavar="N",
-        help="entries of each amax history (default 1024)",
+        help="length of each amax history, in entries (default 1024)",
     )
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 5 steps, as a trial run")
+    parser.add_argument("--quick", action="store_true", help="trial run of 2 rounds of 5 steps")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu runs the eager reference backend, as a trial: its "
-        "times mean nothing",
+        help="device (default cuda); cpu tries out the command with the eager reference backend: "
+        "its times mean nothing",
     )
     parser.add_argument(
-        "--no-profile", action="store_true", help="no kernel times: run no steps under the profiler"
+        "--no-profile",
+        action="store_true",
+        help="run no steps under the profiler, which leaves out kernel times",
     )
     add_report_options(parser)
 
 
 def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure and report; refused when a column failed.
+    Measure and report; the outcome is `refused` if a column failed.
 
     Raises:
-        UnusableError: Nothing can be measured here.
+        UnusableError: This machine cannot measure.
     """
     _refuse_unused(args)
     settings = settings_of(args)
@@ -137,12 +141,17 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
-    """Refuse options of the other table."""
+    """Refuse options that only the other table has."""
     if args.table == "sweep":
-        refuse_unused(args, ["--no-profile"], "sweep profiles nothing")
+        refuse_unused(args, ["--no-profile"], "the sweep runs no steps under the profiler")
     else:
-        refuse_unused(args, ["--microbatches"], "only sweep varies them", wants="sweep")
-        refuse_unused(args, ["--rank"], "only sweep runs one rank's row", wants="sweep")
+        refuse_unused(
+            args,
+            ["--microbatches"],
+            "only the sweep varies the number of microbatches",
+            wants="sweep",
+        )
+        refuse_unused(args, ["--rank"], "only the sweep runs a single rank", wants="sweep")
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -157,10 +166,10 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """
-    Rounds and steps as asked for.
+    The rounds and steps that the options ask for.
 
     Raises:
-        UnusableError: One is not positive.
+        UnusableError: A number is not positive.
     """
     sweep = args.table == "sweep"
     default = Settings(rounds=3, steps=10, growth_steps=0, profile_steps=0) if sweep else Settings()

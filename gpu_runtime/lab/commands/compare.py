@@ -1,5 +1,6 @@
 """
-``qeffect runtime compare``: native, eager and captured, in processes of their own, bit for bit.
+``qeffect runtime compare``: native, eager and captured steps, each in its own process, compared bit
+for bit.
 """
 
 from __future__ import annotations
@@ -49,24 +50,32 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"sets of cases to compare (default {' '.join(DEFAULT_SETS)})",
     )
     parser.add_argument(
-        "--cases", nargs="+", metavar="NAME", help="cases of these sets by name (default all)"
+        "--cases",
+        nargs="+",
+        metavar="NAME",
+        help="cases to compare, by name, from these sets (default: all)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps per run (default: each case's own)"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps per run (default: depends on the case)",
     )
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run (default all)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run (default: all)")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu compares the reference backend at hidden 128, uncaptured",
+        help="device (default cuda); cpu compares the reference backend, with hidden size 128 and "
+        "without CUDA graphs",
     )
     add_report_options(parser)
 
 
 def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Compare and report; refused when a bit differs, a side failed or a case had no two sides.
+    Compare and report; the outcome is `refused` if a bit differs, a side failed, or a case had
+    fewer than two sides.
 
     Raises:
         UnusableError: The request cannot be run here.
@@ -94,9 +103,11 @@ def _sides(args: argparse.Namespace) -> list[str]:
     usual = SIDES if args.device == "cuda" else ("native", "native-again", "eager")
     sides = list(dict.fromkeys(args.sides or usual))
     if args.device == "cpu" and "captured" in sides:
-        raise UnusableError("a CPU captures nothing; leave `captured` out of --sides")
+        raise UnusableError("a CPU has no CUDA graphs; leave `captured` out of --sides")
     if len(sides) < 2:
-        raise UnusableError(f"--sides {sides[0]} has nothing to be compared with; name two or more")
+        raise UnusableError(
+            f"--sides {sides[0]} names one side, but a comparison needs two; name two or more"
+        )
     if "disturbed" in sides and args.steps is not None and args.steps <= max(INJECTED):
         raise UnusableError(
             f"--steps {args.steps} ends before the last fault is injected; use "
@@ -118,7 +129,7 @@ def _cases_of(args: argparse.Namespace) -> list[Case]:
         cases = [shrink(case) for case in cases if case.scaling == "delayed"]
         if not cases:
             raise UnusableError(
-                "the reference backend has delayed scaling only; choose other cases"
+                "the reference backend runs only cases with delayed scaling; choose other cases"
             )
     if args.steps is not None:
         if args.steps < 1:
@@ -134,7 +145,7 @@ def compare_cases(
     report: Report,
     say: Callable[[str], None],
 ) -> None:
-    """Run all sides at once, each in a process of its own; compare and report case by case."""
+    """Run all sides at once, each in its own process; compare and report case by case."""
     backend = "transformer-engine" if device == "cuda" else "reference"
     os.environ.update(DETERMINISTIC)
     data = [case.to_json() for case in cases]
@@ -160,7 +171,7 @@ def compare_cases(
             lacking = {
                 "case": case.name,
                 "side": ", ".join(recordings) or "none",
-                "error": "nothing to compare with",
+                "error": "fewer than two sides ran, so nothing was compared",
             }
             report.raw["failures"].append(lacking)
         report.save()
@@ -169,7 +180,10 @@ def compare_cases(
 
 
 def _compare_recordings(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
-    """Compare the sides of one case with its reference: native, or split eager without one."""
+    """
+    Compare the sides of one case with their reference: native or, if there is no native side, split
+    eager.
+    """
     reference = "native" if "native" in recordings else "eager"
     if reference not in recordings:
         return []
@@ -204,7 +218,7 @@ def _compare_recordings(case: Case, recordings: Mapping[str, Recording]) -> list
 def _serve(
     pipe: Any, side: str, backend: str, device: str, cases: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Run one side of every case; the state domain of the library is this process."""
+    """Run one side of every case; the library keeps one FP8 state per process."""
     # Results on a CPU depend on the number of threads; with a GPU more threads only interfere.
     torch.set_num_threads(1)
     for data in cases:
@@ -222,6 +236,8 @@ def _serve(
 def _line(run: Mapping[str, Any]) -> str:
     compared = sum(c["compared"] for c in run["categories"])
     differ = {c["category"]: c["mismatched"] for c in run["categories"] if c["mismatched"]}
-    said = f"DIFFER {differ}" if differ else "all the same"
+    said = f"DIFFER {differ}" if differ else "all equal"
     name = run["case"]["name"]
-    return f"{name}: {run['candidate']} against {run['reference']}: {compared} compared, {said}"
+    return (
+        f"{name}: {run['candidate']} against {run['reference']}: {compared} values compared, {said}"
+    )

@@ -3,9 +3,9 @@
 
 A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. A side is
 native, guarded (replays), or launched (guarded, each step one launch). All runs of a report share a
-configuration. The seed is added to the seeds of the parameters and of the order of the text, so
-that runs of one seed begin with the same bits and read the same windows. Each run is built anew in
-the same processes, and written to the report as soon as it has ended.
+configuration. The seed is added to the seeds of the parameters and of the text order, so that runs
+with one seed begin with the same bits and read the same windows. The same processes build and train
+one run after another; each run is written to the report as soon as it ends.
 `qeffect.gpu_runtime.lab.statistics.curves` derives the figures.
 """
 
@@ -43,7 +43,7 @@ from ..runner.training_run import RunControl, RunName, train_run
 
 __all__ = ["add_curves_arguments", "merge_reports", "run_curves"]
 
-#: Fields of the environment that parts of one report must share.
+#: Fields of the environment that must be equal in all parts of one report.
 _ALIKE = (*ALIKE, "cpu", "cores")
 #: Fields of the environment that are recorded per part.
 _EACH = ("program", "argv", "date", "load_1min")
@@ -69,14 +69,15 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-steps",
         type=int,
         metavar="N",
-        help="evaluation size: the windows of N training steps (default: the file's)",
+        help="held-out windows per evaluation: as many as N training steps read (default: the "
+        "file's)",
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         metavar="S",
-        help="time limit in seconds: the current run ends at its next block, no other run "
-        "begins, and the report is incomplete (default: no limit)",
+        help="time limit in seconds; then the current run ends at its next log line or "
+        "evaluation, no other run begins, and the report is incomplete (default: no limit)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(
@@ -87,7 +88,8 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train run after run, or merge reports; refused where two runs of one order have other losses.
+    Train run after run, or merge reports; the outcome is `refused` if two runs of one order have
+    different losses.
 
     Raises:
         UnusableError: These processes cannot make the runs, or the reports do not fit together.
@@ -96,15 +98,15 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.merge is None:
         return report_once(lambda: _run(args, progress))
     others = ["--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--commit"]
-    refuse_unused(args, others, "--merge runs nothing")
+    refuse_unused(args, others, "--merge starts no runs")
     if args.config is not None:
-        raise UnusableError(f"{args.config} given, but --merge runs nothing; leave it out")
+        raise UnusableError(f"{args.config} given, but --merge starts no runs; leave the file out")
     report = merge_reports(args.merge)
     report.path = args.out
     report.save()
     what = f"{len(args.merge)} reports in one"
     return _outcome(
-        report, what + ", NOT complete: one of the reports is incomplete" * (not report.complete)
+        report, what + "; NOT complete: a merged report is incomplete" * (not report.complete)
     )
 
 
@@ -118,12 +120,13 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     heads = [config.model.head for config in configs]
     whole = [attrs.evolve(named, head=head) for named, head in zip(names, heads, strict=True)]
     if twice := next((named for n, named in enumerate(whole) if named in whole[:n]), None):
-        raise UnusableError(f"--runs {twice}: named twice; name each run once")
+        raise UnusableError(f"--runs: expected each run once, found {twice} twice")
     data = [open_job(config) for config in configs]  # before any rank waits for another
     first, (job, held_out) = configs[0], data[0]
     if held_out is None:
         raise UnusableError(
-            f"{args.config}: [data] held_out: runs are compared by held-out text; name a file"
+            f"{args.config}: [data] held_out: expected a file, because runs are compared by "
+            "held-out text, found none"
         )
     where = environment(args.commit, args.out)
     require_processes(first, job, f"curves {args.config} --runs ...")
@@ -181,11 +184,11 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         return Outcome("refused", facts, [f"{named} of {args.config.name}", str(refused)])
     if not rows:
         raise UnusableError(
-            f"--limit-s {args.limit_s:g}: no run began within this time; give a higher limit"
+            f"--limit-s {args.limit_s:g}: no run could begin in this time; give a higher limit"
         )
     count = f"{len(rows)} run{'s' * (len(rows) > 1)}"
     what = f"{args.config.name}: {count}, {backend_of(first)} on {first.run.device}"
-    for said, cut_short in (("not ended", short), ("not begun", left)):
+    for said, cut_short in (("did not end", short), ("did not begin", left)):
         if cut_short:
             what += f"; {said} within --limit-s {args.limit_s:g}: {', '.join(cut_short)}"
     if not short and not left:
@@ -198,8 +201,9 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _names(args: argparse.Namespace) -> list[RunName]:
     if args.config is None or not args.runs:
         raise UnusableError(
-            "expected a training file and --runs, such as: torchrun --nproc-per-node 2 -m qeffect "
-            "runtime report curves h200.toml --runs native:il:0 guarded:il:0 --out curves.json"
+            "expected a training file and --runs, or --merge; for example: torchrun "
+            "--nproc-per-node 2 -m qeffect runtime report curves h200.toml --runs native:il:0 "
+            "guarded:il:0 --out curves.json"
         )
     return [RunName.of(text) for text in args.runs]
 
@@ -215,13 +219,13 @@ def _outcome(report: Report, what: str) -> Outcome:
 
 def merge_reports(paths: Sequence[Path]) -> Report:
     """
-    One report of the runs of several, complete where all of them are.
+    Merge the runs of several reports into one, which is complete if all of them are.
 
-    A run that had not ended is in no part.
+    Runs that did not end are in no report.
 
     Raises:
         UnusableError: A file is not a report of this kind; the parts differ in commit, machine,
-            versions or configuration; or two parts have a run of the same name.
+            versions or configuration; or two parts have a run with the same name.
     """
     parts = [read_part(path, "curves") for path in paths]
     first = parts[0]
@@ -239,7 +243,9 @@ def merge_reports(paths: Sequence[Path]) -> Report:
             seen[key] = path
             runs.append(row)
     if not runs:
-        raise UnusableError(f"--merge: no run is in {', '.join(map(str, paths))}")
+        raise UnusableError(
+            f"--merge: expected reports with runs, found no run in {', '.join(map(str, paths))}"
+        )
     asked = {name: value for name, value in first["configuration"].items() if name not in _OWN}
     asked["parts"] = [
         {

@@ -1,5 +1,6 @@
 """
-``qeffect runtime demo``: a few guarded steps, the same steps natively, and the comparison.
+``qeffect runtime demo``: run a few guarded steps and the same steps natively, and compare every
+bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .compare import compare_cases
 
 __all__ = ["add_demo_arguments", "run_demo"]
 
-#: With more ranks than cores a step takes longer than the limit.
+#: With more ranks than cores, a step would exceed the time limit.
 _MOST_RANKS = 8
 #: Time limit for four steps of all ranks, start included, in seconds.
 _LIMIT_S = 120.0
@@ -41,16 +42,17 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=int,
         metavar="N",
-        help="ranks of a pipeline on the CPU, one process each (default: one process, no pipeline)",
+        help="run a pipeline of this many ranks on the CPU, one process each (default: one "
+        "process without a pipeline)",
     )
 
 
 def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run and compare; refused when a bit differs or a side failed.
+    Run and compare; the outcome is `refused` if a bit differs or a side failed.
 
     Raises:
-        UnusableError: Nothing can be run here.
+        UnusableError: This machine cannot run the demo.
     """
     if args.steps < 1:
         raise UnusableError(f"--steps must be at least 1, not {args.steps}")
@@ -70,9 +72,8 @@ def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
     failures = report.raw["failures"]
     same = not derived["mismatched"] and not failures and derived["compared"]
     lines = [
-        f"{case.order().source}: {counted(args.steps, 'guarded step')} with {backend}, and the "
-        "same natively,",
-        "as full backward, in a process of its own. Then every bit of every tensor is compared:",
+        f"{case.order().source}: {counted(args.steps, 'guarded step')} with {backend}, compared",
+        "bit by bit with the same training by native full backwards in another process:",
         *(
             f"  {name:22} {total['mismatched']:4} of {total['compared']:6} differ"
             for name, total in derived["categories"].items()
@@ -86,14 +87,14 @@ def run_demo(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _pipeline(ranks: int, steps: int) -> Outcome:
     """
-    ZB-V over a few ranks of this machine, against torch's own pipeline.
+    Compare ZB-V over a few ranks of this machine with torch's own pipeline.
 
     Raises:
-        UnusableError: There are too few ranks or too many, or they could not be run.
+        UnusableError: The number of ranks is out of range, or the ranks could not be run.
     """
     if not 2 <= ranks <= _MOST_RANKS:
         raise UnusableError(
-            f"--ranks must be 2 to {_MOST_RANKS}, not {ranks}; more are started with "
+            f"--ranks: expected 2 to {_MOST_RANKS}, found {ranks}; to run more ranks, use "
             "torchrun --nproc-per-node N -m qeffect runtime pipeline"
         )
     words = (
@@ -117,16 +118,15 @@ def _pipeline(ranks: int, steps: int) -> Outcome:
     if not objects:
         said = [line for line in done.stderr.splitlines() if line.startswith("qeffect: ")]
         why = said[0].removeprefix("qeffect: ") if said else f"exit code {done.returncode}"
-        raise UnusableError(f"{ranks} ranks could not be run: {why}")
+        raise UnusableError(f"running {ranks} ranks failed: {why}")
     data = json.loads(objects[0])
     if "error" in data:
-        raise UnusableError(f"{ranks} ranks could not be run: {data['error']}")
+        raise UnusableError(f"running {ranks} ranks failed: {data['error']}")
     totals = data.get("categories", {})
     same = data["verdict"] == "accepted"
     lines = [
         f"ZB-V over {ranks} ranks with gloo: {counted(steps, 'guarded step')} with the reference",
-        "backend, and torch's own pipeline over native full backwards. Then every bit of every "
-        "tensor:",
+        "backend, compared bit by bit with torch's own pipeline over native full backwards:",
         *(f"  {name:20} {t['differ']:4} of {t['compared']:6} differ" for name, t in totals.items()),
         *([data["cause"]["text"]] if "cause" in data else []),
         f"{'The same bits' if same else 'NOT the same'}, in {time.perf_counter() - began:.0f} s.",

@@ -1,10 +1,10 @@
 """
-``qeffect runtime report guards``: the host time of the guard of torch's pipeline.
+``qeffect runtime report guards``: measure the host time that the guard of torch's pipeline takes.
 
-One process is a whole pipeline of two small stages on the CPU. Steps with and without the guard
-take turns, so that all figures are of one run. Processor time of the thread is measured, not wall
-time, and each figure is a median. Other work on the machine still raises the figures, since it
-takes the caches: then read the ratios.
+One process runs a whole pipeline of two small stages on the CPU. Steps with and without the guard
+alternate, so that all figures come from one run. The thread's processor time is measured, not wall
+time, and each figure is a median. Other work on the machine still raises the figures, because it
+uses the caches too; read the ratios then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..statistics.summary import exact_median
 
 __all__ = ["SCHEDULES", "Price", "add_guards_arguments", "measure", "run_guards"]
 
-#: The schedules that are measured: some walk a table, one is a loop of its own.
+#: The measured schedules: some walk a table, one has its own loop.
 SCHEDULES = (
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
@@ -46,14 +46,14 @@ _MICROBATCHES, _WIDTH = 8, 8
 @attrs.frozen
 class Price:
     """
-    What one schedule's guard costs.
+    The cost of the guard under one schedule.
 
     Args:
         schedule: torch's class.
-        actions: Actions of a step: entries of the rank's row, or F and B of a loop.
-        torch_us: Host time of torch's loop and of tiny stages, in microseconds an action.
-        guard_us: Host time that the guard adds, in microseconds an action.
-        update_us: The same with `follow_optimizer`, two walks an update.
+        actions: Actions per step: entries of the rank's row, or F and B of a loop.
+        torch_us: Host time of torch's loop with tiny stages, in microseconds per action.
+        guard_us: Host time that the guard adds, in microseconds per action.
+        update_us: The same with `follow_optimizer` and two walks per update.
         kernel_us: Check and commit of an F by the contract alone, in microseconds.
     """
 
@@ -66,17 +66,23 @@ class Price:
 
     def __str__(self) -> str:
         return (
-            f"{self.schedule:30} {self.actions:3} actions: torch {self.torch_us:5.1f} us each, "
-            f"guard {self.guard_us:5.1f} ({self.guard_us / self.torch_us:.2f} of torch's, "
-            f"{self.guard_us / self.kernel_us:.1f} of a kernel's F), "
-            f"with an update {self.update_us:5.1f}"
+            f"{self.schedule:30} {self.actions:3} actions; us per action: torch "
+            f"{self.torch_us:5.1f}, guard {self.guard_us:5.1f} "
+            f"({self.guard_us / self.torch_us:.2f} times torch's, "
+            f"{self.guard_us / self.kernel_us:.1f} times the contract's check and commit of an "
+            f"F), guard with updates {self.update_us:5.1f}"
         )
 
 
 def add_guards_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `guards`."""
     parser.add_argument(
-        "--rounds", type=int, default=60, metavar="N", help="steps of each kind (default 60)"
+        "--rounds",
+        type=int,
+        default=60,
+        metavar="N",
+        help="measured steps of each kind: without guard, with guard, with guard and updates "
+        "(default 60)",
     )
 
 
@@ -97,7 +103,7 @@ def run_guards(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def measure(rounds: int = 60) -> list[Price]:
     """
-    Measure each schedule; a process group of one rank has to be there.
+    Measure each schedule; a process group of one rank must exist.
 
     Args:
         rounds: Steps of each kind; a figure is their median.
@@ -129,7 +135,7 @@ def _price(name: str, rounds: int, kernel_us: float) -> Price:
 
 
 class _Run:
-    """Two small stages, or one under a class for one stage, and an update for every two steps."""
+    """Two small stages (one under a class for one stage), and an update after every two steps."""
 
     def __init__(self, name: str) -> None:
         from torch.distributed.pipelining import PipelineStage, schedules
@@ -156,7 +162,7 @@ class _Run:
 
 
 def _kernel(rounds: int) -> float:
-    """Measure the check and commit of an F by a contract with the relations of the guard."""
+    """Measure the check and commit of an F by a contract that has the guard's relations."""
     contract = Contract([StageConfig(0, microbatches=8, slots=8)], omit=UNUSED)
     times = []
     for epoch in range(max(rounds, 20)):
@@ -181,7 +187,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of this process alone, and one thread; both are put back."""
+    """
+    A context with a process group of this process alone and one thread; both are undone afterwards.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     store: Any = getattr(distributed, "HashStore")()  # noqa: B009  (torch does not export it)

@@ -1,12 +1,13 @@
 """
-``qeffect runtime report kills``: a run that is killed again and again ends as an undisturbed run.
+``qeffect runtime report kills``: kill a training run again and again, resume it, and compare every
+bit.
 
 The command trains a small language model over two ranks with ``torchrun ... qeffect runtime train
---resume``. In each start one process is killed (SIGKILL): a rank in its start, in a resume, in a
+--resume``. In each start, one process is killed (SIGKILL): a rank during its start, a resume, a
 step, an evaluation or a save, or torchrun's agent while a rank is in one of these. Once every
-process has ended, the next start resumes from the newest checkpoint. The last start is left alone.
-Then every tensor of the last checkpoint and every loss of the log is compared with a run that
-nothing befell: weights, moments, masters, scales, histories and random states, bit for bit.
+process has ended, the next start resumes from the newest checkpoint. In the last start, no process
+is killed. Then every tensor of the last checkpoint and every loss of the log is compared with an
+undisturbed run: weights, moments, masters, scales, histories and random states, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ import torch
 from qeffect import cli
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
-from qeffect.text import counted
 
 from ...backends.protocol import BackendError
 from ...step.memory.numerical_state import same_bits
@@ -50,7 +50,8 @@ __all__ = ["add_kills_arguments", "compare_runs", "drawn_kills", "run_kills"]
 _PROGRAM: Final = "qeffect.gpu_runtime.lab.runner.killed_rank"
 _KILLS: Final = 20
 _RANKS: Final = 2
-#: A start takes at most so many steps before its kill, and the launcher's ranks one more.
+#: Maximum number of steps of a start before its kill; if the launcher is killed, its ranks may take
+#: another step.
 _STEPS_A_KILL: Final = 4
 #: Seconds for one start, from its first process to the end of its last one, on a busy machine.
 _LIMIT_S: Final = 900.0
@@ -105,38 +106,40 @@ def add_kills_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="device (default cpu)"
     )
     parser.add_argument(
-        "--one-launch", action="store_true", help="each step as one CUDA graph (only with cuda)"
+        "--one-launch", action="store_true", help="run each step as one CUDA graph (only with cuda)"
     )
     parser.add_argument(
-        "--kills", type=int, default=_KILLS, metavar="N", help=f"kills (default {_KILLS})"
+        "--kills", type=int, default=_KILLS, metavar="N", help=f"number of kills (default {_KILLS})"
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="seed of the order of the places, and of the ranks and steps (default 0)",
+        help="seed of the random choice of where, in which rank and at which step to kill "
+        "(default 0)",
     )
     parser.add_argument(
         "--at-once",
         type=int,
         default=1,
         metavar="N",
-        help="runs that train at a time, among which the kills are dealt (default 1)",
+        help="runs that train at the same time; the kills are divided among them (default 1)",
     )
     add_report_options(parser)
 
 
 def drawn_kills(count: int, runs: int, seed: int) -> list[list[Kill]]:
     """
-    Draw which process is killed where, run by run; `Kill.folder` is still empty.
+    Draw, run by run, which process is killed where; `Kill.folder` is still empty.
 
-    A place comes a second time only if all come once. The first kill of a run leaves a checkpoint.
+    No place is used twice before all places were used once. The first kill of a run leaves a
+    checkpoint.
 
     Args:
         count: Kills of all runs together.
-        runs: Runs, among which the kills are dealt.
-        seed: Seed of the draws.
+        runs: Number of runs, among which the kills are divided.
+        seed: Seed of the random choices.
 
     >>> {one.place for one in drawn_kills(20, 1, 0)[0]} == set(PLACES)
     True
@@ -167,7 +170,7 @@ def _drawn(draw: random.Random, place: str, launcher: bool, number: int) -> Kill
 
 def run_kills(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train, kill, resume and compare; refused if a bit differs.
+    Train, kill, resume and compare; the outcome is `refused` if a bit differs.
 
     Raises:
         UnusableError: The machine has too few devices, a kill did not happen, or a start failed for
@@ -204,7 +207,7 @@ def run_kills(args: argparse.Namespace, progress: Progress) -> Outcome:
                     report.save()
                     progress.note(
                         f"Killed {len(raw['kills'])} of {asked['kills']}: {_said(row)}; all "
-                        f"processes had ended {row['end_s']:.1f} s later"
+                        f"processes ended {row['end_s']:.1f} s later"
                     )
             runs[number].left_alone()
 
@@ -228,10 +231,10 @@ def run_kills(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _require(args: argparse.Namespace) -> None:
     """
-    Require options that this machine can follow.
+    Require options that are valid on this machine.
 
     Raises:
-        UnusableError: It cannot, or a number is out of range.
+        UnusableError: The machine cannot run the options, or a number is out of range.
     """
     for option, number in (("--kills", args.kills), ("--at-once", args.at_once)):
         if number < 1:
@@ -240,23 +243,23 @@ def _require(args: argparse.Namespace) -> None:
         raise UnusableError(f"--seed must be at least 0, found {args.seed}")
     if args.at_once > args.kills:
         raise UnusableError(
-            f"--at-once is {args.at_once}, more than the {counted(args.kills, 'kill')}; each run "
-            "needs one"
+            f"--at-once: expected at most the number of kills ({args.kills}), so that each run is "
+            f"killed, found {args.at_once}"
         )
     if args.one_launch and args.device == "cpu":
         raise UnusableError("--one-launch makes a step one CUDA graph, so it needs --device cuda")
     if args.device == "cuda" and (there := torch.cuda.device_count()) < _RANKS:
-        raise UnusableError(f"{_RANKS} GPUs are needed, one a rank; found {there}")
+        raise UnusableError(f"expected {_RANKS} GPUs, one per rank, found {there}")
 
 
 def _mode(args: argparse.Namespace) -> str:
-    """How a step runs."""
+    """The mode in which steps run."""
     return "one launch" if args.one_launch else "eager" if args.device == "cpu" else "replays"
 
 
 def _said(row: Mapping[str, Any]) -> str:
     who = "the launcher, with rank" if row["launcher"] else "rank"
-    return f"{who} {row['rank']} in: {row['place']}"
+    return f"{who} {row['rank']} during: {row['place']}"
 
 
 class _Run:
@@ -291,7 +294,7 @@ class _Run:
 
     def killed(self, kill: Kill) -> dict[str, Any]:
         """
-        Start the run, and wait until a process was killed and all have ended.
+        Start the run, and wait until a process was killed and all processes have ended.
 
         Raises:
             UnusableError: The kill did not happen, or a process did not end.
@@ -304,8 +307,8 @@ class _Run:
         code, end_s = self._ended(place, marker)
         if not marker.exists():
             raise UnusableError(
-                f"the kill in {kill.place!r} did not happen, torchrun ended with code {code}: "
-                f"{self._last_words(place)}"
+                f"expected a kill during {kill.place!r}, but no process was killed; torchrun "
+                f"ended with code {code}: {self._last_words(place)}"
             )
         told = json.loads(marker.read_text())
         return {
@@ -326,13 +329,14 @@ class _Run:
         Start the run and wait for its last step.
 
         Raises:
-            UnusableError: The run did not end well.
+            UnusableError: The run did not end with exit code 0.
         """
         place = self._start("synchronous", None)
         code, _ = self._ended(place, None)
         if code != 0:
             raise UnusableError(
-                f"a start that nothing disturbed ended with code {code}: {self._last_words(place)}"
+                f"expected exit code 0 of a start without a kill, found {code}: "
+                f"{self._last_words(place)}"
             )
 
     def _start(self, name: str, kill: Kill | None) -> Path:
@@ -359,13 +363,13 @@ class _Run:
 
     def _ended(self, place: Path, marker: Path | None) -> tuple[int, float]:
         """
-        Wait for torchrun and for its ranks, which may outlive it.
+        Wait for torchrun and for its ranks, which may outlive torchrun.
 
         Returns:
             torchrun's exit code, and the seconds from the kill to the end of the last process.
 
         Raises:
-            UnusableError: A process did not end in time; it was killed.
+            UnusableError: A process did not end in time, and was killed.
         """
         assert self._process is not None
         until = time.monotonic() + _LIMIT_S
@@ -381,13 +385,13 @@ class _Run:
             if time.monotonic() > until:
                 self.end()
                 raise UnusableError(
-                    f"a process did not end within {_LIMIT_S:g} s; its last words: "
+                    f"a process did not end within {_LIMIT_S:g} s; its last lines: "
                     f"{self._last_words(place)}"
                 )
             time.sleep(0.02)
 
     def end(self) -> None:
-        """Kill what this run started and what still runs; no further start begins."""
+        """Kill this run's remaining processes; no further start begins."""
         self._over = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
@@ -418,7 +422,7 @@ def _running(place: Path) -> Iterator[int]:
 
 
 def _cause(path: Path) -> str | None:
-    """What the ranks said of the end, in a line; None if no rank was left to say it."""
+    """The ranks' reported cause of the end, in a line; None if no rank was left to report."""
     lines = path.read_text(errors="replace").splitlines()
     for mark in ("Every rank stopped: ", "qeffect: "):
         for line in lines:
@@ -437,11 +441,12 @@ def compare_runs(whole: Path, other: Path, steps: int) -> dict[str, Any]:
         steps: Steps of both.
 
     Returns:
-        Distinct tensors, losses and held-out losses, the names of those that differ or that one
-        run lacks, and how many comparisons were made: a step that ran again has several losses.
+        The numbers of distinct tensors, losses and held-out losses; the names of those that differ
+        or are missing in one run; and the number of comparisons. A restarted step has several
+        losses.
 
     Raises:
-        BackendError: A run has no whole last checkpoint.
+        BackendError: A run lacks a whole last checkpoint.
     """
     first, second = (
         _tensors(folder / "kept" / checkpoint_name(steps)) for folder in (whole, other)
@@ -469,7 +474,7 @@ def compare_runs(whole: Path, other: Path, steps: int) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by its whole name."""
+    """Every tensor of a checkpoint, by its full name."""
     facts = read_facts(path, manifest(path))
     parts = sorted({name.partition(".")[0] for name in facts["tensors"]})
     found = {}
@@ -480,7 +485,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _logged(path: Path, key: str) -> dict[int, list[float]]:
-    """The numbers of a log, by step; a step that ran again has several."""
+    """The numbers of a log, by step; a restarted step has several."""
     found: dict[int, list[float]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         if key in line:

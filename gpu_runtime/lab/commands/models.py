@@ -1,8 +1,9 @@
 """
-``qeffect runtime report models``: TFLOP/s of whole decoders over the ranks of a pipeline.
+``qeffect runtime report models``: measure TFLOP/s of whole decoders over the ranks of a pipeline.
 
-Native is torch's Interleaved 1F1B over full backwards. Stages are cut by the times of a layer and
-of both ends, measured before the first row of each cell. The report is written after every row.
+Native is torch's Interleaved 1F1B over full backwards. Stages are cut by the measured times of a
+layer, the embedding and the head, taken before the first row of each cell. The report is written
+after every row.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(CELLS[:1]),
         choices=CELLS,
         metavar="CELL",
-        help=f"models to measure: {', '.join(CELLS)} (default {CELLS[0]})",
+        help=f"models to measure, from {', '.join(CELLS)} (default {CELLS[0]})",
     )
     parser.add_argument(
         "--schedules",
@@ -52,17 +53,18 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(SCHEDULES),
         choices=SCHEDULES,
         metavar="NAME",
-        help=f"schedules: {', '.join(SCHEDULES)} (default all); bits are compared under il only",
+        help=f"schedules to measure, from {', '.join(SCHEDULES)} (default: all); bits are compared "
+        "only under il",
     )
     add_rank_options(parser, rounds=3)
 
 
 def run_models(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure every model; refused where a row failed or a bit differs.
+    Measure every model; the outcome is `refused` if a row failed or a bit differs.
 
     Raises:
-        UnusableError: The ranks cannot run it.
+        UnusableError: The ranks cannot run the models.
     """
     require_rounds(args)
     rows = model_rows(args.cells, args.schedules, args.pp, device=args.device)
@@ -118,7 +120,7 @@ def _run(args: argparse.Namespace, rows: Sequence[ModelRow], progress: Progress)
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[ModelRow], findings: Findings) -> None:
-    """One rank: every row."""
+    """Measure every row on one rank."""
     member = join(args.device)
     cell = ""
     parts: dict[str, Any] = {}
@@ -151,7 +153,7 @@ def _shape(row: ModelRow) -> dict[str, int]:
 def _measure_row(
     member: Member, args: argparse.Namespace, row: ModelRow, native: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """One row, and digests of what its first steps left on this rank."""
+    """Measure one row, with digests of this rank's state after its first steps."""
     run = RankRun.of(member, row.make)
     side = run.side
     run.settle(row.settling_steps)

@@ -1,11 +1,12 @@
 """
-``qeffect runtime report modes``: a framework's modes in pairs, their bits, and what a guard says.
+``qeffect runtime report modes``: run a framework's modes in pairs, and compare their bits and the
+guard's reports.
 
 ``--framework torch`` sweeps the schedules of `torch.distributed.pipelining`, ``--framework
 megatron`` the loops of Megatron-core, ``--framework torchtitan`` TorchTitan's trainer. Ranks of
 this machine run the rows: on a CPU over gloo, with ``--device cuda`` on two GPUs over NCCL (not
-TorchTitan). The exit code is 1 if a row's bits differ and the guard is silent, if a guard raises a
-false alarm, or if it changes a bit.
+TorchTitan). The exit code is 1 if a row's bits differ and the guard is silent, if the guard raises
+a false alarm, or if the guard changes a bit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ __all__ = ["add_modes_arguments", "run_modes"]
 def add_modes_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `modes`."""
     parser.add_argument(
-        "--framework", choices=sorted(FRAMEWORKS), default="torch", help="default: torch"
+        "--framework",
+        choices=sorted(FRAMEWORKS),
+        default="torch",
+        help="framework whose modes are run (default torch)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device (default cpu)"
@@ -39,13 +43,21 @@ def add_modes_arguments(parser: argparse.ArgumentParser) -> None:
         "--python",
         default=sys.executable,
         metavar="F",
-        help="interpreter whose packages the ranks import (default: this one)",
+        help="Python interpreter that runs the ranks, with its packages (default: this "
+        "interpreter)",
     )
     parser.add_argument(
-        "--packages", type=Path, metavar="FOLDER", help="packages that the ranks find first"
+        "--packages",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of packages that the ranks import before others",
     )
     parser.add_argument(
-        "--limit", type=float, default=60.0, metavar="S", help="seconds per row (default 60)"
+        "--limit",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time limit per row in seconds (default 60)",
     )
     add_report_options(parser)
 
@@ -64,7 +76,7 @@ def run_modes(args: argparse.Namespace, progress: Progress) -> Outcome:
         if args.framework == "torchtitan":
             raise UnusableError("--framework torchtitan runs on a CPU only; leave --device out")
         library = args.framework == "megatron"
-        require_device("--device cpu runs the modes that sit in host code", library=library)
+        require_device("--device cpu runs the modes that need no GPU", library=library)
         if (found := torch.cuda.device_count()) < 2:
             raise UnusableError(f"--device cuda needs two GPUs, found {found}")
     where = environment(args.commit, args.out)

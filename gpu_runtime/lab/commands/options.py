@@ -1,5 +1,5 @@
 """
-Options, checks and starts that the parts over ranks share.
+Options, checks and starts that the report commands over ranks share.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def add_rank_options(
     parser: argparse.ArgumentParser, *, rounds: int, given: bool = False, profiles: bool = True
 ) -> None:
     """
-    Declare rounds, steps, device, profile, `--out` and `--commit`.
+    Declare options for rounds, steps, device, profile, `--out` and `--commit`.
 
     Args:
-        parser: The command's.
+        parser: The command's parser.
         rounds: Default number of rounds.
-        given: Whether an option that was not typed is None.
+        given: Whether an option that the user did not give is None, instead of its default.
         profiles: Whether to declare `--no-profile`.
     """
     for (option, text), usual in zip(_ROUNDS, (rounds, 10, 3), strict=True):
@@ -52,7 +52,8 @@ def add_rank_options(
             "--no-profile",
             action="store_true",
             default=None if given else False,
-            help="no kernel times and no counts of copies: do not start the ranks a second time",
+            help="do not start the ranks a second time under the profiler, which leaves out "
+            "kernel times and copy counts",
         )
     parser.add_argument(
         "--device",
@@ -85,7 +86,8 @@ def rank_starts(
     args: argparse.Namespace, progress: Progress
 ) -> Iterator[tuple[RankStarts, Progress]]:
     """
-    The ranks of `--pp` and who shows progress: torchrun's, or without it those of this machine.
+    The ranks of `--pp`, and the progress to use: torchrun's ranks or, without torchrun, ranks of
+    this machine.
 
     Raises:
         UnusableError: `--out` cannot be written, or the ranks cannot run here.

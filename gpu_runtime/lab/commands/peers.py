@@ -1,10 +1,10 @@
 """
-``qeffect runtime report peers``: ours, torch's own pipeline and Megatron-core beside each other.
+``qeffect runtime report peers``: compare our pipeline with torch's own pipeline and Megatron-core.
 
-One language model, one layer a stage, over two ranks with two stages each; every side starts from
-the same bits. Each mode runs in processes of its own under a time limit, and then in others under
-the profiler, so that a mode that hangs or dies loses only its own rows. Only Megatron's modes need
-Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
+All run one language model with one layer per stage, over two ranks with two stages each, from the
+same initial bits. Each mode runs in its own processes under a time limit, and then in other
+processes under the profiler, so that a mode that hangs or dies loses only its own rows. Only
+Megatron's modes need Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ MODES = (OURS, "none", "transformer_engine", "local", "full_iteration")
 
 def measure_ours(device: str, rows: Sequence[PeerRow], folder: Path, findings: Findings) -> None:
     """
-    One rank: native, replays and one launch of every cell.
+    Measure native, replays and one launch of every cell on one rank.
 
     Args:
         device: `cuda` or `cpu`.
-        rows: The rows; one launch follows the replays that it is compared with.
-        folder: Where native's gradients are kept for the processes that follow.
-        findings: Takes each row when it is measured.
+        rows: The rows; one launch follows the replays with which it is compared.
+        folder: Folder in which native's gradients are saved for later processes.
+        findings: Takes each row once it is measured.
     """
     member = join(device)
     state: dict[str, Tensor] = {}
@@ -111,7 +111,7 @@ def _measure_native(member: Member, row: PeerRow, folder: Path) -> dict[str, Any
 def _measure_replays(
     member: Member, row: PeerRow, folder: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Guarded replays, or eager calls on a CPU; and copies of what they leave."""
+    """Measure guarded replays, or eager calls on a CPU, and copy the resulting tensors."""
     run = RankRun.of(member, row.make)
     side = run.side
     assert isinstance(side, GuardedSide)
@@ -130,7 +130,10 @@ def _measure_replays(
 
 
 def _measure_launches(member: Member, row: PeerRow, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Of one launch what it leaves is compared: AdamW's moments are those of its gradients."""
+    """
+    Measure one launch per step and compare the resulting tensors; AdamW's moments reflect the
+    gradients.
+    """
     run = RankRun.of(member, row.make)
     side = run.side
     run.settle(row.settling_steps)
@@ -146,8 +149,8 @@ def _runs(modes: Sequence[str], cells: Sequence[str]) -> list[tuple[str, list[st
     """
     Mode and cells of each start of all ranks.
 
-    Megatron's local and full-iteration graphs are made once in a process, so each cell has one of
-    its own.
+    Megatron makes local and full-iteration graphs only once in a process, so each cell gets its own
+    processes.
     """
     runs: list[tuple[str, list[str]]] = []
     for mode in modes:
@@ -165,7 +168,7 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[SMALL, LARGE],
         metavar="CELL",
-        help=f"layers and microbatches (default {SMALL} {LARGE})",
+        help=f"cells to measure: layer size and number of microbatches (default {SMALL} {LARGE})",
     )
     parser.add_argument(
         "--modes",
@@ -173,15 +176,16 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(MODES),
         choices=MODES,
         metavar="MODE",
-        help=f"some of {', '.join(MODES)} (default all; all but ours are Megatron-core's)",
+        help=f"modes to measure, from {', '.join(MODES)}; all except ours are Megatron-core's "
+        "(default: all)",
     )
     parser.add_argument(
         "--limit",
         type=float,
         default=LIMIT_S,
         metavar="S",
-        help="time limit in seconds for each of a mode's two starts; ours gets twice as long "
-        f"(default {LIMIT_S:g})",
+        help="time limit in seconds for each of a mode's two starts, doubled for ours (default "
+        f"{LIMIT_S:g})",
     )
     add_rank_options(parser, rounds=3)
 
@@ -191,8 +195,8 @@ def _settings(args: argparse.Namespace) -> PeerSettings:
         layers, _, microbatches = cell.rpartition("-m")
         if layers not in LAYERS or not microbatches.isdecimal() or not int(microbatches):
             raise UnusableError(
-                f"--cells: expected one of {', '.join(LAYERS)} and microbatches, as in {SMALL}; "
-                f"found {cell!r}"
+                f"--cells: expected one of {', '.join(LAYERS)} with -m and a number of "
+                f"microbatches, as in {SMALL}, found {cell!r}"
             )
     require_rounds(args)
     if args.limit <= 0:
@@ -209,36 +213,36 @@ def _settings(args: argparse.Namespace) -> PeerSettings:
 
 def _require(args: argparse.Namespace) -> None:
     """
-    Refuse what cannot run here, before anything is started.
+    Refuse options that cannot run on this machine, before anything is started.
 
     Raises:
         UnusableError: Megatron-core, a GPU or Transformer Engine is missing.
     """
     theirs = [mode for mode in args.modes if mode != OURS]
     if theirs and args.device == "cpu":
-        raise UnusableError(f"--modes {theirs[0]} needs --device cuda; on a CPU take --modes ours")
+        raise UnusableError(f"--modes {theirs[0]} needs --device cuda; on a CPU, give --modes ours")
     if theirs and importlib.util.find_spec("megatron") is None:
         raise UnusableError(
             f"--modes {theirs[0]} needs Megatron-core, which is not installed: pip install "
-            f"--no-deps {MEGATRON}; or take --modes ours"
+            f"--no-deps {MEGATRON}; or give --modes ours"
         )
     if args.device == "cuda":
-        require_device("--device cpu --modes ours runs without one")
+        require_device("--device cpu --modes ours runs without a GPU")
         if torch.cuda.device_count() < PP:
             raise UnusableError(
-                f"{PP} GPUs are needed, one a rank; found {torch.cuda.device_count()}"
+                f"expected {PP} GPUs, one per rank, found {torch.cuda.device_count()}"
             )
 
 
 def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run every mode in processes of its own, and report.
+    Run every mode in its own processes, and report.
 
-    Refused where a guarded row differs from the bits of its reference, where its gradients are far
-    from native's under another schedule, or where no guarded row was measured.
+    The outcome is `refused` if a guarded row's bits differ from its reference's, if its gradients
+    under another schedule are far from native's, or if no guarded row was measured.
 
     Raises:
-        UnusableError: Nothing can be run here.
+        UnusableError: This machine cannot run the modes.
     """
     settings = _settings(args)
     require_place(args.out)
@@ -268,7 +272,7 @@ def _run_mode(
     report: Report,
     progress: Progress,
 ) -> None:
-    """Measure one mode, then profile what was measured; either may fail, and leaves its words."""
+    """Measure one mode, then profile the measured rows; if either fails, its error is recorded."""
     raw, settings = report.raw, rows[0].settings
     done: list[dict[str, Any]] = []
 

@@ -1,5 +1,5 @@
 """
-``qeffect runtime pipeline``: a guarded pipeline over the ranks that torchrun started.
+``qeffect runtime pipeline``: train a guarded pipeline over the ranks that torchrun started.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         default="zbv",
         metavar="NAME",
-        help=f"{', '.join(NAMES)}, a class of torch, or a CSV table with messages (default zbv)",
+        help=f"schedule: {', '.join(NAMES)}, a schedule class of torch, or the path of a CSV table "
+        "with messages (default zbv)",
     )
     parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
     parser.add_argument(
-        "--vpp", type=int, metavar="N", help="stages per rank (default: the schedule's own)"
+        "--vpp", type=int, metavar="N", help="stages per rank (default: as the schedule needs)"
     )
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas (default 1)")
     parser.add_argument(
@@ -66,7 +67,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="device; selects gloo (cpu) or NCCL (cuda) (default cpu)",
+        help="device; selects gloo (cpu) or NCCL (cuda); default cpu",
     )
     parser.add_argument(
         "--backend",
@@ -74,7 +75,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         help="implementation of the layers (default: reference on cpu, transformer-engine on cuda)",
     )
     parser.add_argument(
-        "--eager", action="store_true", help="no CUDA graphs (only with --device cuda)"
+        "--eager", action="store_true", help="run without CUDA graphs (only with --device cuda)"
     )
     parser.add_argument(
         "--rule",
@@ -86,14 +87,15 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--provisioning",
         choices=PROVISIONINGS,
         default="live",
-        help="number of slots: as many as live tapes, or one per microbatch (default live)",
+        help="number of slots: one per tape that is live at once (live), or one per microbatch "
+        "(static) (default live)",
     )
     parser.add_argument(
         "--amax",
         choices=AMAX,
         default="replica",
-        help="source of the scales: each replica's own amaxes, or the largest of all replicas "
-        "(default replica)",
+        help="amaxes from which scales are computed: each replica's own (replica), or the largest "
+        "of all replicas (replicas) (default replica)",
     )
     for name, text in (
         ("layers", "layers per stage (default 1)"),
@@ -115,14 +117,14 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--one-launch",
         action="store_true",
-        help="each step as one CUDA graph (only with --device cuda)",
+        help="run each step as one CUDA graph (only with --device cuda)",
     )
     parser.add_argument(
         "--clip-norm",
         type=float,
         metavar="X",
-        help="largest norm of all ranks' gradients; larger gradients are clipped (default: no "
-        "clipping)",
+        help="limit of the norm of all ranks' gradients, above which gradients are clipped "
+        "(default: no clipping)",
     )
     parser.add_argument(
         "--skip-nonfinite",
@@ -133,16 +135,17 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="F",
-        help="JSON file of a Chrome trace of the last step, all ranks",
+        help="JSON file for a Chrome trace of the last step on all ranks",
     )
 
 
 def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train, and compare where asked; refused where a bit differs or the contract was not kept.
+    Train, and compare if asked to; the outcome is `refused` if a bit differs or the contract was
+    broken.
 
-    Rank 0 speaks; the others end with the same exit code: 1 for a violation, 2 where the ranks
-    stopped for anything else (`stopped_outcome`).
+    Rank 0 prints; all ranks end with the same exit code: 1 for a violation, 2 if the ranks stopped
+    for another reason (`stopped_outcome`).
 
     Raises:
         UnusableError: The job cannot be run by these processes; the same on every rank.
@@ -156,8 +159,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     world = process_count()
     if world is not None and world != job.world:
         raise UnusableError(
-            f"{world} processes were started for --pp {job.pp} --dp {job.dp}, which takes "
-            f"{job.world}; start torchrun with --nproc-per-node {job.world}"
+            f"expected {job.world} processes for --pp {job.pp} --dp {job.dp}, found {world}; "
+            f"start torchrun with --nproc-per-node {job.world}"
         )
     limits = Limits()
     member = join_ranks(args.device, limits, deterministic=args.compare)
@@ -191,24 +194,29 @@ def _require_together(args: argparse.Namespace) -> None:
         )
     if args.amax == "replicas" and args.dp == 1:
         raise UnusableError(
-            "--amax replicas shares amax between replicas, and --dp 1 has one; give --dp 2 or more"
+            "--amax replicas shares amaxes between replicas, but --dp is 1; give --dp 2 or more"
         )
     clips = args.clip_norm is not None or args.skip_nonfinite
     for given, name, other, why in (
-        (args.eager, "--one-launch", "--eager", "a step as one graph needs graphs"),
-        (args.trace, "--one-launch", "--trace", "the host sees no action of a launch"),
-        (args.compare, "--one-launch", "--compare", "runtime report scale compares launches"),
-        (args.compare, "--trace", "--compare", "a comparison runs no step that could be traced"),
+        (args.eager, "--one-launch", "--eager", "one launch per step needs CUDA graphs"),
+        (args.trace, "--one-launch", "--trace", "the host cannot see the actions inside a launch"),
+        (
+            args.compare,
+            "--one-launch",
+            "--compare",
+            "here only replays are compared; runtime report scale compares launches",
+        ),
+        (args.compare, "--trace", "--compare", "a comparison cannot trace a step"),
         (
             args.compare,
             "--clip-norm and --skip-nonfinite",
             "--compare",
-            "torch's side does not clip",
+            "torch's pipeline, with which to compare, does not clip or skip",
         ),
     ):
         asked = {"--one-launch": args.one_launch, "--trace": args.trace}.get(name, clips)
         if asked and given:
-            raise UnusableError(f"{name} with {other}: {why}; leave one out")
+            raise UnusableError(f"{name} cannot be used with {other}: {why}; leave one out")
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -243,20 +251,22 @@ def _job(args: argparse.Namespace) -> Job:
         return job
     if args.compare:
         raise UnusableError(
-            "--compare needs a schedule class that torch itself can run; name one, or leave it out"
+            "--compare needs a --schedule that is a class of torch; name a class, or leave "
+            "--compare out"
         )
     table = job.table()
     if table.num_ranks != job.pp:
         raise UnusableError(
-            f"{Path(args.schedule).name} is a table of {table.num_ranks} ranks, --pp is {job.pp}; "
-            f"give --pp {table.num_ranks}, or a table of {job.pp} ranks"
+            f"{Path(args.schedule).name} is a table for {table.num_ranks} ranks, but --pp is "
+            f"{job.pp}; give --pp {table.num_ranks}, or a table for {job.pp} ranks"
         )
     stages, microbatches = table.num_stages // table.num_ranks, table.num_microbatches
     for name, found in (("vpp", stages), ("microbatches", microbatches)):
         asked = getattr(args, name)
         if asked is not None and asked != found:
             raise UnusableError(
-                f"{Path(args.schedule).name} has {found} for --{name}, not {asked}; leave it out"
+                f"{Path(args.schedule).name} fixes --{name} at {found}, found {asked}; leave "
+                f"--{name} out"
             )
     return attrs.evolve(job, vpp=stages, microbatches=microbatches)
 
@@ -278,7 +288,7 @@ def _log(folder: str | None, member: Member) -> Path | None:
 
 
 def _require_writable(file: Path | None, member: Member) -> None:
-    """Before the first step, not behind the last: rank 0 writes the trace."""
+    """Require, before the first step, that rank 0 can write the trace."""
     problem = ""
     if file is not None and member.rank == 0:
         try:
@@ -298,7 +308,7 @@ def _compare_outcome(member: Member, what: str, result: PipelineComparison) -> O
     totals = totals_of_ranks([rank["totals"] for rank in ranks])
     same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
     lines = [
-        what + ", and torch's own pipeline over native full backwards:",
+        what + ", compared with torch's own pipeline over native full backwards:",
         *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
         "The same bits on every rank" if same else "NOT the same",
     ]
@@ -367,23 +377,24 @@ def _train_outcome(
         traced = chrome_trace(member, tracer, worker.table)
         if member.rank == 0:
             write_text(args.trace, json.dumps(traced, indent=1) + "\n")
-        notes.append(f"{args.trace}: the last step took {traced['otherData']['step']}, simulated "
-                     f"{traced['otherData']['simulated step']}")  # fmt: skip
+        notes.append(f"{args.trace}: the last step took {traced['otherData']['step']}; simulated: "
+            f"{traced['otherData']['simulated step']}")  # fmt: skip
     worker.close()
     ranks = all_gather(member, own)
     losses = [sum(rank["losses"][step] for rank in ranks) for step in range(args.steps)]
     slowest = [max(rank["seconds"][step] for rank in ranks) for step in range(args.steps)]
     median = exact_median(slowest)
     lines = [
-        f"{what}, the same data each",
+        f"{what}, each with the same data",
         f"  loss {', '.join(f'{loss:.6f}' for loss in losses)}",
-        f"  slots of each rank's stages {[rank['slots'] for rank in ranks]}",
-        f"  {median * 1e3:.1f} ms a step (median of {args.steps}, slowest rank, synchronised)",
+        f"  slots of each stage, by rank: {[rank['slots'] for rank in ranks]}",
+        f"  {median * 1e3:.1f} ms per step (median of {args.steps} steps on the slowest rank, "
+        "each step timed until the device is idle)",
         *(f"  {note}" for note in notes),
     ]
     data = {"losses": losses, "slots": [rank["slots"] for rank in ranks], "step_s": slowest}
     if norms:
-        # A number that is not finite has no place in JSON.
+        # JSON cannot hold a number that is not finite.
         data["norms"] = [
             {**norm, "total": finite(norm["total"]), "factor": finite(norm["factor"])}
             for norm in norms
@@ -395,16 +406,19 @@ def _train_outcome(
 
 
 def _launch_runner(worker: Worker, notes: list[str]) -> OneLaunch | None:
-    """Steps as one launch; or none, and why, where some rank's step cannot be one."""
+    """
+    Return a runner of steps as one launch; None, with a note why, if a rank's step cannot be one
+    launch.
+    """
     why = first_obstacle(worker.member, obstacles(worker))
     if not why:
         return OneLaunch(worker)
-    notes.append(f"guarded replays, as the step cannot be one graph: {why}")
+    notes.append(f"guarded replays, because the step cannot be one graph: {why}")
     return None
 
 
 def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:
-    """The loss of this rank's part of a step that has just run."""
+    """This rank's share of the loss of the last step."""
     if whole is not None and whole.graph is not None:
         return sum(float(whole.feed.losses[m]) for m in sorted(whole.feed.losses))
     feed = worker.feed

@@ -1,5 +1,5 @@
 """
-``qeffect runtime report plots``: pictures of the reports for their page.
+``qeffect runtime report plots``: draw pictures of the reports.
 
 Step time against its floor, resources by microbatches, memory above native, loss by steps and by
 seconds. The legend below each picture explains its marks. The same reports give the same bytes.
@@ -30,7 +30,7 @@ COLORS = {
 }
 PROVISIONINGS = {
     "live": ("live slots, accumulate", "#08519c", "o"),
-    "per_microbatch": ("a slot each microbatch", "#e07b39", "s"),
+    "per_microbatch": ("a slot per microbatch", "#e07b39", "s"),
 }
 GREY = "#444444"
 STYLE = {
@@ -58,13 +58,13 @@ def _pyplot() -> Any:
 
 def _best(derived: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, str]:
     """
-    Columns to draw by the title of their row.
+    Columns to draw, by the title of their row.
 
-    Of natives and of TE's graphs the fastest, which differs from cell to cell; of ours every one
-    with guards.
+    The fastest native column and the fastest column of TE's graphs, which differ between cells; and
+    all our columns with guards.
     """
     once = {
-        "native": (derived["fastest_native"], "native eager, the faster rule"),
+        "native": (derived["fastest_native"], "native eager, faster gradient rule"),
         "te_graphs": (derived["fastest_te_graphs"], "TE's own graphs, best chunking"),
     }
     found = {}
@@ -77,18 +77,18 @@ def _best(derived: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rows(drawn: Iterable[Iterable[str]]) -> list[str]:
-    """Titles of all panels, each once, so that rows are the same in each."""
+    """Titles of all panels, each once, so that all panels have the same rows."""
     return list(dict.fromkeys(title for titles in drawn for title in titles))
 
 
 def _mark(look: str, label: str, **options: Any) -> Any:
-    """An entry of a legend: a mark without a line, unless one is asked for."""
+    """An entry of a legend: a mark, without a line unless the options ask for a line."""
     options = {"color": GREY, "ls": "", "ms": 5, **options}
     return _pyplot().Line2D([], [], marker=look, label=label, **options)
 
 
 def _legend_below(figure: Any, handles: Sequence[Any], columns: int, *, top: float = 1) -> None:
-    """A legend under all panels, where no line can lie."""
+    """A legend below all panels, where it covers no line."""
     rows = -(-len(handles) // columns)
     room = (0.1 + 0.18 * rows) / figure.get_figheight()
     figure.legend(handles=handles, loc="lower center", ncol=columns, fontsize=7.5)
@@ -102,7 +102,10 @@ def _label_rows(axis: Any, rows: Sequence[str], *, shown: bool) -> None:
 
 
 def step_time(found: Sequence[Report]) -> Any:
-    """Median step of each column with its range, and the floor of its rule, a panel each cell."""
+    """
+    Draw the median step of each column with its range, and the floor of its rule; one panel per
+    cell.
+    """
     pyplot = _pyplot()
     cells = reports.cells(found)
     best = [_best(derived, raw) for derived, raw in cells]
@@ -130,7 +133,7 @@ def step_time(found: Sequence[Report]) -> Any:
         axis.set_xlim(*_room_for_labels(derived, names.values()))
         _label_rows(axis, rows, shown=axis is axes[0][0])
         axis.set_title(_title(raw["cell"]))
-        axis.set_xlabel("ms a step")
+        axis.set_xlabel("ms per step")
         _plain_ticks(axis)
         axis.grid(axis="x", color="#e6e6e6", lw=0.6)
         axis.set_axisbelow(True)
@@ -139,8 +142,8 @@ def step_time(found: Sequence[Report]) -> Any:
         _mark("", "fastest to slowest round", ls="-", lw=2),
         _mark(
             "|",
-            "floor: least kernel time of a library's column of the same sum "
-            "(second number: median over it)",
+            "floor: least kernel time of a library column with the same gradient sum (second "
+            "number: median over floor)",
             color="black",
             ms=10,
             mew=1.2,
@@ -174,13 +177,15 @@ def _title(cell: Mapping[str, Any]) -> str:
 PEAKS = {
     "allocated": ("o", -0.24, "allocated by tensors"),
     "reserved": ("s", 0.0, "reserved by torch"),
-    "driver": ("^", 0.24, "held, as the driver says"),
+    "driver": ("^", 0.24, "in use according to the driver"),
 }
-"""Who says how much memory is used: its mark, where in the row, and its name."""
+"""Sources of memory figures, each with its mark, its position in the row, and its name."""
 
 
 def memory(found: Sequence[Report]) -> Any:
-    """Peak memory above the faster native, the largest of three figures, with the figures."""
+    """
+    Draw the peak memory above the faster native column: three figures, and the largest of them.
+    """
     pyplot = _pyplot()
     cells = [
         (derived, raw)
@@ -221,10 +226,12 @@ def memory(found: Sequence[Report]) -> Any:
         _label_rows(axis, rows, shown=axis is axes[0][0])
         axis.set_title(_title(raw["cell"]))
         native = raw["columns"][derived["fastest_native"]]["title"]
-        axis.set_xlabel(f"GB at the peak above the faster native\n({native})")
+        axis.set_xlabel(f"peak GB above the faster native\n({native})")
         axis.margins(x=0.15)
     handles = [
-        pyplot.Rectangle((0, 0), 1, 1, color=GREY, alpha=0.45, label="the largest (the number)"),
+        pyplot.Rectangle(
+            (0, 0), 1, 1, color=GREY, alpha=0.45, label="largest of the three (the number)"
+        ),
         *(_mark(mark, said, ms=4) for mark, _, said in PEAKS.values()),
     ]
     _legend_below(figure, handles, 4)
@@ -233,7 +240,7 @@ def memory(found: Sequence[Report]) -> Any:
 
 def resources(found: Sequence[Report]) -> Any:
     """
-    Slots, graphs, arena, construction and peak memory against microbatches, for each provisioning.
+    Draw slots, graphs, arena, construction and peak memory by microbatches, for each provisioning.
 
     The axis of slots is logarithmic if their number differs from that of the live tapes.
     """
@@ -283,8 +290,8 @@ def resources(found: Sequence[Report]) -> Any:
             _mark(mark, label, color=color, ls="-", lw=1.4, ms=4)
             for label, color, mark in PROVISIONINGS.values()
         ),
-        _mark("", "capture alone, of construction", ls="--", lw=1),
-        _mark("", "tapes of the rank that are live at once", ls=":", lw=1.2),
+        _mark("", "capture time, included in construction", ls="--", lw=1),
+        _mark("", "largest number of live tapes in the rank", ls=":", lw=1.2),
     ]
     figure.suptitle("; ".join(sweep_names(found)), fontsize=9)
     _legend_below(figure, handles, 4, top=0.97)
@@ -292,7 +299,7 @@ def resources(found: Sequence[Report]) -> Any:
 
 
 def sweep_names(found: Iterable[Report]) -> list[str]:
-    """The shapes over which microbatches were swept, in words."""
+    """The shapes whose number of microbatches was varied, in words."""
     cells = (record["cell"] for report in found for record in report["raw"]["cells"])
     return list(
         dict.fromkeys(
@@ -304,25 +311,28 @@ def sweep_names(found: Iterable[Report]) -> list[str]:
 
 
 ORDERS = {"il": "#08519c", "zbv": "#e07b39"}
-"""Schedules of loss curves by their color; others are green."""
+"""Colors of loss curves by schedule; other schedules are green."""
 OTHER_ORDER = "#74a57f"
 NATIVE, GUARDED, LAUNCHED = {"lw": 5.0, "alpha": 0.3}, {"lw": 1.8}, {"lw": 1.8, "alpha": 0.6}
-"""Native wide and pale, guarded thin over it, so that both are seen where they are the same."""
+"""Native is wide and pale, guarded is thin on top, so that both are visible where they coincide."""
 LOOKS = {"native": NATIVE, "guarded": GUARDED, "launched": LAUNCHED}
 MARKS = {
     "native": {"marker": "s", "ms": 8},
     "guarded": {"marker": "o", "ms": 3},
     "launched": {"marker": "^", "ms": 3},
 }
-"""Of held-out losses."""
+"""Marks of held-out losses."""
 THINNER = 0.8
-"""Width of a guarded line of another schedule than the first, over it."""
+"""Line width of a guarded run under a schedule other than the base, drawn on top."""
 _POINTS = 200
-"""About how many points a curve has; each is the mean of the steps since the one before."""
+"""About how many points a curve has; each is the mean of the steps since the previous point."""
 
 
 def loss(found: Sequence[Report]) -> Any:
-    """Loss against steps and against seconds of training, a row a report; held-out points on it."""
+    """
+    Draw loss by steps and by seconds of training, with held-out losses as points; one row per
+    report.
+    """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(
         len(found), 2, figsize=(11, 0.9 + 3.1 * len(found)), squeeze=False
@@ -353,11 +363,11 @@ def loss(found: Sequence[Report]) -> Any:
         count = runs[0]["parameters"] / 1e6
         by_step.set_title(f"{count:.0f} M parameters" + _shape(model))
         by_step.set_xlabel("steps")
-        by_time.set_xlabel("seconds of training, without making, capture and evaluation")
+        by_time.set_xlabel("seconds of training, without set-up, capture and evaluation")
         by_time.set_xscale("log")
         _plain_ticks(by_time)
         for axis in (by_step, by_time):
-            axis.set_ylabel("cross entropy, nats a token")
+            axis.set_ylabel("cross entropy, nats per token")
             axis.grid(color="#e6e6e6", lw=0.6)
             axis.set_axisbelow(True)
     handles = [
@@ -368,7 +378,7 @@ def loss(found: Sequence[Report]) -> Any:
         _mark("o", "held out, guarded", ms=3),
     ]
     if any(run["side"] == "launched" for report in found for run in report["raw"]["runs"]):
-        handles.append(_mark("^", "one launch a step", ms=3, ls="-", **LAUNCHED))
+        handles.append(_mark("^", "one launch per step", ms=3, ls="-", **LAUNCHED))
     if len(heads) > 1:
         handles += [_mark("", f"head: {name}", ls=style, lw=1) for name, style in heads.items()]
     _legend_below(figure, handles, 6)
@@ -376,7 +386,7 @@ def loss(found: Sequence[Report]) -> Any:
 
 
 def _drawn_at(run: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """Native below guarded, the base below other schedules."""
+    """Drawing order: native below guarded, the base schedule below others."""
     return run["side"] != "native", run["schedule"] != BASE, run["seed"]
 
 
@@ -386,7 +396,9 @@ def _shape(model: Mapping[str, Any]) -> str:
 
 
 def _course(run: Mapping[str, Any]) -> tuple[list[int], list[float], list[float]]:
-    """A run's curve in few points: steps done, seconds by then, mean loss since the one before."""
+    """
+    A run's curve in few points: steps done, seconds so far, mean loss since the previous point.
+    """
     losses, clock = run["losses"], run["clock"]
     each = max(1, len(losses) // _POINTS)
     ends = [*range(each, len(losses), each), len(losses)]
@@ -405,7 +417,7 @@ PICTURES: dict[str, tuple[str, Callable[[Sequence[Report]], Any]]] = {
     "resources": ("sweep", resources),
     "loss": ("curves", loss),
 }
-"""Pictures by name: the kind of report that each needs, and what draws it."""
+"""Pictures by name: the kind of report that each needs, and the function that draws it."""
 
 
 def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
@@ -413,8 +425,8 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
     Draw every picture that a folder's reports allow.
 
     Args:
-        folder: Where the reports are.
-        out: Where pictures go; made when it is missing.
+        folder: Folder of the reports.
+        out: Folder for the pictures; created if missing.
         suffix: "svg" or "png".
 
     Raises:
@@ -430,8 +442,9 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UnusableError(
-                f"{folder}: expected {kind} reports, found one from which nothing can be drawn "
-                f"({type(error).__name__}: {error}); make it again, or take it out"
+                f"{folder}: expected {kind} reports that can be drawn, found one that cannot "
+                f"({type(error).__name__}: {error}); make that report again, or remove it from "
+                "the folder"
             ) from error
         if figure is None:
             continue
@@ -443,8 +456,8 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
         drawn.append(path)
     if not drawn:
         raise UnusableError(
-            f"no step, sweep or curves report is in {folder}; make one with qeffect runtime "
-            "report bench or report curves"
+            f"{folder}: expected a step, sweep or curves report, found none; make one with "
+            "qeffect runtime report bench or report curves"
         )
     return drawn
 
@@ -480,7 +493,7 @@ def run_plots(args: argparse.Namespace, progress: Progress) -> Outcome:
     Draw the pictures and print their paths.
 
     Raises:
-        UnusableError: Nothing can be drawn, matplotlib is missing, or a file is not a report.
+        UnusableError: No picture can be drawn, matplotlib is missing, or a file is not a report.
     """
     try:
         paths = [str(path) for path in draw(args.reports, args.out, suffix=args.format)]

@@ -1,7 +1,7 @@
 """
-``qeffect runtime report pools``: what graphs corrupt that share one memory pool.
+``qeffect runtime report pools``: show what graphs that share one memory pool corrupt.
 
-Graphs with a pool per slot, and graphs of which all slots share a pool, are replayed out of capture
+Graphs with a pool per slot, and graphs with one pool for all slots, are replayed out of capture
 order and compared with native full backward, bit for bit.
 """
 
@@ -29,21 +29,24 @@ __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
 TIMEOUT_S = 300.0
 
-#: The problem that `derive_pools` reports when a shared pool corrupted nothing, as on every CPU.
-HARMLESS = "a shared pool did no harm, so the comparison shows nothing"
+#: The problem that `derive_pools` reports if a shared pool corrupted nothing, as always on a CPU.
+HARMLESS = "the shared pool corrupted nothing, so the comparison proves nothing"
 
 
 def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pools`."""
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="optimizer steps per run (default: each case's own)"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps per run (default: depends on the case)",
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu runs the eager reference backend at hidden 128, where a "
-        "pool moves no memory",
+        help="device (default cuda); cpu runs the eager reference backend with hidden size 128, "
+        "which has no pools and corrupts nothing",
     )
     add_report_options(parser)
 
@@ -52,11 +55,12 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     Replay under every discipline of capture memory, and report.
 
-    Refused when private pools differ from native in a bit, when the kernel allowed a shared one,
-    or when a shared pool corrupted nothing on a GPU, so that the comparison shows nothing.
+    The outcome is `refused` if private pools differ from native in a bit, if the contract allowed a
+    shared pool, or if a shared pool corrupted nothing on a GPU, so that the comparison proves
+    nothing.
 
     Raises:
-        UnusableError: Nothing can be run here.
+        UnusableError: This machine cannot run the trials.
     """
     if args.steps is not None and args.steps < 1:
         raise UnusableError(f"--steps must be at least 1, not {args.steps}")
@@ -84,7 +88,9 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
 def compare_pools(
     case: Case, backend: str, device: str, report: Report, say: Callable[[str], None]
 ) -> None:
-    """Run native twice and every discipline, each in a fresh process, and compare with native."""
+    """
+    Run native twice and each discipline once, all in fresh processes, and compare with native.
+    """
     os.environ.update(DETERMINISTIC)
     names = (*NATIVE, *DISCIPLINES)
     started = [
@@ -112,7 +118,7 @@ def _answer(process: ChildProcess) -> Mapping[str, Any]:
 def record_of(
     case: Case, name: str, native: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One run's raw record: what was refused, and what differed from native."""
+    """One run's raw record: the refused action, and the differences from native."""
     error = own["error"] or (f"native: {native['error']}" if native["error"] else None)
     categories = []
     if error is None:
@@ -139,4 +145,6 @@ def _line(run: Mapping[str, Any]) -> str:
         return f"{run['order']}: {run['discipline']} FAILED, {run['error']}"
     compared = sum(c["compared"] for c in run["categories"])
     mismatched = sum(c["mismatched"] for c in run["categories"])
-    return f"{run['order']}: {run['discipline']}: {mismatched} of {compared} differ from native"
+    return (
+        f"{run['order']}: {run['discipline']}: {mismatched} of {compared} values differ from native"
+    )

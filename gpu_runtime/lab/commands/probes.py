@@ -1,9 +1,9 @@
 """
-``qeffect runtime report probes``: statements of the documentation, checked on this machine.
+``qeffect runtime report probes``: check the documentation's statements on this machine.
 
-Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe: the
-attention backward of short sequences, the weight gradient that the library's graphs bind to a
-dgrad, the time of comparing every baked address, and the library's graphs under interleaved stages
+Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe. They
+cover the attention backward of short sequences, which weight gradient the library's graphs bind to
+a dgrad, the time to compare every baked address, and the library's graphs under interleaved stages
 (`interleaved`).
 """
 
@@ -45,11 +45,12 @@ PROBES = ("attention", "addresses", "interleaved")
 TIMEOUT_S = 180.0
 LOOKS = 2000
 
-#: Sequences with and without cuDNN's fused attention; the last is where the documentation stands.
+#: Sequence lengths with and without cuDNN's fused attention; the documentation's statement is about
+#: the last.
 ATTENTION = ((64, True), (64, False), (128, True))
 
-#: What binds dW in the library's `_make_graphed_callables`: the chunk's counter has moved on by the
-#: dgrads that were captured, and a dW's graph is the one before it.
+#: The lines that bind dW in the library's `_make_graphed_callables`: the chunk's counter advances
+#: with each captured dgrad, and a dW gets the graph before it.
 PAIRING = (
     "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]",
     "bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]",
@@ -63,8 +64,8 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device (default cuda); cpu runs the reference backend and checks nothing about the "
-        "library",
+        help="device (default cuda); cpu runs the reference backend, which checks no statement "
+        "about the library",
     )
     parser.add_argument(
         "--only",
@@ -79,17 +80,17 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Run the probes and report; a probe has no wrong outcome.
+    Run the probes and report; no result of a probe counts as a failure.
 
     Raises:
-        UnusableError: Nothing can be run here.
+        UnusableError: This machine cannot run the probes.
     """
     if args.device == "cuda":
         require_device("--device cpu runs the probes over the reference backend")
     elif args.only == ["interleaved"]:
         raise UnusableError(
-            "--only interleaved needs --device cuda: it probes the library's graphs; add another "
-            "probe, or run it on a GPU"
+            "--only interleaved needs --device cuda, because it probes the library's graphs; add "
+            "another probe, or use a GPU"
         )
     report = Report(
         "probes",
@@ -121,11 +122,11 @@ def find_pairing(source: str | None = None) -> dict[str, Any]:
     Read how the installed library binds a dW in its graphs, without importing it.
 
     Args:
-        source: The text to read instead of the installed one.
+        source: The source text to read instead of the installed file.
 
     Returns:
-        The version, the digest of the file, and the line of each statement of `PAIRING`, None where
-        it is not there.
+        The version, the digest of the file, and the line number of each statement of `PAIRING`;
+        None for a missing statement.
     """
     found: dict[str, Any] = {"version": None, "sha256": None, "lines": dict.fromkeys(PAIRING)}
     spec = importlib.util.find_spec("transformer_engine") if source is None else None
@@ -144,7 +145,7 @@ def find_pairing(source: str | None = None) -> dict[str, Any]:
 
 
 def sanitizer_findings(text: str) -> dict[str, Any]:
-    """What compute-sanitizer said: how many invalid writes, in which kernels."""
+    """The findings of compute-sanitizer: the number of invalid writes, and their kernels."""
     found = re.findall(r"Invalid __global__ write of size (\d+) bytes?\s*\n=+\s+at (\S+)", text)
     kernels = sorted({re.split(r"[+(]", kernel)[0] for _, kernel in found})
     return {
@@ -201,7 +202,7 @@ def _ask_process(
 
 
 def _sides() -> list[dict[str, Any]]:
-    """Every side at once, each in a process of its own, compared with the first."""
+    """Run every side at once, each in its own process, and compare with the first."""
     with ThreadPoolExecutor(len(interleaved.GRAPH_USES)) as pool:
         answers = list(
             pool.map(lambda side: _ask_process(["side", side.name]), interleaved.GRAPH_USES)

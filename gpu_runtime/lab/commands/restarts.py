@@ -1,13 +1,14 @@
 """
-``qeffect runtime report restarts``: training that stops and resumes, every bit compared.
+``qeffect runtime report restarts``: stop training, resume it from a checkpoint, and compare every
+bit.
 
-The command starts the ranks of each part anew, so that every part runs in processes of its own, and
-compares what they found. The first part trains from the beginning and saves on its way.
-The second resumes from that checkpoint and has to end in the bits of the first. The third loads the
-checkpoint into another mapping and takes one step; beside it a pipeline takes the same step after
-its state was copied by hand from a file that torch made of the checkpoint. With `--one-launch` the
-first two parts run each step as one launch, and a fourth resumes with guarded replays, in the same
-bits.
+The command starts new ranks for each part, so that every part runs in its own processes, and
+compares their results. The first part trains from the beginning and saves a checkpoint midway. The
+second resumes from that checkpoint and must end with the bits of the first. The third loads the
+checkpoint into another mapping and takes one step. For comparison, another pipeline takes the same
+step after its state was copied by hand from a file that torch made from the checkpoint. With
+`--one-launch` the first two parts run each step as one launch, and a fourth part resumes with
+guarded replays and must end with the same bits.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ from ..sides.restart import (
 __all__ = ["add_restarts_arguments", "remapped_row", "resumed_row", "run_restarts"]
 
 Part = Callable[..., dict[str, Any]]
-"""A part of a trial: called with member, trial and folder, it returns what the rank found."""
+"""A part of a trial: a function of member, trial and folder that returns the rank's results."""
 
 LAYERS = 4
-"""Layers of the model, whatever its mapping."""
+"""Layers of the model under every mapping."""
 
 
 def _mode(args: argparse.Namespace) -> Mode:
-    """The mode that the options ask for."""
+    """The mode in which steps run."""
     if args.one_launch:
         return "one launch"
     return "eager" if args.device == "cpu" or args.eager else "replays"
@@ -96,12 +97,14 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device (default cpu)"
     )
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs (only with cuda)")
     parser.add_argument(
-        "--one-launch", action="store_true", help="each step as one CUDA graph (only with cuda)"
+        "--eager", action="store_true", help="run without CUDA graphs (only with cuda)"
     )
     parser.add_argument(
-        "--masters", action="store_true", help="float32 gradients and master weights"
+        "--one-launch", action="store_true", help="run each step as one CUDA graph (only with cuda)"
+    )
+    parser.add_argument(
+        "--masters", action="store_true", help="use float32 gradients and master weights"
     )
     parser.add_argument("--asynchronous", action="store_true", help="save while the next steps run")
     parser.add_argument(
@@ -115,13 +118,17 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["il", "zbv"],
         metavar="NAME",
-        help="schedules of the run that saves (default il zbv)",
+        help="schedules under which to save (default il zbv)",
     )
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas (default 1)")
     parser.add_argument(
-        "--at-once", type=int, default=1, metavar="N", help="parts that run at a time (default 1)"
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of parts that run at the same time (default 1)",
     )
-    parser.add_argument("--same", action="store_true", help="resume under the same mapping only")
+    parser.add_argument("--same", action="store_true", help="resume only under the same mapping")
     add_report_options(parser)
 
 
@@ -137,7 +144,7 @@ def _rank_part(
 
 def _run_part(part: Part, trial: Trial, folder: Path, **options: Any) -> list[Any]:
     """
-    Run one part with a fresh process per rank; return what each rank found.
+    Run one part with a fresh process per rank; return each rank's results.
 
     Raises:
         UnusableError: A rank failed.
@@ -152,7 +159,7 @@ def _run_part(part: Part, trial: Trial, folder: Path, **options: Any) -> list[An
 
 def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train, save, resume, and compare every bit; refused where a bit differs.
+    Train, save, resume, and compare every bit; the outcome is `refused` if a bit differs.
 
     Raises:
         UnusableError: The machine has too few devices, or a part failed.
@@ -214,7 +221,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
                 done(schedule, resumed_row(schedule, whole, replayed.result(), weighed, there))
             for (other, pp, vpp), ranks in zip(others, moved, strict=True):
                 layers = LAYERS // (pp * vpp)
-                there = f"{other}, PP={pp}, {vpp} stages a rank of {layers} layers"
+                there = f"{other}, PP={pp}, stages per rank {vpp}, layers per stage {layers}"
                 done(schedule, remapped_row(schedule, there, whole, ranks.result(), weighed))
 
         try:
@@ -242,10 +249,10 @@ def _said(row: Mapping[str, Any]) -> str:
 
 def _most(args: argparse.Namespace) -> int:
     """
-    The largest number of ranks that this machine has devices for.
+    The largest number of ranks for which this machine has devices.
 
     Raises:
-        UnusableError: The machine has fewer than two ranks' devices, or a count is below 1.
+        UnusableError: The machine has devices for fewer than two ranks, or a count is below 1.
     """
     given = (("--dp", args.dp), ("--at-once", args.at_once), ("--hidden", args.hidden))
     for option, number in given:
@@ -258,12 +265,14 @@ def _most(args: argparse.Namespace) -> int:
         )
     if args.device == "cpu":
         refuse_unused(args, ["--eager"], "a CPU has no CUDA graphs")
-        refuse_unused(args, ["--hidden"], "a CPU runs hidden 64 only", wants="--device cuda")
+        refuse_unused(
+            args, ["--hidden"], "on a CPU the layer width is always 64", wants="--device cuda"
+        )
         return LAYERS
     found: int = torch.cuda.device_count() // args.dp
     if found < 2:
         raise UnusableError(
-            f"{2 * args.dp} GPUs are needed, one a rank; found {torch.cuda.device_count()}"
+            f"expected {2 * args.dp} GPUs, one per rank, found {torch.cuda.device_count()}"
         )
     return found
 
@@ -290,11 +299,11 @@ def resumed_row(
     Compare a resumed run with the run that never stopped, all ranks together.
 
     Args:
-        schedule: The table of the run that never stopped.
-        whole: What the ranks of the run that never stopped wrote.
-        again: What the ranks of the resumed run wrote.
+        schedule: The schedule of the run that never stopped.
+        whole: Results of the ranks of the run that never stopped.
+        again: Results of the ranks of the resumed run.
         weighed: Bytes of the checkpoint, by part.
-        there: How the run resumed, if not in the same way.
+        there: How the run resumed, if not as it was saved.
     """
     compared, differ = 0, []
     for a, b in zip(whole, again, strict=True):
@@ -313,7 +322,10 @@ def resumed_row(
 def remapped_row(
     schedule: str, there: str, whole: list[Any], moved: list[Any], weighed: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Compare loaded with saved state, and a step with a step after a copy by hand."""
+    """
+    Compare the loaded state with the saved state, and the next step with the same step after a copy
+    by hand.
+    """
     saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
     loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}
     compared, differ = len(saved), differing_names(saved, loaded)

@@ -1,9 +1,10 @@
 """
-``qeffect runtime report scale``: a guarded pipeline, compared with torch's own and timed beside it.
+``qeffect runtime report scale``: compare a guarded pipeline with torch's own pipeline, and time
+both.
 
 The native side is torch's schedule runtime over stages with the library's full backward. Both sides
-train the same model from the same bits. Ranks that torchrun started, or the command itself, start
-the processes that measure, and after these the processes that profile.
+train the same model from the same bits. The ranks that torchrun started, or the command itself,
+start processes that measure, and afterwards processes that profile.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ class ScaleRow(NamedRow):
 
     @property
     def split(self) -> bool:
-        """A launch is compared with the rank's own row."""
+        """
+        Whether the row is one launch, whose time is split by comparison with the rank's actions
+        alone.
+        """
         return self.side == "one launch"
 
     def job(self) -> Job:
@@ -96,7 +100,7 @@ class ScaleRow(NamedRow):
         return _job(self.pp, self.schedule, config, microbatches)
 
     def make(self, member: Member) -> NativeSide | GuardedSide:
-        """Build the side; native is what users run today."""
+        """Build the side; native is torch's own pipeline."""
         if self.side == "native":
             return build_native(member, self.job())
         return build_guarded(member, self.job(), "one launch" if self.split else None)
@@ -110,7 +114,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(SCHEDULES),
         metavar="NAME",
-        help="schedules: il, izb, zbv (default all)",
+        help="schedules to measure, from il, izb, zbv (default: all)",
     )
     parser.add_argument(
         "--cells",
@@ -133,10 +137,10 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Compare, then time; refused where a bit differs.
+    Compare, then time; the outcome is `refused` if a bit differs.
 
     Raises:
-        UnusableError: The ranks cannot run it.
+        UnusableError: The ranks cannot run the pipeline.
     """
     require_rounds(args)
     if not args.cells and not args.compared:
@@ -193,7 +197,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _rows(args: argparse.Namespace) -> list[ScaleRow]:
-    """Native once in each cell, then replays and one launch under every schedule."""
+    """The rows: native once in each cell, then replays and one launch under every schedule."""
     sides = ("guarded", "one launch") if args.device == "cuda" else ("guarded",)
     rows = []
     for cell in args.cells:
@@ -209,7 +213,7 @@ def _job(pp: int, schedule: str, config: LayerConfig, microbatches: int) -> Job:
 
 
 def _measure(args: argparse.Namespace, rows: list[ScaleRow], findings: Findings) -> None:
-    """One rank: every comparison, then every row."""
+    """Run every comparison on one rank, then measure every row."""
     member = join(args.device)
     for name in args.compared:
         for schedule in args.schedules:
@@ -260,7 +264,9 @@ def _time_native(member: Member, args: argparse.Namespace, row: ScaleRow) -> dic
 def _time_guarded(
     member: Member, args: argparse.Namespace, row: ScaleRow
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Guarded replays, or eager calls on a CPU, under one schedule; and their final state."""
+    """
+    Time guarded replays, or eager calls on a CPU, under one schedule; return their final state too.
+    """
     job = row.job()
     run = RankRun.of(member, row.make)
     side = run.side
@@ -293,7 +299,9 @@ def _time_launches(
     guarded: dict[str, Any],
     final: dict[str, str],
 ) -> dict[str, Any]:
-    """The same steps, each one launch; their final state is compared with that of replays."""
+    """
+    Time the same steps as one launch each, and compare their final state with that of replays.
+    """
     run = RankRun.of(member, row.make)
     side = run.side
     assert isinstance(side, LaunchSide)
@@ -339,8 +347,8 @@ def _host_times(
     Host time per step of launches back to back, in milliseconds.
 
     Returns:
-        The median of each part; and by round the median step without the wait for the step before,
-        since a host that is ahead only waits for its device.
+        The median of each part; and by round the median step without the wait for the previous
+        step, because a host that is ahead merely waits there for its device.
     """
     rounds: list[float] = []
     parts: list[dict[str, float]] = []

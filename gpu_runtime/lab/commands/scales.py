@@ -1,9 +1,11 @@
 """
-``qeffect runtime report scales``: what scales that move once a step cost in learning.
+``qeffect runtime report scales``: compare the losses of scales that move at every action with
+scales that move once per step.
 
-One process trains a model of a training file with scales that move at the end of every F and dI,
-and with scales that move once a step, for each seed: both runs of a seed begin with the same
-weights and read the same windows. `qeffect.gpu_runtime.lab.statistics.scales` derives the figures.
+For each seed, one process trains the model of a training file twice: with scales that move at the
+end of every F and dI, and with scales that move once per step. Both runs of a seed begin with the
+same weights and read the same windows. `qeffect.gpu_runtime.lab.statistics.scales` derives the
+figures.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def add_scales_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[0, 1, 2],
         metavar="N",
-        help="numbers added to the seeds of the parameters and of the text (default: 0 1 2)",
+        help="seeds of the runs, each added to the file's seeds of parameters and text (default: "
+        "0 1 2)",
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="steps per run (default: the file's)"
@@ -54,16 +57,18 @@ def add_scales_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_scales(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train run after run, and report the ends of their loss curves.
+    Train run after run, and report their final losses.
 
     Raises:
         UnusableError: This process cannot make the runs.
     """
     require_place(args.out)
     if bad := next((seed for seed in args.seeds if not 0 <= seed < 10**9), None):
-        raise UnusableError(f"--seeds {bad}: expected a number from 0 to 999999999")
+        raise UnusableError(f"--seeds: expected numbers from 0 to 999999999, found {bad}")
     if len(set(args.seeds)) < len(args.seeds):
-        raise UnusableError(f"--seeds {' '.join(map(str, args.seeds))}: name each seed once")
+        raise UnusableError(
+            f"--seeds: expected each seed once, found {' '.join(map(str, args.seeds))}"
+        )
     return report_once(lambda: _run(args, progress))
 
 
@@ -80,7 +85,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     job, held_out = data[0]
     if held_out is None:
         raise UnusableError(
-            f"{args.config}: [data] held_out: runs are compared by held-out text; name a file"
+            f"{args.config}: [data] held_out: expected a file, because runs are compared by "
+            "held-out text, found none"
         )
     where = environment(args.commit, args.out)
     require_processes(base, job, f"report scales {args.config}")
@@ -110,4 +116,4 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _note(progress: Progress, recipe: str, text: str) -> None:
-    progress.note(f"scales per {recipe}, {text}")
+    progress.note(f"scales move per {recipe}: {text}")

@@ -1,9 +1,9 @@
 """
-``qeffect runtime report second_runs``: flips in steps that run twice, and the price of such steps.
+``qeffect runtime report second_runs``: flip bits in steps that run twice, and time such steps.
 
-torchrun starts several ranks; one rank needs no torchrun. `lab/comparisons/second_runs.py` says
-what flips, how a flip may end, and what is timed. The outcome is a violation if a flipped bit
-reached an update.
+torchrun starts several ranks; one rank needs no torchrun. `lab/comparisons/second_runs.py`
+describes which bits flip, how a flip may end, and what is timed. The outcome is a violation if a
+flipped bit reached an update.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from ..reports.report import Report, add_report_options, environment, require_pl
 
 __all__ = ["add_second_runs_arguments", "run_second_runs"]
 
-#: Width, inner width, heads and tokens: of the price, and of the flips.
+#: Width, inner width, heads and tokens of the model: for the price, and for the flips.
 _PRICED: Final = {"cpu": (64, 128, 2, 32), "cuda": (2048, 8192, 16, 512)}
 _FLIPPED: Final = {"cpu": (64, 128, 2, 32), "cuda": (256, 1024, 2, 128)}
 _COUNTS: Final = {
-    "flips": (24, "flips in guarded steps, behind actions"),
-    "inside": (16, "flips in eager steps, in outputs of matrix products inside a stage"),
-    "launched": (10, "flips in launches, only with cuda"),
-    "every": (100, "steps of which one runs twice, in the price"),
-    "rounds": (9, "rounds of the price"),
+    "flips": (24, "number of flips after actions of guarded steps"),
+    "inside": (16, "number of flips in outputs of matrix products inside a stage, in eager steps"),
+    "launched": (10, "number of flips during launches, only with cuda"),
+    "every": (100, "for the timing: every N-th step runs twice"),
+    "rounds": (9, "for the timing: number of rounds"),
     "microbatches": (4, "microbatches per step"),
     "layers": (1, "layers per stage"),
 }
@@ -61,14 +61,19 @@ def add_second_runs_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})"
         )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of what flips where (default 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the random choice of bits to flip (default 0)",
     )
     add_report_options(parser)
 
 
 def run_second_runs(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Flip, measure, and write the report; a violation if a flipped bit reached an update.
+    Flip, measure, and write the report; the outcome is a violation if a flipped bit reached an
+    update.
 
     Raises:
         UnusableError: The machine has too few devices, or a number is out of range.
@@ -84,7 +89,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             raise UnusableError(f"--{name} must be at least {least}, found {value}")
     cuda = args.device == "cuda"
     if cuda and not torch.cuda.is_available():
-        raise UnusableError("--device cuda needs a GPU for each rank; found none")
+        raise UnusableError("--device cuda: expected a GPU for each rank, found none")
     where = environment(args.commit, args.out)
     if process_count() is None:
         _alone()
@@ -143,7 +148,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _alone() -> None:
-    """The environment of one rank that torchrun did not start."""
+    """Set the environment variables of a single rank that torchrun did not start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

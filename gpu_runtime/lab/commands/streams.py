@@ -1,19 +1,20 @@
 """
-``qeffect runtime report streams``: what a consumer reads after a captured graph.
+``qeffect runtime report streams``: count stale reads of one-way and two-way handoffs.
 
 The handoff between streams has two halves; the table shows reads with both halves, and with the
 first half only.
 
 A producer graph runs on the runtime's own graph stream: a chain of products long enough that the
-host is always ahead of it, then an update of an output, a parameter, an amax history with its scale
-and a quantized copy of the parameter. A consumer graph on the caller's stream copies all of these.
-Both use `qeffect.gpu_runtime.step.streams`, in the order of calls of a guarded action: the graph
-stream waits for the caller, replays, marks its tail, and the caller waits for that mark. The
+host is always ahead, then an update of an output, a parameter, an amax history with its scale and a
+quantized copy of the parameter. A consumer graph on the caller's stream copies all of these. Both
+use `qeffect.gpu_runtime.step.streams` with the calls of a guarded action, in the same order: the
+graph stream waits for the caller, replays, and marks its tail; the caller waits for that mark. The
 one-way handoff omits the last wait; only this check and the tests use it. A third run omits the
 mark after the replay, so that it relies on the event inside the graph.
 
-A check is stale when what the consumer copied differs from what the producer left once the device
-is idle, and vacuous when the producer changed nothing, so that a stale read could not be seen.
+A check is *stale* if the consumer's copy differs from the producer's final values, once the device
+is idle. A check is *vacuous* if the producer changed nothing, so that a stale read could not be
+seen.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ TIMEOUT_S = 300.0
 
 class Producer:
     """
-    Fixed buffers, and the work that moves them from one state to the next.
+    Fixed buffers, and the work that changes them from one state to the next.
 
     Args:
-        device: Where.
+        device: The device of the buffers.
         width: Width of the square products.
-        depth: How many there are in a row.
+        depth: Number of products in a chain.
     """
 
     def __init__(self, device: torch.device, width: int, depth: int) -> None:
@@ -62,7 +63,7 @@ class Producer:
         }
 
     def run(self) -> None:
-        """One step; everything that it writes depends on the whole chain of products."""
+        """Run one step; every value that it writes depends on the whole chain of products."""
         state = self.state
         product = self.weight
         for _ in range(self.depth):
@@ -77,16 +78,16 @@ class Producer:
 
 def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[str, Any]:
     """
-    Run both graphs, and compare what the consumer read with the producer's final values.
+    Run both graphs, and compare the consumer's copies with the producer's final values.
 
     Args:
         handoff: One of `HANDOFFS`.
         checks: How many replays to check.
         width: Width of the producer's products.
-        depth: How many it has.
+        depth: Number of the producer's products.
 
     Returns:
-        Counts of stale and vacuous checks, and how long the producer takes.
+        Counts of stale and vacuous checks, and the producer's duration.
     """
     from ...backends.devices import placed
     from ...step.streams import GraphStream
@@ -151,7 +152,7 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
 
 def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise RuntimeError("the process has a device context already; expected a fresh process")
+        raise RuntimeError("expected a fresh process, found one that already has a device context")
     return check_handoff(**arguments)
 
 
@@ -169,25 +170,33 @@ def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
         help="width of the producer's matrices (default 2048)",
     )
     parser.add_argument(
-        "--depth", type=int, default=32, metavar="N", help="matrix products in a row (default 32)"
+        "--depth",
+        type=int,
+        default=32,
+        metavar="N",
+        help="length of the producer's chain of matrix products (default 32)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="1 process per handoff with 20 checks, as a trial run"
+        "--quick", action="store_true", help="trial run: 1 process per handoff with 20 checks"
     )
     add_report_options(parser)
 
 
 def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Check both handoffs and report.
+    Check the handoffs and report.
 
-    Refused when the two-way handoff read stale data, or when a check could not have seen any.
+    The outcome is `refused` if the two-way handoff read stale data, or if a check was vacuous.
 
     Raises:
-        UnusableError: Nothing can be run here, or a process did not answer.
+        UnusableError: This machine cannot run the check, or a process did not answer.
     """
     if args.quick:
-        refuse_unused(args, ["--processes", "--checks"], "--quick sets it")
+        refuse_unused(
+            args,
+            ["--processes", "--checks"],
+            "--quick already sets the number of processes and checks",
+        )
     processes, checks = (1, 20) if args.quick else (args.processes or 3, args.checks or 200)
     given = (args.processes, args.checks, args.width, args.depth)
     if any(number is not None and number < 1 for number in given):
@@ -220,7 +229,7 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def problems(handoffs: dict[str, Any]) -> Sequence[str]:
-    """Problems: a stale read after the two-way handoff, or a check that could not see one."""
+    """Return the problems: a stale read after the two-way handoff, or a vacuous check."""
     found = []
     if handoffs.get("two-way", {}).get("stale"):
         found.append("the two-way handoff read stale data")

@@ -1,10 +1,11 @@
 """
-``qeffect runtime report tables``: a trial of the paper's tables, and trials merged in one report.
+``qeffect runtime report tables``: measure a trial of the paper's tables, or merge trials into one
+report.
 
-A trial is one start of all ranks that measures, and one that profiles. The report is written again
-after every row, so that a run that is ended early leaves its rows. Merging starts no ranks. The
-language model has one layer a stage, with token embedding and head over 32,768 tokens, as the
-paper's; the model `layers` omits both ends.
+A trial starts all ranks twice: to measure, and to profile. The report is rewritten after every row,
+so that an interrupted run leaves its finished rows. Merging starts no ranks. Like the paper's
+model, the language model has one layer per stage, with token embedding and head over 32,768 tokens;
+the model `layers` omits embedding and head.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ from .options import add_rank_options, rank_starts, require_rounds
 __all__ = ["add_tables_arguments", "merge_trials", "run_tables"]
 
 References = dict[tuple[str, str], dict[str, Tensor]]
-"""Copies of what sides left, by schedule and side, for the rows that are compared with them."""
+"""
+Copies of the final tensors of sides, by schedule and side, for rows that are compared with them.
+"""
 
 
 def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +73,7 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         metavar="M",
-        help="numbers of microbatches in the part resources (default 2 to 32)",
+        help="numbers of microbatches to try in the part resources (default 2 to 32)",
     )
     parser.add_argument(
         "--merge",
@@ -99,15 +102,17 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
     Measure one trial, or merge several.
 
     Raises:
-        UnusableError: The ranks cannot run it, or a report cannot be merged.
+        UnusableError: The ranks cannot run the trial, or a report cannot be merged.
     """
     if args.merge is not None:
         options = [f"--{name.replace('_', '-')}" for name in (*_DEFAULTS, "no_profile", "commit")]
-        refuse_unused(args, options, "--merge measures nothing")
+        refuse_unused(args, options, "--merge only merges reports")
         require_place(args.out)
         return _outcome(merge_trials(args.merge, args.out))
     if args.parts is not None and "resources" not in args.parts:
-        refuse_unused(args, ["--microbatches"], "only the part resources varies them")
+        refuse_unused(
+            args, ["--microbatches"], "only the part resources varies the number of microbatches"
+        )
     for name, value in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -131,14 +136,14 @@ def _outcome(report: Report) -> Outcome:
 
 def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
     """
-    One report of several trials.
+    Merge several trials into one report.
 
     Args:
         paths: Reports of `tables`, in the order of the trials.
-        out: Where it is written; None keeps it in memory.
+        out: File of the merged report; None keeps the report in memory.
 
     Returns:
-        The report; complete where every trial is, and made where the first one was.
+        The report: complete if every trial is; with the environment of the first trial.
 
     Raises:
         UnusableError: A file is not a report of `tables`; the trials differ in device, commit or
@@ -151,8 +156,8 @@ def merge_trials(paths: Sequence[Path], out: Path | None) -> Report:
         for trial in part["raw"]["trials"]:
             if trial in trials:
                 raise UnusableError(
-                    f"--merge {path}: its trial of {trial['date']} is given twice; name "
-                    "each report once"
+                    f"--merge {path}: the trial of {trial['date']} is given twice; name each "
+                    "report once"
                 )
             trials.append(trial)
     first = found[0]
@@ -211,17 +216,17 @@ def _plain(value: Any) -> Any:
 
 
 def _measure(args: argparse.Namespace, rows: Sequence[TableRow], findings: Findings) -> None:
-    """One rank: every row."""
+    """Measure every row on one rank."""
     member = join(args.device)
     with isolation(member):
-        # Costs that a process pays once count for no side.
+        # One-time costs of a process count for no side.
         TableRow(args.cells[0], "layers", 2, "il", "native", args.pp).make(member).step()
     references: References = {}
     at: tuple[Any, ...] | None = None
 
     def measure(row: TableRow) -> dict[str, Any]:
         nonlocal at
-        # References are kept as long as a later row may be compared with them.
+        # Keep references as long as a later row may be compared with them.
         if at != (row.cell, row.model, row.vpp):
             references.clear()
             at = row.cell, row.model, row.vpp
@@ -237,7 +242,9 @@ def measure_row(
     references: References,
     rows: Sequence[TableRow],
 ) -> dict[str, Any]:
-    """One row; a side that fails leaves its error, and the other sides are still measured."""
+    """
+    Measure one row; if a side fails, its error is recorded and the other sides are still measured.
+    """
     job = row.job()
     try:
         found = _measure_side(member, args, row, references, rows)
@@ -299,7 +306,9 @@ def _compare(
     references: References,
     rows: Sequence[TableRow],
 ) -> dict[str, Any] | None:
-    """Count the tensors that differ from the reference's; keep this side's for later rows."""
+    """
+    Count the tensors that differ from the reference's; keep this side's tensors for later rows.
+    """
     base = REFERENCES.get(row.side)
     theirs = references.get((row.schedule, base)) if base is not None else None
     found = None

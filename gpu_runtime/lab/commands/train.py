@@ -1,5 +1,6 @@
 """
-``qeffect runtime train --compare``: a training run beside native training under torch's pipeline.
+``qeffect runtime train --compare``: compare a training run with native training under torch's
+pipeline.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         choices=("all", "ends"),
-        help="also train natively under torch's own pipeline, and compare bit for bit the loss of "
-        "every step, and every tensor after each step (all) or at the end (ends)",
+        help="also train natively under torch's own pipeline, and compare bit for bit: the loss "
+        "of every step, and every tensor after each step (all) or only at the end (ends)",
     )
 
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train guarded and natively; refused if a bit differs or the contract was violated.
+    Train guarded and natively; the outcome is `refused` if a bit differs or the contract was
+    violated.
 
     Raises:
         UnusableError: These processes cannot make the run; every rank raises it.
@@ -57,14 +59,14 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
-    refuse_unused(args, ["--resume"], "--compare begins anew")
-    refuse_unused(args, ["--digest"], "--compare prints no digest")
+    refuse_unused(args, ["--resume"], "--compare always starts from the beginning")
+    refuse_unused(args, ["--digest"], "--compare compares every tensor and prints no digest")
     config.require_drawn("--compare")
     config = attrs.evolve(config, checkpoint=Checkpointing())
     if args.compare == "all" and config.parallel.mode == "one launch":
         raise UnusableError(
-            f"{args.config}: [parallel] mode: --compare all looks at every action of a step, which "
-            "one launch does not show; give --compare ends, or another mode"
+            f"{args.config}: [parallel] mode: --compare all needs every action of a step, which "
+            "mode one launch does not show; give --compare ends, or set another mode"
         )
     side = _every_action if args.compare == "all" else _ends
     return carry_out(
@@ -76,7 +78,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare every value of every step."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:
-        progress.note(f"{what}, guarded and native")
+        progress.note(f"{what}, training guarded and natively")
     job = run.data.job
     mode = mode_on(config.run.device, config.parallel.mode)
     result = compare_pipelines(
@@ -95,7 +97,7 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     }
     ranks = all_gather(member, own)
     totals = totals_of_ranks([rank["totals"] for rank in ranks])
-    # One stage alone has a loss, and neither outputs nor gradients that another stage takes.
+    # A single stage has a loss, but no outputs or input gradients that another stage takes.
     absent = ("outputs", "input gradients") if job.num_stages == 1 else ()
     same = all(bad == 0 and (n or name in absent) for name, (n, bad) in totals.items())
 
@@ -106,8 +108,8 @@ def _every_action(run: JoinedRun, progress: Progress) -> Outcome:
     losses, native_losses = of("losses"), of("native_losses")
     lines = [
         f"{what}, {counted(config.run.steps, 'step')}, "
-        f"{'eager' if mode == 'eager' else 'captured'}, and "
-        "torch's own pipeline over native full backwards:",
+        f"{'eager' if mode == 'eager' else 'captured'}, compared with torch's own pipeline over "
+        "native full backwards:",
         *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
         loss_line(losses),
         *nonfinite_lines(0, losses),
@@ -129,7 +131,7 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
     """Compare the losses of all steps, and every tensor after the last one."""
     config, member, what = run.config, run.member, run.what
     if member.rank == 0:
-        progress.note(f"{what}, native first, then guarded")
+        progress.note(f"{what}, training natively first, then guarded")
     began = time.perf_counter()
     oracle = train_natively(member, run.data.job, config.run.steps, backend_of(config), None)
     member.synchronize()
@@ -166,8 +168,8 @@ def _ends(run: JoinedRun, progress: Progress) -> Outcome:
         "first": named[:8],
     }
     lines = [
-        f"{what}, {counted(config.run.steps, 'step')}, and torch's own pipeline over native full "
-        "backwards:",
+        f"{what}, {counted(config.run.steps, 'step')}, compared with torch's own pipeline over "
+        "native full backwards:",
         f"  losses of {len(apart)} of {len(losses)} steps differ",
         f"  {len(named)} of {data['compared']} tensors differ at the end",
         f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",

@@ -1,10 +1,10 @@
 """
-One order under one discipline of capture memory, in a process of its own.
+Run one order under one discipline of capture memory, in its own process.
 
 `private` is the runtime itself: one pool per slot, guarded. `shared` gives all slots one pool: the
-guarded run goes up to the kernel's refusal, then the same graphs are replayed from the start
-without guards. `private-unguarded` does the same with private pools, which shows that the pool, and
-not the missing guards, causes what `shared` corrupts.
+guarded run stops at the contract's refusal, then the same graphs are replayed from the start
+without guards. `private-unguarded` does the same with private pools, which shows that the shared
+pool, not the missing guards, causes the corruption under `shared`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FiniteRecording(Recording):
     A recording that also counts values that are not finite.
 
     Args:
-        nonfinite: Number of such values in the watched categories.
+        nonfinite: Number of values in the watched categories that are not finite.
     """
 
     nonfinite: int = 0
@@ -80,7 +80,9 @@ class FiniteRecording(Recording):
 
 
 def first_refusal(loop: StepLoop) -> dict[str, Any] | None:
-    """Run an epoch without its last action; return the first refusal, or None."""
+    """
+    Run an epoch without its last action; return the first refusal, or None if nothing is refused.
+    """
     loop.begin()
     for position, step in enumerate(loop.runtime.order.steps[:-1]):
         try:
@@ -94,7 +96,7 @@ def run_trial(
     case: Mapping[str, Any], discipline: str, backend: str, device: str
 ) -> dict[str, Any]:
     """
-    Run one order under one discipline, or natively, as a fresh process does.
+    Run one order under one discipline, or natively; call it in a fresh process.
 
     Returns:
         `recording` (None if the run failed), `nonfinite`, `refused`, `slots` and
@@ -133,7 +135,9 @@ def _run(
     if discipline in NATIVE:
         rule = case.native_rule(backend)
         if rule is None:
-            raise ValueError(f"{case.name}: the library has no native sum of this order")
+            raise ValueError(
+                f"{case.name}: the library cannot sum gradients natively in this order"
+            )
         run_native(case, rule, backend, device, recording)
         return
     stages = fresh_stages(case, backend, fuse=fuse_for(case.rule), device=device)

@@ -1,5 +1,6 @@
 """
-The cases of a comparison: dimensions, order, amax history and destination, covered pairwise.
+The cases of a comparison; every pair of values of dimensions, order, amax history and destination
+occurs.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class Case:
 
     Args:
         name: Its name in reports.
-        schedule: A schedule class of torch, whose row of one rank runs; `random`; or `given`.
+        schedule: A schedule class of torch, of which one rank's row is run; `random`; or `given`.
         rank: The rank, or the seed of a random order.
         history: Entries of each amax history.
         rule: Where dW writes.
         dtype: Type of the destinations.
-        fused_qkv: One parameter for query, key and value, or three.
+        fused_qkv: Whether query, key and value are one parameter, or three.
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
         heads: Attention heads.
@@ -43,7 +44,7 @@ class Case:
         steps: Optimizer steps.
         scaling: The FP8 recipe.
         num_layers: Layers in each stage.
-        cells: The order itself where the schedule is `given`, as in `0F0 0I0 0W0`.
+        cells: The order itself if the schedule is `given`, such as `0F0 0I0 0W0`.
         pp: Ranks of the schedule's table.
         vpp: Stages per rank.
         microbatches: Microbatches per step.
@@ -100,7 +101,7 @@ class Case:
 
     def native_rule(self, backend: str) -> NativeRule | None:
         """
-        How native accumulates the same sum; None if its library cannot, and split eager is the
+        How native accumulates the same sum; None if the library cannot, so that split eager is the
         reference.
         """
         rule = rule_for(self.order(), self.rule, self.torch_dtype)
@@ -120,7 +121,9 @@ class Case:
 
 
 def random_order(seed: int, *, num_stages: int = 2, num_microbatches: int = 4) -> Order:
-    """A legal order with arbitrary delays: only F before dI before dW of a tape is fixed."""
+    """
+    A legal order with random delays, in which each tape's F precedes its dI, and its dI its dW.
+    """
     rng = random.Random(seed)
     after = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}
     ready = [

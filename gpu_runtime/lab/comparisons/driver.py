@@ -1,5 +1,5 @@
 """
-The step loop of comparisons: its outputs, gradients and state recorded under native's labels.
+The step loop of comparisons, which records outputs, gradients and state under native's labels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecordedLoop(StepLoop):
     The step loop with or without guards, recorded.
 
     Args:
-        recording: Where to record, or None.
+        recording: Where to record; None to record nothing.
     """
 
     recording: Recording | None = None
@@ -58,10 +58,11 @@ class RecordedLoop(StepLoop):
 @attrs.define(eq=False)
 class GuardedRun(RecordedLoop):
     """
-    Guarded training, recorded with all that the contract and the memory hold.
+    Guarded training, recorded together with the state of the contract and the memory.
 
     Attributes:
-        upkeep: Counts of what must not move, stay or grow between steps.
+        upkeep: Counts that must be zero: memory that moved, work that remained, resources that grew
+            between steps.
         released: The reference of each slot's last tenant, by stage and slot.
     """
 
@@ -74,7 +75,7 @@ class GuardedRun(RecordedLoop):
         self.upkeep = Upkeep(self.runtime)
 
     def begin(self) -> None:
-        """Forget the tapes of the last epoch, or of an attempt at this one."""
+        """Forget the tapes of the last epoch, or of a failed attempt at this epoch."""
         super().begin()
         self._added = dict.fromkeys(self.runtime.stages, 0)
 
@@ -110,7 +111,7 @@ class GuardedRun(RecordedLoop):
             r.add_state(f"step {key.epoch} {step}", live_state(self.runtime.domain))
 
     def after_wgrad(self, key: TapeKey, ref: TapeRef) -> None:
-        """Record what dW wrote."""
+        """Record the gradients that dW wrote."""
         memory = self.runtime.memories[key.stage]
         self.released[key.stage, ref.slot] = ref
         added = self._added[key.stage] = self._added[key.stage] + 1

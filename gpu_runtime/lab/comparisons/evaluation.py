@@ -1,5 +1,5 @@
 """
-The loss of native training on held-out text, over the windows of the guarded side.
+The loss of native training on held-out text, over the same windows as the guarded side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def evaluate_native(
     member: Member, pipeline: NativePipeline, job: LanguageJob, held_out: Loader, windows: int
 ) -> float:
     """
-    The loss of native training on held-out text, with its current scales, as `evaluate` gives it.
+    The loss of native training on held-out text with current scales, computed as in `evaluate`.
 
     Args:
         member: This process.

@@ -1,10 +1,10 @@
 """
-The fault table, injected into a runtime whose graphs are live, and physical actions that fail.
+Inject the fault table, and failures of physical actions, into a runtime whose graphs are live.
 
-Six of the table's seven violations are refused and change nothing, so they are injected into an
-epoch that continues and is compared like any other. The seventh starts a write after a write that
-failed. Like an F or a dI that fails half way, it spoils its epoch, which is rebuilt from the last
-commit and run again.
+Six of the table's seven violations are refused and change nothing, so the epoch into which they are
+injected continues and is compared like any other. The seventh starts a write after a failed write.
+Like an F or a dI that fails half way, it spoils its epoch, which is rebuilt from the last commit
+and run again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LocalReduction:
     A reduction over one rank: it changes no gradient and can be interrupted once.
 
     Args:
-        during: Called while the next reduction is in flight.
+        during: Function to call while the next reduction is in flight.
     """
 
     during: Callable[[], None] | None = None
@@ -71,7 +71,7 @@ class LocalReduction:
 
 def kernel_state(runtime: Runtime) -> dict[str, object]:
     """
-    The kernel's state and the number of replays; handoffs are left out, as refused calls make them.
+    The contract's state and the number of replays, without handoffs, which refused calls make too.
     """
     found: dict[str, object] = dict(runtime.contract.snapshot())
     for name in _HANDOFFS:
@@ -114,12 +114,12 @@ def inject_faults(run: GuardedRun, number: int) -> list[dict[str, str]]:
     """
     Inject the faults of a step.
 
-    Afterwards the epoch is either committed, or rebuilt and to be run from its start. An attempt
-    that was given up is not recorded.
+    Afterwards the epoch is either committed, or rebuilt and must run again from its start. An
+    abandoned attempt is not recorded.
 
     Returns:
-        The injected faults: the row's name or the failed action, the clause, the transition and the
-        step.
+        For each injected fault, the row's name or the failed action, the clause, the transition and
+        the step.
 
     Raises:
         AssertionError: A fault was accepted, refused by another clause, or changed something.
@@ -142,7 +142,7 @@ def inject_faults(run: GuardedRun, number: int) -> list[dict[str, str]]:
 
 
 def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]) -> dict[str, str]:
-    """One row of the table, refused by exactly its clause in exactly its transition."""
+    """Inject one row of the table; exactly its clause must refuse it, in exactly its transition."""
     row = ROWS[name]
     found = require_refusal(run.runtime, row["clause"], row["transition"], action)
     return {"fault": name, **found, "where": str(where)}
@@ -163,7 +163,9 @@ def _refusals(run: GuardedRun) -> list[dict[str, str]]:
     found.append(_row(run, "missing-wgrad", missing, lambda: _finalize(runtime, missing.stage)))
     run.advance(missing)
     if not isinstance(runtime.reducer, LocalReduction):
-        raise AssertionError("the runtime has no reduction that can be interrupted")
+        raise AssertionError(
+            "expected a reduction that can be interrupted, found none in this runtime"
+        )
 
     def save() -> None:
         runtime.drain()
@@ -180,7 +182,9 @@ def _refusals(run: GuardedRun) -> list[dict[str, str]]:
 
 
 def _about_a_tape(run: GuardedRun, step: ComputeAction) -> list[dict[str, str]]:
-    """After a dI: its repetition, its slot's last tenant's reference, and a checkpoint."""
+    """
+    After a dI, inject a second dI, the reference of its slot's previous tape, and a checkpoint.
+    """
     runtime, actions = run.runtime, run.runtime.actions
     key = runtime.key(step.stage, step.microbatch)
     ref = run.ref(key)
@@ -234,7 +238,7 @@ def _failing(run: GuardedRun, kind: Kind) -> Any:
 
 
 def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
-    """Let an epoch's second F or dI, or its last dW, run and then fail."""
+    """Run an epoch's second F or dI, or its last dW, and then let it fail."""
     steps = run.runtime.order.steps
     own = [step for step in steps if step.kind is kind]
     if len(own) < 2:

@@ -1,9 +1,9 @@
 """
-Gradients of the peers: saved by one mode, compared by the modes that follow.
+Gradients of the peers, which one mode saves and later modes compare.
 
-No side moves a weight: the learning rate is zero, so that the scales repeat from step to step, and
-gradients of a later step can be compared whatever a mode did to capture. The update still runs as
-the last part of every step. A mode that never refreshes its weight cache is not noticed.
+The learning rate is zero, so no weight changes, and scales repeat from step to step. Gradients of a
+later step can thus be compared even if modes capture differently. The update still runs as the last
+part of every step. The comparison does not notice a mode that never refreshes its weight cache.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ def distance_sums(
     own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
 ) -> dict[str, dict[str, float]]:
     """
-    Of each tensor, the sums that `statistics.peers.combined` adds up.
+    For each tensor, the sums that `statistics.peers.combine_distances` adds up.
 
     Raises:
         ValueError: The names or the shapes differ.
     """
     if odd := sorted(own.keys() ^ theirs.keys()):
-        raise ValueError(f"gradients disagree on {len(odd)} names, first {odd[0]}")
+        raise ValueError(
+            f"expected the same gradients on both sides, found {len(odd)} on one side only, such "
+            f"as {odd[0]}"
+        )
     found = {}
     for name, a in own.items():
         b = theirs[name].to(a.device)
@@ -49,14 +52,14 @@ def distance_sums(
 
 
 def gradients_path(folder: Path, cell: str, side: str, rank: int) -> Path:
-    """The file of a rank's gradients of a side."""
+    """The file with the gradients of one side on one rank."""
     return folder / f"{cell}.{side.replace(' ', '-')}.{rank}.pt"
 
 
 def save_gradients(
     folder: Path, cell: str, side: str, rank: int, own: Mapping[str, Tensor]
 ) -> None:
-    """Write a rank's gradients, by the model's names, whole or not at all."""
+    """Write a rank's gradients by the model's names; the file appears only once it is whole."""
     path = gradients_path(folder, cell, side, rank)
     part = path.with_suffix(".part")
     torch.save({name: tensor.detach().cpu() for name, tensor in own.items()}, part)

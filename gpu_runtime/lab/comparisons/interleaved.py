@@ -1,14 +1,14 @@
 """
-Interleaved stages under Transformer Engine's own graphs, against native eager, bit by bit.
+Compare interleaved stages under Transformer Engine's own graphs with native eager, bit by bit.
 
-Two open reports, NVIDIA/Megatron-LM#5966 and NVIDIA-NeMo/Megatron-Bridge#2096, have this shape: a
-rank of several chunks under `make_graphed_callables`, whose loss turns into NaN, without a
+Two open reports, NVIDIA/Megatron-LM#5966 and NVIDIA-NeMo/Megatron-Bridge#2096, describe this case:
+a rank with several chunks under `make_graphed_callables`, whose loss turns into NaN, without a
 published cause. A side here is one way to use those graphs for a rank's row of Interleaved 1F1B.
 The library relies on three conditions and checks none of them. Graphs are replayed in the order of
-their capture. With reused buffers, a chunk's messages end before the next chunk's backward ends,
-and no one keeps a gradient that a replay returned; autograd keeps it, because it stores the first
-gradient in `.grad` as it is and adds the others to it. Each wrong side breaks one condition. Every
-side runs in a process of its own, because the FP8 state is per process.
+their capture. With reused buffers, a chunk's messages end before the next chunk's backward ends.
+With reused buffers, nobody keeps a gradient that a replay returned; but autograd does, because it
+stores the first gradient in `.grad` without a copy and adds the others to it. Each wrong side
+breaks one condition. Every side runs in its own process, because the FP8 state is per process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["GRAPH_USES", "GraphUse", "differences", "record_side"]
 
 CONFIG = LayerConfig(256, 512, 2, 128)
 RANK, PP, CHUNKS, MICROBATCHES = 0, 2, 2, 8
-"""Rank 0 of two, two chunks of a layer, eight microbatches."""
+"""Rank 0 of two ranks, with two chunks of one layer each and eight microbatches."""
 
 STEPS = 6
 HISTORY = 16
@@ -45,15 +45,15 @@ class GraphUse:
     One way to run the row.
 
     Args:
-        name: What the report calls it.
-        what: What is done, in a sentence.
+        name: Its name in the report.
+        what: Its description, in a sentence.
         graphs: Whether the library's graphs run it.
         reuse: Whether the library reuses buffers.
-        captured_by: The rank in whose order the graphs are captured; the row's own by default.
+        captured_by: The rank in whose order the graphs are captured; by default the row's own rank.
         taken: Whether each parameter gradient is added to a separate buffer at once, as Megatron
             does, instead of staying in `.grad`.
-        late: How many forwards or backwards later a result is read, as by a message in flight.
-        breaks: The relation that is broken; None for a correct use.
+        late: How many forwards or backwards later a result is read, as a message in flight would.
+        breaks: The relation that this use breaks; None for a correct use.
     """
 
     name: str
@@ -106,12 +106,12 @@ GRAPH_USES = (
         breaks="capture",
     ),
 )
-"""Every way, the reference first."""
+"""Every way to run the row, the reference first."""
 
 
 @attrs.define
 class _Record:
-    """Digests of a run's results, and where the first non-finite value appeared."""
+    """Digests of a run's results, and the name of the first result with a non-finite value."""
 
     digests: dict[str, str] = attrs.field(factory=dict)
     not_finite: str | None = None
@@ -125,7 +125,7 @@ class _Record:
 
 @attrs.define
 class _Late:
-    """Results that a reader takes some actions after they are there."""
+    """Results that are read some actions after they are available."""
 
     record: _Record
     after: int
@@ -216,7 +216,10 @@ def _run(
     given: Mapping[tuple[int, int], Tensor],
     gradients: Mapping[tuple[int, int], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every F and full backward of a step; yields each output and input gradient as it is there."""
+    """
+    Run every F and full backward of a step; yield each output and input gradient once it is
+    available.
+    """
     from ...backends.te import baselines
 
     inputs: dict[tuple[int, int], Tensor] = {}
@@ -239,7 +242,9 @@ def _run(
 
 
 def differences(reference: Mapping[str, str], found: Mapping[str, str]) -> dict[str, Any]:
-    """How many digests differ, of how many, and the first one's name."""
+    """
+    The number of digests that differ, the number compared, and the name of the first that differs.
+    """
     names = [name for name in reference if reference[name] != found.get(name)]
     return {
         "compared": len(reference),

@@ -1,11 +1,11 @@
 """
-``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: the price of the look for
+``python -m qeffect.gpu_runtime.lab.comparisons.look_price FILE.toml``: the cost of the check for
 values that are not finite, as ratios from one run of one process.
 
-Each round takes one step, one look, the sums by which a save compares ranks, the comparison of
-gradients' scales that a run makes after each step, and the look for stages of zero gradients that a
-run without a norm makes in each step. So all see the same machine. The medians of all rounds are
-divided.
+Each round times: a step, the check, the sums by which a save compares ranks, the comparison of
+gradients' scales that a run makes after each step, and the check for stages of zero gradients that
+a run without a norm makes in each step. So all are timed under the same conditions. Ratios are of
+medians over all rounds.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _WARM = 3
 
 def ratios(config: Path, *, device: str | None = None, rounds: int = 21) -> dict[str, float]:
     """
-    Time a run's look beside its steps.
+    Time a run's check for non-finite values beside its steps.
 
     Args:
         config: The training file, of one process.
         device: The device; by default the file's.
-        rounds: How many rounds are timed, after the first three.
+        rounds: Number of timed rounds, after three untimed rounds.
 
     Returns:
-        The look over a step, over the sums of a save, and its share of a step at the file's
-        `look_every`, 0 if the file does not look; the comparison of scales, and the look for zero
-        gradients, over a step.
+        Ratios of the check to a step, to the sums of a save, and to the file's `look_every` steps
+        (0 if the file asks for no check); and of the comparison of scales, and of the check for
+        zero gradients, to a step.
 
     Raises:
         UnusableError: The file cannot be used, or takes more than one process.
@@ -103,7 +103,9 @@ def _time(member: Member, work: Callable[[], object]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the ratios of a file."""
-    parser = argparse.ArgumentParser(description="price of the look for values that are not finite")
+    parser = argparse.ArgumentParser(
+        description="measure the cost of the check for values that are not finite"
+    )
     parser.add_argument("config", type=Path, help="training file of one process")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument("--rounds", type=int, default=21, help="timed rounds (default 21)")

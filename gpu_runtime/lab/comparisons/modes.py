@@ -1,10 +1,10 @@
 """
-The modes of a framework in pairs: which rows are run, and the processes that run them.
+The modes of a framework in pairs: the choice of rows, and the processes that run them.
 
 A row has a value for each factor, such as the schedule or the way in which messages are posted. A
-cover has each pair of values that occurs in a legal row. Each row trains a small model twice, with
-a learning rate above zero: without a guard and under a guard that reports. A reference is the same
-model in the framework's plainest mode. `sides/modes.py` is what a rank runs.
+*cover* is a set of rows with every pair of values that occurs in a legal row. Each row trains a
+small model twice, with a learning rate above zero: without a guard and under a guard that reports.
+A reference is the same model in the framework's plainest mode. Each rank runs `sides/modes.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 """A value for each factor."""
 
 _RANK = "qeffect.gpu_runtime.lab.sides.modes"
-#: How many orders of the rows `cover` tries.
+#: Number of orders of the rows that `cover` tries.
 _ORDERS = 4
 #: Seconds for ranks to import the framework and to meet.
 _IMPORT_S = 240.0
@@ -50,11 +50,11 @@ def cover(
     factors: Mapping[str, Sequence[Any]], legal: Callable[[Row], bool] = lambda row: True
 ) -> list[Row]:
     """
-    Choose rows that have every pair of values which occurs in a legal row.
+    Choose rows that together contain every pair of values that occurs in a legal row.
 
-    The row with the most missing pairs comes next, the first one of equal ones; of several orders
-    of the rows, drawn from fixed seeds, the shortest choice is taken. It is therefore the same in
-    every run.
+    The next row is always the first with the most missing pairs. Several orders of the rows, drawn
+    from fixed seeds, are tried, and the shortest choice is taken. The choice is therefore the same
+    in every run.
     """
     names = tuple(factors)
     every = [dict(zip(names, values, strict=True)) for values in product(*factors.values())]
@@ -79,12 +79,12 @@ class Framework:
 
     Args:
         name: Its name.
-        factors: The values of each factor; the first one is the plainest.
+        factors: The values of each factor, the plainest first.
         legal: Whether the framework offers a combination of values.
-        numbers: Factors that change numbers by themselves: rows are compared with a reference that
-            has the same values of these.
-        beyond: Rows beyond the cover, each by what differs from the plainest: what the framework
-            refuses by itself, and what is known to need more than two values.
+        numbers: Factors that change numbers by themselves; a row's reference has the same values of
+            these factors.
+        beyond: Further rows, each given by its differences from the plainest row: rows that the
+            framework itself refuses, and rows known to need more than two values.
     """
 
     name: str
@@ -187,7 +187,7 @@ _MEGATRON_GPU = Framework(
 )
 
 
-#: Schedules that split backwards, as no compiled layer lets them.
+#: Schedules that split backwards, which compiled layers do not allow.
 _SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _TORCHTITAN = Framework(
     "torchtitan",
@@ -222,7 +222,9 @@ FRAMEWORKS: Mapping[str, Callable[[Mapping[str, str], str], Framework]] = {
     "megatron": _megatron,
     "torchtitan": _torchtitan,
 }
-"""By name: makes the framework's modes from the installed versions and the device."""
+"""
+By framework name, a function that returns its modes from the installed versions and the device.
+"""
 
 
 def rows_of(framework: Framework) -> list[dict[str, Any]]:
@@ -247,10 +249,10 @@ class Place:
     Where ranks run.
 
     Args:
-        python: The interpreter whose packages they import.
-        packages: A folder of packages that they find before others; None without one.
+        python: The Python interpreter that runs the ranks.
+        packages: A folder of packages that the ranks import before others; None for no folder.
         device: ``cpu`` or ``cuda``.
-        limit_s: No row takes longer, in seconds; the first of a process has a minute more.
+        limit_s: Time limit per row in seconds; the first row of a process has 60 s more.
     """
 
     python: str = sys.executable
@@ -279,10 +281,10 @@ class Place:
 
     def versions(self, framework: str) -> dict[str, str]:
         """
-        The versions of the packages that ranks would import.
+        The versions of the packages that the ranks import.
 
         Raises:
-            UnusableError: The framework cannot be imported there.
+            UnusableError: That interpreter cannot import the framework.
         """
         command = [self.python, "-m", _RANK, "versions", framework, self.device]
         done = subprocess.run(
@@ -290,7 +292,7 @@ class Place:
         )
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UnusableError(f"{framework} cannot be imported by {self.python}: {said}")
+            raise UnusableError(f"{self.python} cannot import {framework}: {said}")
         found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
         return found
 
@@ -302,10 +304,9 @@ def run_rows(
     note: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """
-    Run rows, those of one number of ranks together; return what the ranks said of each.
+    Run rows, grouped by number of ranks; return the ranks' results of each.
 
-    The ranks of a number end at a row that fails or does not end in time; fresh ranks run the next
-    rows.
+    If a row fails or does not end in time, its ranks end, and fresh ranks run the next rows.
     """
     said: dict[int, dict[str, Any]] = {}
     worlds: dict[int, list[int]] = {}
@@ -327,7 +328,7 @@ def _ranks(row: Row) -> int:
 
 
 def _launch(place: Place, framework: str, rows: Sequence[Row], world: int) -> list[dict[str, Any]]:
-    """Run rows in fresh ranks; return what was said of the first ones, at least of one."""
+    """Run rows in fresh ranks; return the results of the first rows, at least of one."""
     with tempfile.TemporaryDirectory(prefix="qeffect-modes-") as name, socket.socket() as free:
         folder = Path(name)
         free.bind(("127.0.0.1", 0))
@@ -388,7 +389,7 @@ def _await(
 
 
 def _merged(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all ranks say of a row, as one."""
+    """Merge all ranks' results of a row."""
     said = list(each)
     if failed := [one for one in said if "failed" in one]:
         first = min(failed, key=lambda one: one["at"])
@@ -411,7 +412,7 @@ def _merged(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _digest(parts: Iterable[Mapping[str, str]]) -> str:
-    """One digest of the digests of all tensors, whichever rank has them."""
+    """One digest of the digests of all tensors, regardless of which rank has them."""
     from hashlib import sha256
 
     named = {name: value for part in parts for name, value in part.items()}

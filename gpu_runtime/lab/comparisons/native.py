@@ -1,9 +1,9 @@
 """
-The oracle: a backend's own full backward, run in the same order of F and dI as the candidate.
+The reference: a backend's own full backward, run in the same order of F and dI as the candidate.
 
-It uses what every user of the library uses (autograd's full backward, `.grad` or fused `main_grad`,
-the first microbatch refreshing the weight cache). It has no slots, tapes or guards, and skips dW,
-because a full backward includes it.
+It works as for every user of the library: autograd's full backward, `.grad` or fused `main_grad`,
+and a weight cache that the first microbatch refreshes. It has no slots, tapes or guards, and skips
+dW, because a full backward includes dW.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def rule_for(
     """
     The native accumulation that forms the same sum as a destination rule.
 
-    `.grad` for `copied` and bf16 `per_microbatch`, whose finalize sums rounded gradients in dI
-    order. For `accumulate`, fused `main_grad` where every stage's dW follows its dI and starts with
-    the microbatch whose F came first (the library overwrites on that one). Otherwise the full
+    `.grad` for `copied` and for bf16 `per_microbatch`, whose finalize sums rounded gradients in dI
+    order. Fused `main_grad` for `accumulate`, if every stage's dW follow in the order of its dI and
+    start with the microbatch whose F came first (where the library overwrites). Otherwise, the full
     backward's own unrounded gradients, summed in the order of dI (fp32 `per_microbatch`) or of dW
-    (`accumulate`); only a backend that can produce them allows that.
+    (`accumulate`); only some backends can produce these.
     """
     if destination_rule == "per_microbatch" and dtype == torch.float32:
         return "dgrad_order"
@@ -65,7 +65,7 @@ class NativeRun:
         rule: How matrix gradients accumulate over microbatches.
         dtype: Type of `main_grad` buffers.
         optimizer: The optimizer, made over the same stages.
-        recording: Where to record, or None.
+        recording: Where to record; None to record nothing.
     """
 
     stages: Sequence[StageBackend]
@@ -210,7 +210,7 @@ def empty_sums(stage: StageBackend, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def native_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    The gradients that full backwards left: of matrices in the sums, if there are any.
+    The gradients after full backwards; those of matrices come from the sums, if there are sums.
 
     Raises:
         BackendError: A parameter has no gradient.
@@ -220,7 +220,10 @@ def native_gradients(stage: StageBackend, sums: Mapping[str, Tensor]) -> dict[st
     if sums:
         found.update(by_matrix(stage.units, sums))
     if missing := sorted(named.keys() - found.keys()):
-        raise BackendError(f"native backward left {missing[0]} without a gradient")
+        raise BackendError(
+            "expected a gradient of every parameter after native backward, found none of "
+            f"{missing[0]}"
+        )
     return {name: found[name] for name in named}
 
 
@@ -239,7 +242,7 @@ def _keep(into: dict[str, Tensor], name: str, gradient: Tensor | None) -> None:
 
 
 def record_outputs(recording: Recording, where: str, outputs: Sequence[Tensor]) -> None:
-    """Record the outputs of an F, and the scalar loss of each: half its mean square."""
+    """Record the outputs of an F, and for each output its scalar loss: half its mean square."""
     recording.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
     losses = [y.detach().float().square().mean() / 2 for y in outputs]
     recording.add_all("loss", where, {str(n): loss for n, loss in enumerate(losses)})

@@ -57,7 +57,7 @@ CATEGORIES = (
 
 
 def totals_of_ranks(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    """The totals of all ranks together, every category named."""
+    """The totals over all ranks, with an entry for every category."""
     return {
         name: (
             sum(r.get(name, (0, 0))[0] for r in ranks),
@@ -73,7 +73,7 @@ class PipelineComparison:
     One rank's comparison.
 
     Args:
-        comparison: By category.
+        comparison: The comparison, by category.
         losses: The guarded losses of this rank, by step and microbatch.
         native_losses: torch's.
         slots: Slots of each stage of this rank.
@@ -96,12 +96,15 @@ class PipelineComparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs, losses included."""
+        """Whether all values are equal, including losses."""
         return not self.comparison.mismatched and self.losses == self.native_losses
 
 
 class RecordingPipeline(Pipeline):
-    """A pipeline that records what flows; `recording` is set before its first step."""
+    """
+    A pipeline that records its outputs, gradients and state; `recording` is set before its first
+    step.
+    """
 
     recording: Recording | None = None
 
@@ -138,7 +141,7 @@ class RecordingPipeline(Pipeline):
         return gradients
 
     def finalize(self) -> Gradients:
-        """Gradients, recorded before the update."""
+        """Finalize, and record gradients before the update."""
         gradients = super().finalize()
         self.runtime.handoff.synchronize()
         stages = list(self.runtime.stages.values())
@@ -185,9 +188,9 @@ def native_pipeline(
         member: This process.
         job: What to train.
         backend: `reference` or `transformer-engine`.
-        recording: Where to record, or None.
-        batch: The data; None takes the job's.
-        optimizer: Makes the optimizer; None takes the job's.
+        recording: Where to record; None to record nothing.
+        batch: The data; None for the job's.
+        optimizer: Makes the optimizer; None for the job's.
         look: Called with the gradients of every step, before its update.
     """
     replica, place = divmod(member.rank, job.pp)
@@ -280,7 +283,9 @@ def compare_pipelines(
 
 
 def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor | None] | None:
-    """What native training does with all gradients: sum over replicas, tie, and clip."""
+    """
+    Return what native training does to all gradients: sum over replicas, add tied copies, and clip.
+    """
     sums = [_sum_over(member, job, place)] if job.dp > 1 else []
     sums += [_sum_of_copies(member, job, tie) for tie in job.ties]
     limit = job.clipping.max_norm
@@ -304,7 +309,7 @@ def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor
 
 
 def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
-    """The sum over replicas, tensor by tensor, after all actions."""
+    """Return a function that sums gradients over replicas, tensor by tensor, after all actions."""
     group = _replicas_of(member, job, place)
 
     def reduce(gradients: Gradients) -> None:
@@ -316,7 +321,9 @@ def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], Non
 
 
 def _amax_over(member: Member, job: Job, place: int) -> Callable[[Mapping[str, Tensor]], None]:
-    """The largest amax and the smallest scale of the replicas, one tensor after another."""
+    """
+    Return a function that takes the replicas' largest amax and smallest scale, tensor by tensor.
+    """
     group = _replicas_of(member, job, place)
 
     def share(state: Mapping[str, Tensor]) -> None:
@@ -336,7 +343,9 @@ def _replicas_of(member: Member, job: Job, place: int) -> Any:
 
 
 def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], None]:
-    """The sum of a tied weight's two gradients, the first copy's and then the second's."""
+    """
+    Return a function that adds a tied weight's two gradients, the first copy's before the second's.
+    """
     home = job.table().stage_to_rank
     places = [home[stage] for stage, _ in tie.copies]
     own = None
@@ -363,7 +372,7 @@ def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], 
 
 
 def live_tensors(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor that a step moves: parameters, numerical state, AdamW; live, not copied."""
+    """Every tensor that a step changes: parameters, numerical state, AdamW's state; not copied."""
     named: dict[str, Tensor] = {
         f"{index}.{name}": parameter.detach()
         for index, stage in stages.items()
@@ -375,6 +384,6 @@ def live_tensors(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> di
 
 
 def tensor_digests(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
-    """Digests of every tensor that a step moves."""
+    """Digests of every tensor that a step changes."""
     held = live_tensors(stages, optimizer)
     return {name: digests([tensor.cpu()])[0] for name, tensor in held.items()}

@@ -1,9 +1,9 @@
 """
 Recorded runs compared as raw bits, category by category, never with a tolerance.
 
-A run writes what it produced into a `Recording`: each tensor under a category and a label that says
-where in the run it came from. Two recordings must hold the same labels with the same bits; a label
-that only one side has is a mismatch too, so that a comparison of nothing cannot pass.
+A run writes its results into a `Recording`: each tensor under a category and a label, which tells
+the place in the run. Two recordings must have the same labels with the same bits. A label on only
+one side is a mismatch too, so that an empty comparison cannot pass.
 
 A library's own full backward has neither slots nor graphs, so three categories have no counterpart
 there: addresses, retained work and growth. A guarded run records them as counts that must be zero,
@@ -45,7 +45,7 @@ are those of one dI or dW, before any sum.
 REQUIRED: tuple[Requirement, ...] = get_args(Requirement)
 """
 Counts of a guarded run that must be zero: baked addresses that moved, work that is still retained
-or outstanding after a step, and resources that a step left more of than the steps before it.
+or outstanding after a step, and resources that grew in a step.
 """
 
 
@@ -64,11 +64,11 @@ def digest(value: Tensor | int) -> str:
 @attrs.define
 class Recording:
     """
-    What one run produced, as digests of raw bits.
+    The results of one run, as digests of raw bits.
 
     Args:
         what: How the run was made, in words, for reports.
-        values: Digest by label, by category.
+        values: For each category, the digests by label.
         injected: Faults that were injected into the run, each with the clause that refused it.
     """
 
@@ -91,7 +91,9 @@ class Recording:
             raise ValueError(f"unknown category {category!r}; choose from {', '.join(known)}")
         held = self.values.setdefault(category, {})
         if label in held:
-            raise ValueError(f"{category}: label {label!r} was recorded before")
+            raise ValueError(
+                f"{category}: expected a new label, found {label!r}, which was recorded before"
+            )
         held[label] = value
 
     def add_all(self, category: Category, where: str, named: Mapping[str, Tensor]) -> None:
@@ -100,14 +102,14 @@ class Recording:
             self._add_digest(category, f"{where} {name}", value)
 
     def add_state(self, where: str, state: Mapping[str, Tensor]) -> None:
-        """Record numerical state; the end of a name says whether it is a scale or a history."""
+        """Record numerical state; the end of a name tells a scale from a history."""
         for name, value in zip(state, digests(list(state.values())), strict=True):
             kind: Category = "scales" if name.endswith("scale") else "amax histories"
             self._add_digest(kind, f"{where} {name}", value)
 
     @property
     def size(self) -> int:
-        """How many values were recorded."""
+        """Number of recorded values."""
         return sum(len(held) for held in self.values.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -127,9 +129,9 @@ class CategoryResult:
     One category of a comparison.
 
     Args:
-        compared: Labels that either side holds.
-        mismatched: Those whose bits differ, or that one side lacks.
-        first: Some of them, in recorded order.
+        compared: Number of labels that at least one side has.
+        mismatched: Number of labels whose bits differ, or that one side lacks.
+        first: The first mismatched labels, in recorded order.
     """
 
     category: str
@@ -205,8 +207,8 @@ def compare(
         a, b = reference.values.get(category, {}), candidate.values.get(category, {})
         if not a:
             raise ValueError(
-                f"the reference ({reference.what}) has no values of category {category!r}; record "
-                "the category, or leave it out"
+                f"expected values of category {category!r}, found none in the reference "
+                f"({reference.what}); record the category, or leave it out"
             )
         labels = dict.fromkeys((*a, *b))
         bad = [label for label in labels if a.get(label) != b.get(label)]
@@ -215,8 +217,8 @@ def compare(
 
 
 def _required(category: str, held: Mapping[str, str], show: int) -> CategoryResult:
-    """Compare required counts with zero; a run that recorded none has failed."""
+    """Compare required counts with zero; a run without such counts has failed."""
     if not held:
-        return CategoryResult(category, 1, 1, ("nothing was recorded",))
+        return CategoryResult(category, 1, 1, ("no count was recorded",))
     bad = [label for label, value in held.items() if value != digest(0)]
     return CategoryResult(category, len(held), len(bad), tuple(bad[:show]))

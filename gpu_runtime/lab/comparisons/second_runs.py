@@ -1,18 +1,18 @@
 """
-Steps that run twice: flips in one of their runs, and their price.
+Steps that run twice: bit flips in one of the two runs, and the cost of the second run.
 
 *Flips.* Bits of a rank's memory flip in one of the two runs of a step: in outputs of F and dI, in
 outputs of the matrix products inside a stage (qkv, proj, fc1, fc2), in gradient destinations,
-scales, amax histories, weight caches and weights. With guarded steps a bit flips behind a chosen
-action, or behind a product of an eager step. With launches, a kernel of another stream flips a bit
-while a launch runs; scales, histories and weights only in the second one, as a flip before both is
-not seen. A flip may change nothing, if its memory is written again before it is read. So each flip
-has one of three ends. It is *stopped*, or it is *harmless*, if the step ends in the bits of an
-undisturbed run, or it is *applied*, which must never happen.
+scales, amax histories, weight caches and weights. In guarded steps a bit flips after a chosen
+action or, in eager steps, after a matrix product. In launches, a kernel on another stream flips a
+bit while a launch runs; bits of scales, histories and weights flip only in the second run, because
+a flip before both runs is not noticed. A flip may change nothing, if its memory is written again
+before it is read. So each flip ends in one of three ways. It is *stopped*; or it is *harmless*: the
+step ends with the bits of an undisturbed run; or it is *applied*, which must never happen.
 
-*Price.* Steps that never run twice, each N-th that does, and all that do, in turns, in one process.
-Likewise steps with digests of all gradients, and steps after every N-th of which all weights,
-moments and scales are looked at (`training/look.py`).
+*Price.* One process alternates between steps that never run twice, steps of which every N-th runs
+twice, and steps that all run twice. Steps with digests of all gradients are timed likewise, and
+steps after every N-th of which all weights, moments and scales are checked (`training/look.py`).
 """
 
 from __future__ import annotations
@@ -54,26 +54,29 @@ __all__ = [
 ]
 
 KINDS = ("output", "input gradient", "destination", "scale", "amax_history", "cache", "weight")
-"""What flips."""
+"""The tensors in which bits flip."""
 INSIDE = ("product of qkv", "product of proj", "product of fc1", "product of fc2")
-"""What flips inside a stage, in eager steps: the output of a matrix product of a layer's F."""
-#: The module whose output is a product's, by the last part of its name. Transformer Engine computes
-#: fc1 inside `layernorm_mlp`, where no hook sees its output.
+"""
+The tensors inside a stage in which bits flip, in eager steps: outputs of matrix products in a
+layer's F.
+"""
+#: For each module, by the last part of its name, the matrix product that its output is. Transformer
+#: Engine computes fc1 inside `layernorm_mlp`, where no hook sees its output.
 _MODULES = {
     "qkv": INSIDE[0], "layernorm_qkv": INSIDE[0], "proj": INSIDE[1], "fc1": INSIDE[2],
     "fc2": INSIDE[3], "layernorm_mlp": INSIDE[3],
 }  # fmt: skip
 _ACTIONS = {"output": "forward", "input gradient": "dgrad", "destination": "wgrad"}
-#: What both runs would use if it flipped before the first one begins.
+#: Tensors that both runs would use, if a bit flipped before the first run.
 _KEPT = ("scale", "amax_history", "weight")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LIMITS = Limits(start=60.0, message=30.0, commit=30.0, grace=4.0)
-#: Steps before the first flip: the first is guarded, the second captured, two are rehearsed.
+#: Steps before the first flip: the first is guarded, the second captured, and two more run.
 _FIRST = 4
 
 
 def _flip(tensor: Tensor, draw: random.Random) -> None:
-    """Flip one bit of one element, on the current stream, unseen by autograd."""
+    """Flip one bit of one element, on the current stream, hidden from autograd."""
     held = tensor.data.view(_WORDS[tensor.element_size()])
     index = tuple(draw.randrange(n) for n in held.shape)
     bit = draw.randrange(8 * held.element_size() - 1)  # the last bit would overflow a Python int
@@ -117,12 +120,12 @@ def _targets(worker: Worker, kind: str) -> list[Tensor]:
 @attrs.define(eq=False)
 class _InnerFlip:
     """
-    One flip in the output of one matrix product inside a stage, in one run of one eager step.
+    A flip in the output of a matrix product inside a stage, in one run of an eager step.
 
     Args:
         worker: The rank's worker, whose steps are eager.
         kind: One of `INSIDE`.
-        run: The run, 1 or 2.
+        run: The run of the step, 1 or 2.
         draw: Chooses the product and the bit.
     """
 
@@ -135,7 +138,7 @@ class _InnerFlip:
     done: int = 0
 
     def arm(self) -> Callable[[], None]:
-        """Begin to watch the products; return what ends it."""
+        """Begin to watch the products; return a function that ends the watch."""
         double = self.worker.double
         assert double is not None
         modules = [
@@ -173,12 +176,12 @@ class _InnerFlip:
 @attrs.define(eq=False)
 class _Flip:
     """
-    One flip behind one action of one run of one guarded step.
+    A flip after an action, in one run of a guarded step.
 
     Args:
         worker: The rank's worker.
-        kind: What flips.
-        run: The run, 1 or 2.
+        kind: The tensor in which a bit flips.
+        run: The run of the step, 1 or 2.
         draw: Chooses the action, the tensor and the bit.
     """
 
@@ -191,7 +194,7 @@ class _Flip:
     done: int = 0
 
     def arm(self) -> Callable[[], None]:
-        """Begin to watch the executor's actions; return what ends it."""
+        """Begin to watch the executor's actions; return a function that ends the watch."""
         executor: Any = self.worker.runtime.executor
         name = _ACTIONS.get(self.kind, "forward")
         real, double = getattr(executor, name), self.worker.double
@@ -232,7 +235,7 @@ class _Flip:
 
 
 def _undisturbed(member: Member, job: Job, backend: str, mode: Mode, steps: int) -> list[Any]:
-    """The bits of this rank after each step of a run that runs no step twice."""
+    """The bits of this rank after each step of an undisturbed run without second runs."""
     worker = build_worker(member, job, backend, mode=mode, limits=LIMITS)
     found = []
     for _ in range(steps):
@@ -243,7 +246,10 @@ def _undisturbed(member: Member, job: Job, backend: str, mode: Mode, steps: int)
 
 
 def _close(worker: Worker) -> None:
-    """Close a worker, and let nothing hold it: one runtime at a time uses the library's state."""
+    """
+    Close a worker and drop every reference to it, because only one runtime at a time can use the
+    library's state.
+    """
     worker.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler holds the worker
     gc.collect()
@@ -266,19 +272,19 @@ def flips_in_replays(
     kinds: Sequence[str] = KINDS[:-1],
 ) -> list[dict[str, Any]]:
     """
-    Flip a bit in one run of each of some guarded steps; every rank calls it.
+    Flip a bit in one run of some guarded steps, one flip per step; every rank calls it.
 
     Args:
         member: This process.
         job: What is trained.
         backend: Implementation of the layers.
         mode: `eager` or `replays`.
-        count: Number of flips, over the kinds in turn.
-        seed: Of the choices.
-        kinds: Of `KINDS` but for `weight`, or of `INSIDE` for eager steps.
+        count: Number of flips; the kinds take turns.
+        seed: Seed of the random choices.
+        kinds: Some of `KINDS` except `weight`, or of `INSIDE` for eager steps.
 
     Returns:
-        For each flip its kind, run, rank and end, and for a stopped one the cause.
+        For each flip its kind, run, rank and end; for a stopped flip also the cause.
     """
     clean = _undisturbed(member, job, backend, mode, count)
     worker = build_worker(member, job, backend, mode=mode, limits=LIMITS, replay_every=1)
@@ -337,13 +343,14 @@ def flips_in_launches(
         member: This process.
         job: What is trained.
         backend: Implementation of the layers.
-        count: Number of flips; the last one is of a weight.
-        seed: Of the choices.
-        disturb: Runs an action beside the launch that is queued next, after a share of its time; by
-            default a kernel that waits, then the flip, on another stream.
+        count: Number of flips; the last flip is in a weight.
+        seed: Seed of the random choices.
+        disturb: Runs an action during the launch that is queued next, after a share of its time; by
+            default, a kernel that waits and then the flip, on another stream.
 
     Returns:
-        As `flips_in_replays`. The kept weights of a step whose weight changed are not compared.
+        As `flips_in_replays`. After a flip in a weight, the weights kept from that step are not
+        compared.
     """
     plain = build_worker(member, job, backend, mode="replays", limits=LIMITS)
     clean = []
@@ -418,7 +425,7 @@ def flips_in_launches(
 
 
 class _Before:
-    """A graph whose replay does something else first, once."""
+    """A graph whose first replay runs another action before it."""
 
     def __init__(self, graph: Any, act: Callable[[], None]) -> None:
         self.graph, self._act = graph, act
@@ -436,8 +443,8 @@ class _Before:
 
 class _Beside:
     """
-    Queues an action on a stream of its own, which begins with what is queued next on the current
-    one: behind a kernel that waits for a share of a launch's time.
+    Queues an action on a separate stream, after a kernel that waits for a share of a launch's time.
+    The stream starts together with the work that is queued next on the current stream.
     """
 
     def __init__(self, member: Member, launch_ms: float) -> None:
@@ -449,7 +456,7 @@ class _Beside:
             torch.cuda._sleep(tried)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             spent = (time.perf_counter() - began) * 1e3
-        #: Clock cycles in which a launch has done most of its work.
+        #: Clock cycles after which a launch has done most of its work.
         self.cycles = tried / spent * launch_ms * 0.6
 
     def __call__(self, action: Callable[[], None], when: float) -> None:
@@ -460,7 +467,7 @@ class _Beside:
 
 
 def _launch_ms(member: Member, runner: OneLaunch) -> float:
-    """About how long one of the two launches of a step takes."""
+    """Approximate time in milliseconds of one of a step's two launches."""
     many = 5
     member.synchronize()
     began = time.perf_counter()
@@ -482,13 +489,15 @@ def price(
     seconds: float = 40.0,
 ) -> dict[str, Any]:
     """
-    Time steps that never run twice, each N-th that does, and all that do, in turns.
+    Time, in turns, steps that never run twice, steps of which every N-th does, and steps that all
+    do.
 
     Args:
         member: This process.
         job: What is trained.
         backend: Implementation of the layers.
-        every: N; a turn of the first two has so many steps, and exactly one of these runs twice.
+        every: N, the number of steps in a turn of the first two kinds; in the second, exactly one
+            of them runs twice.
         rounds: Most rounds.
         seconds: No further round begins after this time.
 
@@ -526,7 +535,7 @@ def digest_price(
     member: Member, job: Job, backend: str, *, rounds: int = 9, seconds: float = 20.0
 ) -> dict[str, Any]:
     """
-    Time guarded steps without and with digests of all gradients, in turns.
+    Time, in turns, guarded steps without digests and with digests of all gradients.
 
     Args:
         member: This process.
@@ -566,13 +575,14 @@ def look_price(
     seconds: float = 20.0,
 ) -> dict[str, Any]:
     """
-    Time guarded steps without looks at the weights, and with one after every N-th, in turns.
+    Time, in turns, guarded steps without checks of the weights, and with a check after every N-th
+    step.
 
     Args:
         member: This process.
         job: What is trained.
         backend: Implementation of the layers.
-        every: N; a turn has so many steps.
+        every: N, which is also the number of steps in a turn.
         rounds: Most rounds.
         seconds: No further round begins after this time.
 
@@ -613,12 +623,12 @@ def _in_turns(
     seconds: float,
 ) -> dict[str, list[float]]:
     """
-    Time several kinds of steps in turns, in one order and back.
+    Time several kinds of steps in turns, in one order and then in reverse.
 
     Args:
         member: This process.
-        step: Takes a step.
-        turns: By name, what begins a turn and returns its steps.
+        step: Runs a step.
+        turns: By name, a function that begins a turn and returns its number of steps.
         rounds: Most rounds.
         seconds: No further round begins after this time.
 

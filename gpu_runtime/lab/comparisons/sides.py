@@ -2,9 +2,9 @@
 The sides of a comparison; each runs a case from fresh stages and is recorded.
 
 `native` and `native-again` are the library's own full backward; `eager` and `captured` are the
-guarded runtime; `disturbed` is the captured runtime (on a CPU the eager one) with faults injected
-while its graphs are live. An epoch whose faults are refused is recorded as it continues; a spoiled
-epoch is recorded after it was rebuilt and run again.
+guarded runtime; `disturbed` is the captured runtime (on a CPU the eager runtime) with faults
+injected while its graphs are live. If the faults are refused, the epoch continues and is recorded;
+a spoiled epoch is recorded after it was rebuilt and run again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def record(case: Case, side: str, backend: str, device: str = "cuda") -> Recordi
     Run one side of a case.
 
     Returns:
-        The recording; None for a native side whose library cannot form the same sum.
+        The recording; None for a native side if the library cannot form the same sum.
     """
     gc.collect()
     if side not in NATIVE:
@@ -102,7 +102,8 @@ def run_native(
     """Run the library's own full backward for every step of a case."""
     stages = fresh_stages(case, backend, fuse=rule == "main_grad", device=device)
     domain = stages[0].domain
-    # Both sides begin from warm modules in the state of fresh ones: state exists, caches are stale.
+    # Both sides begin from warm modules in the state of fresh modules: state exists, caches are
+    # stale.
     with preserving(domain):
         for stage in stages:
             stage.warm()
@@ -122,7 +123,10 @@ def run_native(
 
 
 def fuse_for(rule: Rule) -> bool | None:
-    """False for copied gradients, which must stay out of `main_grad`; None leaves the choice."""
+    """
+    False for copied gradients, which must stay out of `main_grad`; otherwise None: the backend
+    chooses.
+    """
     return False if rule == "copied" else None
 
 

@@ -1,5 +1,5 @@
 """
-Counts of what a guarded run must not do between steps: move memory, retain work, grow.
+Count what a guarded run must not do between steps: move memory, retain work, grow.
 
 A library's own full backward has no slots, graphs or tapes to compare with, so a comparison
 requires each count to be zero.
@@ -21,7 +21,7 @@ from .recording import Recording
 
 __all__ = ["SETTLED", "Upkeep"]
 
-#: The step after which a run must not grow: optimizer state and workspaces exist by then.
+#: The step after which a run must not grow, because optimizer state and workspaces exist by then.
 SETTLED = 1
 
 
@@ -65,14 +65,16 @@ class Upkeep:
     def record_growth(self, recording: Recording) -> None:
         """Record the growth of each resource since `count`."""
         if self._resources is None:
-            raise ValueError("growth was asked for before anything was counted; call `count` first")
+            raise ValueError(
+                "expected an earlier `count`, found none; call `count` before `record_growth`"
+            )
         for name, count in self._counted().items():
             recording.add("growth", name, max(0, count - self._resources[name]))
 
     def _named(self) -> Iterator[tuple[str, int]]:
         for index, memory in self.runtime.memories.items():
             for name, address in memory.addresses().items():
-                # Whether an eager library keeps its quantized weights in place is its own affair.
+                # An eager library may move its quantized weights.
                 if self.runtime.config.replays_graphs or not name.startswith("cache:"):
                     yield f"stage {index} {name}", address
             if memory.arena.direct:
@@ -86,7 +88,7 @@ class Upkeep:
                     yield f"graph:slot {slot} {kind} {n}", tensor.data_ptr()
 
     def _retained(self) -> dict[str, int]:
-        """Tapes, deferred products, and anything else for which the kernel refuses a checkpoint."""
+        """Tapes, deferred products, and whatever else makes the contract refuse a checkpoint."""
         runtime = self.runtime
         tapes = [slot.tape for memory in runtime.memories.values() for slot in memory.table]
         runtime.drain()
@@ -104,10 +106,11 @@ class Upkeep:
 
     def _counted(self) -> dict[str, int]:
         """
-        Resources of a process: tensors, or on a device the bytes they requested; graphs; slots.
+        Resources of a process: tensors (on a device, the bytes that they requested), graphs and
+        slots.
 
-        Not the allocator's blocks: one that is not worth splitting counts whole, so that the same
-        tensors can take more or less of them from step to step.
+        The allocator's blocks are not counted: a block that is not worth splitting counts whole, so
+        the same tensors may take different amounts in different steps.
         """
         runtime = self.runtime
         while gc.collect():

@@ -1,5 +1,5 @@
 """
-The data of comparisons and measurements: random, and the same in any process.
+The data of comparisons and measurements: random, but the same in every process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ...backends.protocol import StageBackend, TensorSpec
 @attrs.frozen
 class Workload:
     """
-    Random inputs and output gradients that any process can draw again.
+    Random inputs and output gradients that every process can draw again.
 
-    Drawn on the CPU from the seed and the place in the run, so that a comparison across processes
-    and devices sees the same bits.
+    They are drawn on the CPU from the seed and the place in the run, so that all processes and
+    devices get the same bits.
 
     Args:
         seed: Seed of all data.

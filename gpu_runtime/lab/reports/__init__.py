@@ -1,5 +1,5 @@
 """
-The checked-in measurements and their schema; no number is written by hand.
+The checked-in reports of measurements and their schema; no number is written by hand.
 
 `qeffect runtime compare` and each part of `qeffect runtime report` write a report with `--out`. Its
 derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`), and a test
@@ -26,7 +26,7 @@ def schema() -> dict[str, Any]:
 
 
 def paths(folder: Path = FOLDER) -> list[Path]:
-    """Every report of a folder, the schema left out."""
+    """Every report of a folder, without the schema."""
     return sorted(p for p in folder.glob("*.json") if p.name != SCHEMA_PATH.name)
 
 
@@ -49,8 +49,8 @@ def cells(found: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], M
     """
     Derived and raw parts of each cell of some step-table reports, once.
 
-    A cell in several reports is taken from the report with the most columns, so that its ratios are
-    of one run; among equals, from the first.
+    A cell that is in several reports is taken from the report with the most columns, so that its
+    ratios come from one run; if several have as many, from the first.
     """
     widest: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     for report in found:

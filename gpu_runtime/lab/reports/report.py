@@ -1,5 +1,5 @@
 """
-Reports of the laboratory: derived figures by kind, and merging of parts into one report.
+Reports of measurements: derived figures by kind, and merging of parts into one report.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Report(report.Report):
 
 def add_report_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """
-    Declare `--out` and `--commit`, which every command has that writes a report.
+    Declare `--out` and `--commit`, the options of every command that writes a report.
 
     Args:
-        parser: The command's.
+        parser: The command's parser.
         required: Whether `--out` must be given.
     """
     parser.add_argument(
         "--out", type=Path, required=required, metavar="F", help="file of the JSON report"
     )
     parser.add_argument(
-        "--commit", metavar="SHA", help="commit to name in the report, outside a git checkout"
+        "--commit", metavar="SHA", help="commit that the report names, if not run in a git checkout"
     )
 
 
@@ -96,8 +96,8 @@ def read_part(path: Path, kind: str) -> dict[str, Any]:
         LINES[kind]({**part, "derived": DERIVE[kind](part["raw"])})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnusableError(
-            f"--merge {path}: expected complete measurements in raw, found some that cannot be "
-            f"evaluated ({type(error).__name__}: {error}); {again}"
+            f"--merge {path}: expected complete measurements in raw, found incomplete "
+            f"measurements ({type(error).__name__}: {error}); {again}"
         ) from None
     made: dict[str, Any] = part
     return made
@@ -126,6 +126,6 @@ def require_alike(parts: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
         for name in sorted(own.keys() | first.keys()):
             if own.get(name) != first.get(name):
                 raise UnusableError(
-                    f"--merge {path}: {name} is {own.get(name)!r}, in {whence} it is "
-                    f"{first.get(name)!r}; merge parts of one configuration, made in one place"
+                    f"--merge {path}: {name} is {own.get(name)!r}, expected {first.get(name)!r} "
+                    f"as in {whence}; merge only parts with one configuration, commit and machine"
                 )

@@ -19,7 +19,7 @@ Report = Mapping[str, Any]
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """
-    Columns of text, the first to the left and the others to the right.
+    Columns of text, the first aligned left and the others right.
 
     >>> table(("a", "b"), [("x", "10")])
     ['a   b', 'x  10']
@@ -50,17 +50,17 @@ def bench_lines(report: Report) -> list[str]:
         "column",
         "native/this",
         "TE graphs/this",
-        "/floor",
-        "/own kernels",
-        "/whole",
-        "ms",
+        "this/floor",
+        "this/own kernels",
+        "this/one graph",
+        "ms per step",
         "spread",
-        "kernels ms",
+        "kernel ms",
         "host ms",
         "construction s",
-        "even at",
-        "GB above",
-        "copies",
+        "break-even step",
+        "GB above native",
+        "copies per step",
     )
     for cell, raw in zip(report["derived"]["cells"], report["raw"]["cells"], strict=True):
         rows = []
@@ -85,7 +85,7 @@ def bench_lines(report: Report) -> list[str]:
                     "-" if copies is None else number(copies["per_step"], 0),
                 )
             )
-        lines += ["", f"{cell['cell']}   native is {cell['fastest_native']}"]
+        lines += ["", f"{cell['cell']}   fastest native column: {cell['fastest_native']}"]
         lines += table(header, rows)
         lines += [
             f"{name}: FAILED, {column['error']}"
@@ -94,17 +94,19 @@ def bench_lines(report: Report) -> list[str]:
         ]
         if cell["copied_over_per_microbatch"] is not None:
             lines.append(
-                f"copied / per_microbatch  {_median(cell['copied_over_per_microbatch'], 3)}"
+                "step time, copied over per_microbatch: "
+                f"{_median(cell['copied_over_per_microbatch'], 3)}"
             )
         if (guards := cell["guards"]) is not None:
             lines.append(
-                f"guards on / off  {_median(guards['step_on_over_off'], 4)},"
-                f" {_median(guards['host_us_of_a_guard'])} us of host time an action"
+                f"step time, guards on over off: {_median(guards['step_on_over_off'], 4)}; guards "
+                f"take {_median(guards['host_us_of_a_guard'])} us of host time per action"
             )
         for name in ("device_counts", "late_counts"):
             if counts := cell.get(name):
                 title = name.replace("_", " ")
-                lines.append(f"{title} on / off  {_median(counts['step_on_over_off'], 4)}")
+                ratio = _median(counts["step_on_over_off"], 4)
+                lines.append(f"step time, {title} on over off: {ratio}")
         if host := cell.get("host"):
             lines += ["", *table(HOST_HEADER, host_rows(host))]
     return lines + target_lines(report["derived"]["targets"])
@@ -131,14 +133,14 @@ def sweep_lines(report: Report) -> list[str]:
         )
     ]
     header = (
-        "provisioning", "M", "live at once", "stage peaks", "graphs", "arena GB", "construction s",
-        "warm-up s", "capture s", "peak GB", "ms",
+        "provisioning", "microbatches", "peak live tapes", "sum of stage peaks", "graphs",
+        "arena GB", "construction s", "warm-up s", "capture s", "peak GB", "ms per step",
     )  # fmt: skip
     return ["", *table(header, rows), *target_lines(report["derived"]["targets"])]
 
 
 def target_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many goals were met, and each missed goal with its measurement."""
+    """The number of goals met, and each missed goal with its measurement."""
     if not targets:
         return []
     missed = [t for t in targets if not t["met"]]
@@ -154,7 +156,7 @@ def target_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
             )
             for t in missed
         ]
-        lines += table(("missed", "cell", "column", "wanted", "measured"), rows)
+        lines += table(("missed goal", "cell", "column", "wanted", "measured"), rows)
     return lines
 
 
@@ -170,7 +172,10 @@ def stream_lines(report: Report) -> list[str]:
         )
         for handoff, entry in report["derived"]["handoffs"].items()
     ]
-    return ["", *table(("handoff", "processes", "checks", "stale", "by kind"), rows)]
+    return [
+        "",
+        *table(("handoff", "processes", "checks", "stale reads", "stale reads by kind"), rows),
+    ]
 
 
 def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
@@ -196,7 +201,7 @@ def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
         if (over := column["of_an_action_us"]) is not None:
             rows.append(
                 (
-                    f"{name}, an action over its replay (goal {over['goal']:g})",
+                    f"{name}, mean action beyond its replay (goal {over['goal']:g} us)",
                     "",
                     "",
                     f"{over['middle_half']:.2f}",
@@ -205,11 +210,18 @@ def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
                 )
             )
         for part, us in column.get("parts_us", {}).items():
-            rows.append((f"{name}, of which {part}", "", "", "", "", f"{us:.2f}"))
+            rows.append((f"{name}, part of this: {part}", "", "", "", "", f"{us:.2f}"))
     return rows
 
 
-HOST_HEADER = ("host us", "calls", "us", "middle half", "bare us", "over bare")
+HOST_HEADER = (
+    "host time",
+    "calls per step",
+    "us",
+    "middle half us",
+    "bare replay us",
+    "us beyond bare",
+)
 
 
 def table_lines(derived: Raw) -> list[str]:
@@ -233,25 +245,29 @@ def table_lines(derived: Raw) -> list[str]:
         for row in derived["rows"]
     ]
     header = (
-        "cell", "model", "PPxVPP", "schedule", "side", "ms", "native/this", "/kernels", "even at",
-        "GB above", "capture s", "copies", "differ",
+        "cell", "model", "PPxVPP", "schedule", "side", "ms per step", "native/this", "this/kernels",
+        "break-even step", "GB above native", "capture s", "copies per step", "tensors differ",
     )  # fmt: skip
     lines = ["", *table(header, rows)]
     for row in derived["mapping"]:
         theirs = row["paper_efficiency"]
         lines.append(
-            f"mapping, {row['model']}, {row['side']}: {row['pp2_ms']:.2f} to {row['pp4_ms']:.2f} "
-            f"ms, efficiency {row['efficiency']:.3f}" + (f" (paper {theirs})" if theirs else "")
+            f"mapping, {row['model']}, {row['side']}: {row['pp2_ms']:.2f} ms on 2 ranks, "
+            f"{row['pp4_ms']:.2f} ms on 4, efficiency {row['efficiency']:.3f}"
+            + (f" (paper: {theirs})" if theirs else "")
         )
     for row in derived["weak"]:
-        lines.append(f"weak scaling, {row['cell']}, {row['side']}: rate {row['rate']:.3f}")
+        lines.append(
+            f"weak scaling, {row['cell']}, {row['side']}: rate of a rank on 4 ranks over its rate "
+            f"on 2: {row['rate']:.3f}"
+        )
     lines += [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip
     return lines + target_lines(derived["targets"])
 
 
 def model_lines(derived: Raw) -> list[str]:
-    """Every row, then what failed."""
+    """Every row, then the failed sides."""
     rows = [
         (
             row["cell"],
@@ -269,8 +285,8 @@ def model_lines(derived: Raw) -> list[str]:
         for row in derived["rows"]
     ]
     header = (
-        "cell", "schedule", "side", "ms", "TFLOP/s a GPU", "of FP8 peak", "native/this", "idle",
-        "peak GB", "layers a stage", "differ",
+        "cell", "schedule", "side", "ms per step", "TFLOP/s per GPU", "share of FP8 peak",
+        "native/this", "idle", "peak GB", "layers per stage", "tensors differ",
     )  # fmt: skip
     failed = [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip
@@ -282,7 +298,7 @@ def gigabytes(value: float | None) -> str:
 
 
 def peer_lines(derived: Raw) -> list[str]:
-    """Every side, which modes work, and goals."""
+    """Every side, the modes that work, and goals."""
     rows = []
     for row in derived["rows"]:
         if row["error"] is not None:
@@ -304,8 +320,8 @@ def peer_lines(derived: Raw) -> list[str]:
             )
         )
     header = (
-        "cell", "side", "schedule", "ms", "native/this", "best graphs/this", "/kernels",
-        "from native", "gradients",
+        "cell", "side", "schedule", "ms per step", "native/this", "Megatron's best graphs/this",
+        "this/kernels", "distance from native", "gradients",
     )  # fmt: skip
     lines = ["", *table(header, rows)]
     lines += [f"{row['path']}: {row['observed']}" for row in derived["capability"]]
@@ -319,15 +335,15 @@ def curve_lines(derived: Raw) -> list[str]:
         said = "" if run["finite"] else ", NOT FINITE"
         lines.append(
             f"  {run['run']:24} {run['steps']:6} steps, {run['step_ms']:.2f} ms each, loss "
-            f"{_spelled(run['first_ten'])} to {_spelled(run['last_ten'])}, held out "
+            f"{_spelled(run['first_ten'])} to {_spelled(run['last_ten'])}, held-out loss "
             f"{_spelled(run['held_out_loss'])}{said}"
         )
     for row in derived["same_order"]:
         state = {None: "not compared", False: "the same", True: "NOT the same"}
         lines.append(
             f"  {row['run']} and {row['native']}: {row['losses_differ']} of {row['steps']} losses "
-            f"differ, {row['held_out_differ']} of {row['held_out']} held out; tensors at the end: "
-            f"{state[row['state_differs']]}"
+            f"differ, {row['held_out_differ']} of {row['held_out']} held-out losses; tensors at "
+            f"the end: {state[row['state_differs']]}"
         )
     for row in derived["non_inferiority"]:
         lines.append(
@@ -357,14 +373,18 @@ def scale_lines(derived: Raw) -> list[str]:
         for row in derived["compared"]
     ]
     for row in derived["timed"]:
-        over = "" if row["native_over_this"] is None else f", {row['native_over_this']:.1f}x native"
+        over = (
+            ""
+            if row["native_over_this"] is None
+            else f", {row['native_over_this']:.1f}x native's speed"
+        )
         if "final_different" in row:
             over += f", {row['final_different']} of {row['final_values']} tensors differ"
-        bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x of its bound"
+        bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x its bound"
         lines.append(
             f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} "
-            f"ms a step, {row['single_ms']['median']:.2f} ms for a single step, "
-            f"{row['host_ms']['median']:.2f} ms on the host{over}{bound}"
+            f"ms per step, {row['single_ms']['median']:.2f} ms for a single step, "
+            f"{row['host_ms']['median']:.2f} ms of host time{over}{bound}"
         )
     return lines + target_lines(derived["targets"])
 
@@ -389,7 +409,9 @@ def pool_lines(report: Mapping[str, Any]) -> Sequence[str]:
     lines = table(header, rows)
     for entry in report["derived"]["orders"]:
         for name, total in entry["disciplines"].items():
-            lines += [f"{entry['order']}, {name}: first {f}" for f in total["first"][:1]]
+            lines += [
+                f"{entry['order']}, {name}: first difference: {f}" for f in total["first"][:1]
+            ]
     return [*lines, *(f"PROBLEM: {problem}" for problem in report["derived"]["problems"])]
 
 
@@ -409,7 +431,7 @@ def compare_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def probe_lines(derived: Raw) -> list[str]:
-    """What each probe found."""
+    """The result of each probe."""
     return [f"{probe['what']}: {probe['found']}" for probe in derived["probes"]]
 
 
@@ -442,7 +464,7 @@ def kill_lines(report: Report) -> list[str]:
         for row in report["raw"]["kills"]
     ]
     found = report["derived"]
-    lines = table(("killed in", "process", "all ended after, s", "said"), rows)
+    lines = table(("killed during", "process", "s until all ended", "reported cause"), rows)
     differ = (
         f"{found[f'{name}_differ']:,} of {found[name]:,} {what} differ"
         for name, what in (
@@ -451,11 +473,11 @@ def kill_lines(report: Report) -> list[str]:
             ("held_out", "held-out losses"),
         )
     )
-    return [*lines, f"After {found['kills']} kills {', '.join(differ)}"]
+    return [*lines, f"After {found['kills']} kills: {', '.join(differ)}"]
 
 
 def scales_lines(derived: Mapping[str, Any]) -> list[str]:
-    """A row for each run, and how far the two recipes are apart."""
+    """A row for each run, and the difference between the two recipes."""
     rows = [
         (
             run["scales"],
@@ -466,11 +488,11 @@ def scales_lines(derived: Mapping[str, Any]) -> list[str]:
         )
         for run in derived["runs"]
     ]
-    header = ("scales move per", "seed", "steps", f"loss, last {LAST} steps", "held out")
+    header = ("scales move per", "seed", "steps", f"loss, last {LAST} steps", "held-out loss")
     return [
         *table(header, rows),
-        f"epoch less action, mean over {len(derived['differences'])} seeds: loss "
-        f"{_signed(derived['mean_difference'])}, held out "
+        f"per epoch minus per action, mean over {len(derived['differences'])} seeds: loss "
+        f"{_signed(derived['mean_difference'])}, held-out loss "
         f"{_signed(derived['mean_held_out_difference'])}",
     ]
 
@@ -484,7 +506,7 @@ def _signed(value: float | None) -> str:
 
 
 def second_run_lines(report: Report) -> list[str]:
-    """A row for each kind of flip, a row for each price, and what must not have happened."""
+    """A row for each kind of flip, a row for each price, and the number of wrong ends."""
     found = report["derived"]
     names = ("stopped", "harmless")
     rows = [
@@ -508,14 +530,14 @@ def second_run_lines(report: Report) -> list[str]:
     ]
     return [
         *table(("flip", "stopped", "harmless", "other ends"), rows),
-        *table(("mode", "what", "off, ms per step", "on, ms per step", "ratio"), prices),
-        f"Of {found['flips']} flips {found['stopped']} were stopped, {found['harmless']} changed "
+        *table(("mode", "check", "off, ms per step", "on, ms per step", "on over off"), prices),
+        f"Of {found['flips']} flips, {found['stopped']} were stopped, {found['harmless']} changed "
         f"nothing, {found['wrong']} ended wrongly",
     ]
 
 
 def mode_lines(report: Report) -> list[str]:
-    """A row for each row that ran, and how often each end came."""
+    """A line for each row that ran, and the number of rows with each result."""
     derived, asked = report["derived"], report["configuration"]
     rows = [
         (
@@ -528,7 +550,7 @@ def mode_lines(report: Report) -> list[str]:
     ]
     counts = ", ".join(f"{count} {end}" for end, count in derived["ends"].items())
     return [
-        *table(("end", "said", "differs", "mode"), rows),
+        *table(("result", "clauses or error", "what differs", "mode"), rows),
         f"{asked['framework']}: {counts}; {derived['pairs_that_ran']} of {derived['pairs']} pairs "
         "of values ran to the end",
     ]

@@ -1,5 +1,5 @@
 """
-Host time of a guarded action, split into its parts.
+Split the host time of a guarded action into its parts.
 
 The calls that an action makes are timed one part at a time, because reading the clock costs as much
 as a small part and would distort the others. The clock's own cost is measured on an empty call and
@@ -39,20 +39,20 @@ PARTS: Final[Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]]] = {
     "addresses": ((GraphExecutor, ("check_addresses",)),),
     "executor": ((GraphExecutor, ("refresh", "forward", "dgrad", "wgrad")),),
 }
-"""The timed calls of each part. The executor's include the address check and the launch."""
+"""The timed calls of each part. The executor's calls include the address check and the launch."""
 
 _CALIBRATIONS = 2000
 
 
 class _Watch:
     """
-    Reads one part at a time.
+    Reads the clock for one part at a time.
 
     Args:
-        clock: What is read before and after each call.
+        clock: Function that is read before and after each call.
 
     Attributes:
-        reading: Nanoseconds of the timed calls since it was set to zero.
+        reading: Nanoseconds of the timed calls since this counter was set to zero.
         calls: Number of timed calls so far.
     """
 
@@ -72,7 +72,7 @@ class _Watch:
         return round(exact_median(read))
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, adding to `reading`."""
+        """Return the same call, which also adds its time to `reading`."""
         clock, added = self.clock, self._added
 
         def watched(*args: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ class _Watch:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Time the calls of one part, each where its class defines it."""
+        """Time the calls of one part, by replacing each where its class defines it."""
         watched = [(definer(owner, n), n) for owner, names in PARTS[part] for n in names]
         with ExitStack() as restored:
             for owner, name in watched:
@@ -98,7 +98,7 @@ class _Watch:
 
 
 def definer(owner: Any, name: str) -> Any:
-    """Return what defines a name: the module itself, or the class or base class of a method."""
+    """Return the definer of a name: the module itself, or the class or base class of a method."""
     return next(place for place in getattr(owner, "__mro__", (owner,)) if name in vars(place))
 
 
@@ -107,7 +107,7 @@ def _nothing() -> None:
 
 
 class _Split:
-    """Actions whose calls note the time of one of their parts."""
+    """Actions whose calls record the time of one of their parts."""
 
     def __init__(
         self, actions: Any, names: tuple[str, ...], watch: _Watch, ns: Mapping[str, list[int]]
@@ -137,19 +137,19 @@ def part_times(
     clock: Clock = time.perf_counter_ns,
 ) -> dict[str, dict[str, list[int]]]:
     """
-    Split the calls of guarded steps into parts: for each part, some steps in which it is timed.
+    Split the calls of guarded steps into parts; each part is timed in its own steps.
 
     Args:
-        step: Runs one step through the actions that it is given.
+        step: Runs one step through given actions.
         actions: The guarded actions.
         names: Calls to split.
         synchronize: Waits for the device.
-        steps: How many for each part.
+        steps: Number of steps for each part.
         clock: Read around each call of a part.
 
     Returns:
-        Nanoseconds of single calls in the order of the calls, by part and kind of call; a part
-        that a kind never calls is left out.
+        Nanoseconds of single calls in the order of the calls, by part and kind of call; parts that
+        a kind never calls are left out.
     """
     watch = _Watch(clock)
     found: dict[str, dict[str, list[int]]] = {}

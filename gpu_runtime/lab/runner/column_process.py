@@ -1,7 +1,7 @@
 """
-One column in a process of its own.
+Run one column in its own process.
 
-The parent says what to do next and waits, so that only one column uses the device at a time.
+The parent sends the next request and waits, so that only one column uses the device at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .rank_process import forbid_profiler
 from .step_seconds import back_to_back_s, single_step_s
 
 HOST_STEPS = 5
-"""Steps at the end of a round whose enqueueing is timed one by one."""
+"""Number of steps at the end of a round whose enqueueing is timed one by one."""
 
 
 @attrs.define(eq=False)
 class ColumnSession:
     """
-    A column as its process runs it.
+    A column inside its process.
 
     Args:
-        spec: Which column.
-        cell: Over which workload.
-        settings: How.
+        spec: The column.
+        cell: The workload.
+        settings: Rounds, steps and device.
     """
 
     spec: ColumnSpec
@@ -58,7 +58,10 @@ class ColumnSession:
         return self._column
 
     def prepare(self) -> dict[str, Any]:
-        """Load the libraries of every column's first step, so that they count for no column."""
+        """
+        Load the libraries that every column's first step needs, so that their loading counts for no
+        column.
+        """
         started = time.perf_counter()
         if self.on_device:
             import torch
@@ -104,7 +107,9 @@ class ColumnSession:
         }
 
     def turn(self, steps: int, warm_steps: int) -> dict[str, Any]:
-        """Untimed steps, then steps between two synchronizations, then steps timed on the host."""
+        """
+        Run untimed steps, then steps between two synchronizations, then steps timed on the host.
+        """
         column = self._the_column()
         for _ in range(warm_steps):
             column.step()
@@ -117,7 +122,7 @@ class ColumnSession:
         }
 
     def trace(self, steps: int) -> dict[str, Any] | None:
-        """Profile some steps; None without a device."""
+        """Profile some steps; None on a CPU."""
         if not self.on_device:
             return None
         from .profiler import trace_steps
@@ -126,12 +131,14 @@ class ColumnSession:
         return summarize(events, steps)
 
     def host_actions(self, steps: int) -> dict[str, Any]:
-        """Host time of single actions; empty for other sides. No step may follow."""
+        """
+        Host time of single actions; empty for columns without such actions. No step may follow.
+        """
         measure = getattr(self._the_column(), "host_actions", None)
         return {} if measure is None else dict(measure(steps, self._synchronize))
 
     def memory(self, *, peaks: bool = False) -> dict[str, int | None]:
-        """The allocator's figures in bytes; None without a device."""
+        """The allocator's figures in bytes; None on a CPU."""
         if not self.on_device:
             names = ("allocated", "reserved") + (
                 ("allocated_peak", "reserved_peak") if peaks else ()
@@ -173,14 +180,14 @@ class ColumnHandle(Protocol):
 
     def collect(self, timeout_s: float) -> dict[str, Any]:
         """
-        The result of the method that was started.
+        The result of the started method.
 
         Raises:
-            ChildError: It raised, or its process has ended or is out of time.
+            ChildError: The method raised, its process has ended, or the time limit has passed.
         """
 
     def end(self) -> None:
-        """End the column, whatever it is doing."""
+        """End the column, even while it works."""
 
 
 class ColumnProcess:
@@ -188,10 +195,10 @@ class ColumnProcess:
     A session in a fresh process, which dies with this one.
 
     Args:
-        spec: Which column.
-        cell: Over which workload.
-        settings: How.
-        profiles: Whether the process may use the profiler; it then times nothing.
+        spec: The column.
+        cell: The workload.
+        settings: Rounds, steps and device.
+        profiles: Whether the process may use the profiler; such a process times nothing.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """
 The device: its presence, and its name, clocks and memory as nvidia-smi reports them.
 
-Nothing here changes a setting of the device.
+This module changes no setting of the device.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ FIRST_READING_S = 4.0
 
 def require_device(instead: str, *, library: bool = True) -> None:
     """
-    Require what a measurement needs, without creating a device context in this process.
+    Require a CUDA device and the library, without creating a device context in this process.
 
     Args:
-        instead: What works without a device, for the message.
+        instead: What works without a device, as part of the error message.
         library: Whether Transformer Engine is needed too.
 
     Raises:
@@ -43,8 +43,8 @@ def require_device(instead: str, *, library: bool = True) -> None:
 
     if not torch.cuda.device_count():
         raise UnusableError(
-            f"this needs a GPU, and no CUDA device is here; {instead}; `qeffect runtime doctor` "
-            "says what is missing"
+            f"expected a GPU, found no CUDA device; {instead}; `qeffect runtime doctor` lists "
+            "what is missing"
         )
     if library and importlib.util.find_spec("transformer_engine") is None:
         raise UnusableError("Transformer Engine is not installed: pip install 'qeffect[gpu]'")
@@ -55,7 +55,7 @@ class MemoryPoll:
     The peak of device memory that the driver reports, polled every 20 ms.
 
     nvidia-smi does the polling in a process of its own, so neither the interpreter nor the context
-    under test is disturbed. On a machine without it every rise is None.
+    under test is disturbed. On a machine without nvidia-smi, every rise is None.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class MemoryPoll:
                 self.sample(int(line) * 1024 * 1024)
 
     def sample(self, used: int) -> None:
-        """Take in one reading."""
+        """Record one reading."""
         with self._sampled:
             self._samples += 1
             self._latest = used
@@ -99,7 +99,7 @@ class MemoryPoll:
             self._sampled.notify_all()
 
     def mark(self) -> None:
-        """Start from the next reading; give up polling if no reading arrives in time."""
+        """Start from the next reading; stop polling if no reading arrives in time."""
         with self._sampled:
             if self._process is not None and not self._given_up:
                 seen = self._samples
@@ -109,7 +109,7 @@ class MemoryPoll:
             self._first = self._peak = self._latest
 
     def rise(self) -> int | None:
-        """The peak since `mark`, above the marked reading; None without a reading."""
+        """The peak since `mark`, minus the marked reading; None if there was no reading."""
         with self._sampled:
             return None if self._given_up or not self._samples else self._peak - self._first
 

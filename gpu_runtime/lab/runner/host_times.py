@@ -1,11 +1,11 @@
 """
-Host time of each guarded action, and of the bare replay of the same graphs.
+Measure the host time of each guarded action, and of a bare replay of the same graph.
 
-Each call of some steps is timed by itself, with the device drained before the step, so that the
-host never waits for a full queue. Then the calls are split into parts, one part at a time. Last,
-the same graphs are replayed bare, in the same order. The difference is the cost of guards, copies
-and stream crossings. Bare replays move numerical state without the contract, so a column must be
-closed after them.
+In some steps, each call is timed by itself; the device is drained before the step, so that the host
+never waits for a full queue. Then the calls are split into parts, one part at a time. Last, the
+same graphs are replayed bare (without guards and copies), in the same order. The difference is the
+cost of guards, copies and stream crossings. Bare replays change numerical state without the
+contract, so a column must be closed after them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLAYS = ("refresh", "forward", "dgrad", "wgrad")
 """Actions that replay one graph each."""
 
 ASKED = ("bind", "outputs", "finish_outputs", "dgrads", "finish_dgrads")
-"""Calls between them, which replay nothing."""
+"""Calls between these actions, which replay no graph."""
 
 _NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "dgrad", Kind.WGRAD: "wgrad"}
 
@@ -38,15 +38,15 @@ class Times:
     Nanoseconds of single calls, by name, in the order of the calls.
 
     Args:
-        clock: What is read before and after each call.
-        ns: What was read.
+        clock: Function that is read before and after each call.
+        ns: The times, by name.
     """
 
     clock: Clock = time.perf_counter_ns
     ns: dict[str, list[int]] = attrs.field(factory=dict)
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, timed."""
+        """Return the same call, timed."""
         clock, times = self.clock, self.ns.setdefault(name, [])
 
         def wrapped(*args: Any, **options: Any) -> Any:
@@ -63,8 +63,8 @@ class TimedActions:
     Actions with every call timed.
 
     Args:
-        actions: Guarded ones, or the same without guards.
-        times: Where to note it.
+        actions: Guarded actions, or the same actions without guards.
+        times: Where to record the times.
     """
 
     def __init__(self, actions: Any, times: Times) -> None:
@@ -85,17 +85,17 @@ def host_times(
     Time some steps call by call, then the bare replays of the same number of steps.
 
     Args:
-        runtime: The runtime; without captured graphs there is nothing bare to time.
-        step: Runs one step through the actions that it is given.
+        runtime: The runtime; bare replays are timed only if it has captured graphs.
+        step: Runs one step through given actions.
         actions: The actions.
         synchronize: Waits for the device.
-        steps: How many.
+        steps: Number of steps.
         clock: Read around each call.
 
     Returns:
-        `steps`, `actions` (those that replay, in a step), `guarded_ns` and `bare_ns` by name,
-        `copy_ns`, the copies into static buffers alone, and `parts_ns` by part and name, where
-        graphs and guards are both there to be split.
+        `steps`; `actions`, the number of replaying actions per step; `guarded_ns` and `bare_ns` by
+        name; `copy_ns`, for the copies into static buffers alone; and `parts_ns` by part and name,
+        if the runtime has both graphs and guards.
     """
     guarded, bare, copies = Times(clock), Times(clock), Times(clock)
     timed = TimedActions(actions, guarded)
@@ -149,7 +149,7 @@ def replays(
 
 
 def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
-    """What the F and dI of one step copy: static buffers, and values to copy into them."""
+    """The copies of one step's F and dI: static buffers, and the values to copy into them."""
     for memory in runtime.memories.values():
         for slot in memory.table:
             values = tuple(buffer.clone() for buffer in slot.input_views)
@@ -162,7 +162,7 @@ def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def calling(loop: Any, actions: Any) -> Iterator[None]:
-    """Replace the actions that a step loop calls."""
+    """A context in which a step loop calls other actions."""
     own, loop.calls = loop.calls, actions
     try:
         yield

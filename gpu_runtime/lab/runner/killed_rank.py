@@ -1,12 +1,12 @@
 """
-A rank of ``qeffect runtime train`` that is killed at a place, or that kills its launcher there.
+A rank of ``qeffect runtime train`` that kills itself, or its launcher, at a chosen place.
 
 ``python -m qeffect.gpu_runtime.lab.runner.killed_rank runtime train FILE ...`` runs the command as
-``python -m qeffect`` does. The variable QEFFECT_KILL holds a `Kill` as JSON. The rank that dies
-first writes, into a file, where it was: a kill without this file did not happen.
+``python -m qeffect`` does. The variable QEFFECT_KILL holds a `Kill` as JSON. Before the kill, the
+rank writes the place into a file; without this file, no kill happened.
 
-Torch's generators begin with a seed of the start, which only a resume can undo: the state of the
-generators at the end is then that of the undisturbed run only if every checkpoint carried it on.
+Each start gives torch's generators another seed. So the generators end in the state of the
+undisturbed run only if every checkpoint saved their state and every resume restored it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from qeffect.launched import START, trains
 
 __all__ = ["ANY_RANK", "PLACES", "VARIABLE", "Kill", "arm"]
 
-#: The variable with the start's folder and seed, and with its kill.
+#: The environment variable with the start's folder and seed, and with its kill.
 VARIABLE: Final = "QEFFECT_KILL"
 
-#: Where a rank can be killed, and which rank is there; None for any.
+#: Places where a rank can be killed, with the rank that gets there; None for any rank.
 PLACES: Final[dict[str, int | None]] = {
     "start, before the ranks meet": None,
     "start, with the model built": None,
@@ -52,15 +52,14 @@ ANY_RANK: Final = tuple(place for place, rank in PLACES.items() if rank is None)
 @attrs.frozen
 class Kill:
     """
-    Where a process is killed.
+    Which process is killed, and where.
 
     Args:
         place: One of `PLACES`.
-        rank: The rank that is there.
+        rank: The rank at that place.
         folder: Folder in which the dying rank writes ``killed``.
-        launcher: Kill the rank's launcher, and not the rank.
-        steps: Steps that the process takes before it looks for the place; the start and a resume
-            come before any.
+        launcher: Kill the rank's launcher instead of the rank.
+        steps: Number of steps before the kill is due; the start and a resume come before any step.
         part: The share of a step's time after which it is killed, for the place ``step``.
     """
 
@@ -80,7 +79,7 @@ class _Killer:
         self._in_step, self._last_s = False, 0.0
 
     def die(self, *_: Any, **__: Any) -> None:
-        """Kill this process or its launcher, the first time."""
+        """Kill this process or its launcher; later calls do nothing."""
         if self._killed:
             return
         self._killed = True
@@ -99,7 +98,7 @@ class _Killer:
             self.die()
 
     def around_step(self, step: Callable[..., None]) -> Callable[..., None]:
-        """Count a step; if the step is the one, kill in its middle."""
+        """Count a step; if the kill is due in this step, kill in the middle of the step."""
 
         @functools.wraps(step)
         def counted(*args: Any, **named: Any) -> None:
@@ -142,7 +141,7 @@ def _around(
 
 def arm(kill: Kill) -> None:
     """
-    Let this process be killed; call it in the rank, before the training begins.
+    Arrange the kill of this process; call it in the rank before the training begins.
 
     Raises:
         ValueError: The place is unknown.
@@ -196,7 +195,7 @@ def _main() -> int:
 
 
 def _seed(seed: int) -> None:
-    """Seed torch's generators once the rank begins to meet the others."""
+    """Seed torch's generators when the rank begins to connect to the other ranks."""
     import torch
 
     from ...training import command

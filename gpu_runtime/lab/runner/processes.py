@@ -24,8 +24,8 @@ class ChildProcess:
     The function sends answers: `("done", value)`, or `("failed", message)`.
 
     Args:
-        serve: Called in the process with its end of the pipe and the arguments.
-        arguments: What can be pickled.
+        serve: The function; it is called in the process with one end of the pipe and the arguments.
+        arguments: Arguments that can be pickled.
     """
 
     def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
@@ -52,20 +52,20 @@ class ChildProcess:
         Wait for the next answer.
 
         Args:
-            timeout_s: Seconds to wait, after which the process is ended; None waits.
+            timeout_s: Seconds to wait, after which the process is ended; None for no limit.
 
         Raises:
-            ChildError: The function failed, the process ended, or the time is over.
+            ChildError: The function failed, the process ended, or the time limit passed.
         """
         try:
             if not self._pipe.poll(timeout_s):
                 self.end()
-                raise ChildError(f"no answer within {timeout_s:g} s; its process was ended")
+                raise ChildError(f"no answer within {timeout_s:g} s; the process was ended")
             kind, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
             raise ChildError(
-                f"its process ended with exit code {self._process.exitcode}"
+                f"the process ended with exit code {self._process.exitcode}"
             ) from error
         if kind == "failed":
             raise ChildError(value)
@@ -86,7 +86,9 @@ class ChildProcess:
 
 
 def answer(pipe: Connection, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Call a function and send its value, or the first line of its error; ends with the pipe."""
+    """
+    Call a function and send its value, or the first line of its error; end when the pipe closes.
+    """
     said: tuple[str, Any]
     try:
         said = ("done", function(*arguments, **options))

@@ -1,5 +1,5 @@
 """
-Steps under torch's profiler; only processes that time nothing import this module.
+Run steps under torch's profiler; only processes that time nothing import this module.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["trace_steps"]
 
 def trace_steps(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:
     """
-    The events of the Chrome trace of some steps, of the device alone.
+    Return the device's events in a Chrome trace of some steps.
 
-    The profiler's library is released after the trace, since it makes the host look at every node
-    of every graph that is launched later. Some of that cost may stay: time nothing afterwards.
+    The profiler's library is released after the trace, because it makes the host visit every node
+    of every graph that is launched later. Some of that cost may remain, so time nothing afterwards.
 
     Raises:
-        RuntimeError: The profiler saw nothing on the device.
+        RuntimeError: The profiler recorded no event on the device.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -38,5 +38,8 @@ def trace_steps(step: Callable[[], object], synchronize: Callable[[], None], ste
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     if not any(event.get("cat") in DEVICE_CATEGORIES for event in events):
-        raise RuntimeError("the profiler recorded nothing on the device; is another one attached?")
+        raise RuntimeError(
+            "expected events of the device, found none in the profiler's trace; detach any other "
+            "profiler"
+        )
     return events

@@ -1,5 +1,5 @@
 """
-Rows of a report again, in processes of their own: some steps of each side under the profiler.
+Run the rows of a report again in other processes: some steps of each side under the profiler.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from .timing import WARMUP, meet_idle
 __all__ = ["SIDE_ERRORS", "SideRow", "add_profiles", "profile_row", "profile_rows"]
 
 PROFILED = 2
-"""Steps of each side under the profiler."""
+"""Number of steps of each side under the profiler."""
 TRACED = 5
-"""Steps under the profiler whose time is split; the first only marks where the second begins."""
+"""
+Number of steps under the profiler whose time is split; the first only marks where the second
+begins.
+"""
 
 SIDE_ERRORS = (BackendError, StoppedError, RuntimeError, ValueError)
 """Errors of one side, after which the other sides are still measured."""
 
 
 class SideRow(Protocol):
-    """A row of a report: a side that any process can build; can be pickled."""
+    """A row of a report, which can be pickled, so that any process can build its side."""
 
     @property
     def name(self) -> dict[str, Any]:
@@ -53,7 +56,9 @@ class SideRow(Protocol):
 
     @property
     def split(self) -> bool:
-        """Whether a launch is compared with the rank's own row without messages."""
+        """
+        Whether the time of a launch is split by comparison with the rank's row without messages.
+        """
 
     def job(self) -> Job:
         """The row's pipeline."""
@@ -75,10 +80,11 @@ def add_profiles(
     Start all ranks once more, and add what the profiler saw of each row to its measurement.
 
     Args:
-        starts: The ranks; those that measured have ended.
-        meet: Called on each rank, where it meets the others; can be pickled.
-        rows: Each row with its measurement. A side that fails here keeps its measurement, and
-            gets no figure; so does every side on a CPU, of which the profiler sees nothing.
+        starts: The ranks; the processes that measured have ended.
+        meet: Called on each rank to connect to the others; can be pickled.
+        rows: Each row with its measurement. A side that fails under the profiler keeps its
+            measurement without profile figures. So does every side on a CPU, where the profiler
+            records no device events.
         save: Called whenever a row has its figures.
         note: Shows a line.
         limit: Time limit in seconds.
@@ -153,7 +159,10 @@ def profile_side(
 
 
 def _split(member: Member, side: LaunchSide, order: Order) -> dict[str, Any]:
-    """A launch's shares, and those of the rank's row as one graph without messages; its time."""
+    """
+    The time shares of a launch, those of the rank's row as one graph without messages, and the time
+    of that graph.
+    """
     from .profiler import trace_steps
 
     meet_idle(member)

@@ -1,9 +1,9 @@
 """
 Device times of the parts of a rank's step, and the bound that follows from them.
 
-Measured are a stage's graphs one by one, a rank's row in order without messages, and a message
-between two ranks. A dW that adds to a gradient also reads it, and takes longer than the first dW of
-its stage, which only writes; so each microbatch's dW counts with its own time.
+The measured parts are: a stage's graphs one by one, a rank's row in order without messages, and a
+message between two ranks. A dW that adds to a gradient also reads it, and takes longer than the
+first dW of its stage, which only writes; so the dW of each microbatch is timed separately.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 REPLAYS = 20
 _ROWS = 6
 _QUEUEING_CYCLES = 40_000_000
-"""About 20 ms of a device, in which the host queues messages."""
+"""About 20 ms of device time, in which the host queues messages."""
 
 Times = dict[str, dict[str, float]]
 """Milliseconds by stage, and by `F`, `I`, `W` and `refresh`."""
@@ -82,8 +82,8 @@ def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Ti
     """
     Times of the actions of a whole row, replayed in order without messages.
 
-    A graph that is replayed alone finds its own data in the cache; in a row it finds the data of
-    the graph before it.
+    A graph that is replayed alone finds its own data in the device's cache; in a row, the cache has
+    the data of the graph before it.
     """
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
@@ -142,7 +142,10 @@ def row_as_one_graph(
 def _row(
     worker: Worker, executor: GraphExecutor, gradients: Gradients, order: Order
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """A row's stage, kind and replay of each action, refreshes first; the update last."""
+    """
+    For each action of a row: its stage, kind and replay function; refreshes come first, the update
+    last.
+    """
     memories = worker.runtime.memories
     for index in memories:
         yield str(index), "refresh", executor.refreshes[index].replay
@@ -155,7 +158,7 @@ def _row(
 def graph_of(
     step: ComputeAction, memory: StageMemory, executor: GraphExecutor
 ) -> torch.cuda.CUDAGraph:
-    """The graph that an action replays: its microbatch's slot, and the variant of its dW."""
+    """The graph that an action replays, by the slot of its microbatch and the variant of its dW."""
     graphs = executor.slots[memory.slot_of[step.microbatch]]
     if step.kind is Kind.WGRAD:
         return graphs.wgrad[memory.variants[step.microbatch]]
@@ -163,7 +166,9 @@ def graph_of(
 
 
 def device_ms(act: Callable[[], object]) -> float:
-    """Device time of one of four calls in a row, in milliseconds, without the launch."""
+    """
+    Device time of a call in milliseconds, without the launch: a quarter of four calls in a row.
+    """
     times = []
     for _ in range(REPLAYS):
         start, end = _mark(), _mark()
@@ -182,7 +187,7 @@ def message_ms(member: Member, job: Job, worker: Worker) -> float:
     Time of an activation from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
 
     The device sleeps until all messages are queued, so that the host does not matter. Zero on other
-    ranks and without GPUs. The messages posted here are in no schedule.
+    ranks and without GPUs. The messages posted here belong to no schedule.
     """
     channels = worker.pipeline.channels
     if member.device.type == "cpu" or job.pp == 1:

@@ -1,8 +1,8 @@
 """
-One rank of one start, in a process of its own: it runs a body, and hands over what that finds.
+One rank of one start, in its own process: it runs a body, and hands over the body's results.
 
-A process that used the profiler once launches every later graph more slowly. So a process either
-times or profiles, and in one that times every use of the profiler is an error.
+Once a process has used the profiler, it launches every later graph more slowly. So a process either
+times or profiles; in a process that times, every use of the profiler is an error.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PROFILER = f"{__package__}.profiler"
 @attrs.frozen
 class Request:
     """
-    What a rank's process does.
+    The request to a rank's process.
 
     Args:
         body: A function of a module, called with the arguments and the rank's `Findings`.
-        arguments: What can be pickled.
-        profiles: Whether the process may use the profiler; it then times nothing.
+        arguments: Arguments that can be pickled.
+        profiles: Whether the process may use the profiler; such a process times nothing.
     """
 
     body: Callable[..., None]
@@ -51,7 +51,7 @@ class Findings:
     Lines of JSON that a rank's process writes, and the process that started it reads.
 
     Args:
-        file: Where they are written.
+        file: The file to which the lines are written.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -62,11 +62,11 @@ class Findings:
         self._write({"note": text})
 
     def add(self, row: Any) -> None:
-        """Hand over what was found: plain data."""
+        """Hand over a result, as plain data."""
         self._write({"row": row})
 
     def end(self, error: BaseException) -> None:
-        """Hand over an error that the command reports by itself; others leave a traceback."""
+        """Hand over an error that the command reports itself; other errors leave a traceback."""
         if isinstance(error, StoppedError):
             self._write({"stopped": attrs.asdict(error.cause)})
         elif isinstance(error, (BackendError, ScheduleError, UnusableError)):
@@ -78,12 +78,16 @@ class Findings:
 
 
 def forbid_profiler() -> None:
-    """Make every use of torch's profiler in this process an error, and every import of ours."""
+    """
+    Make every use of torch's profiler, and every import of our profiler module, an error in this
+    process.
+    """
     from torch.autograd import profiler
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError(
-            "this process times steps, and the profiler would slow the steps that follow"
+            "expected no profiler in a process that times steps, because the profiler would slow "
+            "later steps"
         )
 
     # torch.profiler.profile makes one of these too.
@@ -92,7 +96,10 @@ def forbid_profiler() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Answer the request of a file; ends the process, since groups make an orderly end hang."""
+    """
+    Carry out the request in a file, then end the process at once, because process groups make an
+    orderly exit hang.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     path = Path(argv[0])
     code = 1
@@ -113,7 +120,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """The standard input is a pipe that only the process that started this one holds."""
+    """
+    End this process when its parent ends: the parent alone holds the other end of the standard
+    input.
+    """
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -1,8 +1,8 @@
 """
-The one runner of rows over ranks: every row is built, settled and timed the same way.
+The runner of rows over ranks: it builds, warms up and times every row in the same way.
 
-A report's command chooses the rows, and what a row reports beside its times. Every rank runs the
-same rows in the same order. `rounds.py` is the runner of columns, each in a process of its own.
+A report's command chooses the rows, and what each row reports besides its times. Every rank runs
+the same rows in the same order. `rounds.py` is the runner of columns, each in its own process.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def measure_rows(
     Args:
         member: This rank.
         rows: The rows, the same on every rank.
-        findings: Takes what each row reports.
-        measure: Measures a row and returns what it reports.
+        findings: Takes each row's results.
+        measure: Measures a row and returns its results.
     """
     for row in rows:
         findings.note(f"Timing. {row.label}")
@@ -82,7 +82,7 @@ class RankRun(Generic[S]):
         return cls(member, side, construction_s)
 
     def settle(self, steps: int) -> None:
-        """Run the side until it has run `steps` steps in all."""
+        """Run the side until it has run `steps` steps in total."""
         while self.steps < steps:
             self.side.step()
             self.steps += 1
@@ -93,7 +93,7 @@ class RankRun(Generic[S]):
 
         Args:
             plan: Rounds and steps.
-            facts: What else this rank reports.
+            facts: Further results of this rank.
         """
         return time_side(
             self.member,

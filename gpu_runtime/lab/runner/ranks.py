@@ -1,5 +1,5 @@
 """
-A command run once per rank, as torchrun would start it, under a time limit.
+Run a command once per rank, as torchrun would start it, under a time limit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 
 def last_words(text: str, lines: int = _TAIL) -> list[str]:
     """
-    The last lines of a process's output, without the folders of the machine.
+    The last lines of a process's output, with the machine's folders cut off from paths.
 
-    Earlier lines that name an error come first: the first error is what went wrong.
+    Earlier lines that name an error come first, because the first error is usually the cause.
 
     >>> last_words("a\\n\\n  File \\"/usr/lib/x.py\\", line 3\\n")
     ['a', 'File "x.py", line 3']
@@ -59,14 +59,14 @@ class RankExits:
 
     @property
     def error(self) -> str | None:
-        """What went wrong, in one line; None without a failure."""
+        """The failure in one line; None if all ranks succeeded."""
         if all(code == 0 for code in self.codes):
             return None
         if None in self.codes:
             return f"did not end within {self.seconds:.0f} s"
         # A traceback ends with the error and may begin with its cause; torch warns after it.
         errors = list(filter(_ERROR.match, self.words))
-        said = errors or self.words or ["said nothing"]
+        said = errors or self.words or ["failed without output"]
         same = not errors or errors[0] == errors[-1]
         return said[-1] if same else f"{said[-1]} (first: {errors[0]})"
 
@@ -94,10 +94,10 @@ def run_ranks(
         limit: Time limit in seconds; infinite for none.
         folder: Folder of the ranks' output files.
         name: Beginning of the names of these files.
-        own: The only rank to start here, where torchrun started this process as that rank; None
-            starts all ranks, which meet in a store of this process.
+        own: The only rank to start here, if torchrun started this process as that rank; None to
+            start all ranks, which connect through a store in this process.
         environ: Further environment variables.
-        watch: Called about five times per second.
+        watch: Function to call about five times per second.
     """
     began = time.monotonic()
     store = None
@@ -134,7 +134,7 @@ def run_ranks(
             process.stdin.close()
         del store
     failed = [n for n, process in enumerate(ranks) if codes[n] not in (None, 0)]
-    # Ranks without an exit code were killed here, after another rank failed.
+    # Ranks without an exit code were killed by this function, after another rank failed.
     found = [-signal.SIGKILL if code is None and failed else code for code in codes]
     told = paths[failed[0] if failed else 0].read_text(encoding="utf-8", errors="replace")
     seconds = time.monotonic() - began
@@ -142,7 +142,7 @@ def run_ranks(
 
 
 def _place(rank: int, world: int, port: int) -> dict[str, str]:
-    """torchrun's variables of a rank whose store is in this process."""
+    """torchrun's environment variables for a rank whose store is in this process."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -156,7 +156,9 @@ def _place(rank: int, world: int, port: int) -> dict[str, str]:
 def _ended(
     ranks: Sequence[subprocess.Popen[bytes]], until: float, watch: Callable[[], None]
 ) -> list[int | None]:
-    """Wait for the ranks; the exit code of each, None for one that still runs at the limit."""
+    """
+    Wait for the ranks; return the exit code of each, or None if the rank still runs at the limit.
+    """
     while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
         if any(rank.poll() not in (None, 0) for rank in ranks):
             until = min(until, time.monotonic() + _REACTION_S)

@@ -1,10 +1,10 @@
 """
-All columns of a cell in turn, round by round, each in its own process.
+Measure all columns of a cell in turn, round by round, each in its own process.
 
-Columns are set up one after another, so that set-up times and memory belong to one column; only
-libraries, whose loading counts for no column, are loaded in all processes at once. Each round
-starts with another column, so that no column always follows the pause in which clocks are read.
-After all columns have been timed, their processes end, and others profile some steps of each.
+Columns are set up one after another, so that set-up times and memory belong to one column. Only
+libraries are loaded in all processes at once; their loading counts for no column. Each round starts
+with another column, so that no column always follows the pause in which clocks are read. After all
+columns have been timed, their processes end, and other processes profile some steps of each.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .processes import ChildError
 
 TIMEOUT_S = 180.0
 ACTION_STEPS = 20
-"""Steps whose actions the host times one by one, and as many of bare replays."""
+"""Number of steps whose actions the host times one by one; as many steps of bare replays follow."""
 
 
 class MakeColumn(Protocol):
-    """Starts a column; `profiles` says whether it may use the profiler."""
+    """Starts a column; `profiles` tells whether the column may use the profiler."""
 
     def __call__(
         self, spec: ColumnSpec, cell: BenchCell, settings: Settings, *, profiles: bool = False
@@ -45,10 +45,10 @@ class CellRun:
         cell: The workload.
         specs: The columns.
         settings: Rounds and steps.
-        save: Called whenever `record` has grown, so that a killed run leaves its results.
+        save: Called whenever `record` has grown, so that a killed run keeps its results.
         progress: Shows a line.
-        make_column: Starts a column, in a process unless a test says otherwise.
-        record: What was measured, as plain data.
+        make_column: Starts a column; in a process, except in tests.
+        record: The measurements, as plain data.
     """
 
     cell: BenchCell
@@ -106,7 +106,7 @@ class CellRun:
         self.save()
 
     def _ask(self, name: str, method: str, **arguments: Any) -> dict[str, Any] | None:
-        """Call one method of one column; None when it failed, which ends the column."""
+        """Call one method of a column; if it fails, end the column and return None."""
         try:
             handle = self._running[name]
             handle.post(method, **arguments)
@@ -188,7 +188,7 @@ class CellRun:
             if spec.name in self._running:
                 self.progress(f"{self.cell.name} {spec.name}: growth and single calls")
                 self._growth(spec)
-            # Last, because it replays graphs in an order that no contract allows.
+            # Last, because it replays graphs in an order that the contract does not allow.
             if spec.name in self._running and spec.family == "ours_captured":
                 timed = self._ask(spec.name, "host_actions", steps=ACTION_STEPS)
                 if timed:
@@ -196,7 +196,7 @@ class CellRun:
                 self.save()
 
     def _profile(self) -> None:
-        """Build the columns that were timed in other processes, and profile them one by one."""
+        """Build the timed columns again in other processes, and profile them one by one."""
         columns = self.record["columns"]
         timed = [spec for spec in self.specs if columns[spec.name]["error"] is None]
         self._prepare(timed, profiles=True)

@@ -1,8 +1,9 @@
 """
-The ranks of a report: each start runs a body in a fresh process per rank.
+Start the ranks of a report: each start runs a body in a fresh process per rank.
 
-A report starts its ranks twice. The first processes measure. After they have ended, others build
-the same sides again and run some steps under the profiler, and their figures are added to the rows.
+A report starts its ranks twice. The first processes measure. After these have ended, other
+processes build the same sides again and run some steps under the profiler; their figures are added
+to the rows.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ __all__ = ["RankStart", "RankStarts"]
 @attrs.frozen
 class RankStart:
     """
-    What one start of the ranks left.
+    The results of one start of the ranks.
 
     Args:
         exits: How the processes ended.
-        rows: What each rank that was started here handed over.
-        error: The error that the first of these ranks reported: `unusable` or `stopped`.
+        rows: The rows that each rank started by this process handed over.
+        error: The error that the first of these ranks reported, under `unusable` or `stopped`.
     """
 
     exits: RankExits
@@ -48,11 +49,12 @@ class RankStart:
 
     def require(self) -> list[Any]:
         """
-        The rows of the first rank.
+        Return the rows of the first rank.
 
         Raises:
             StoppedError: Every rank stopped, for one cause.
-            UnusableError: A rank failed; the message is its own, or its last words.
+            UnusableError: A rank failed; the message is the rank's own, or the last lines of its
+                output.
         """
         if "stopped" in self.error:
             raise StoppedError(Cause(**self.error["stopped"]))
@@ -63,12 +65,12 @@ class RankStart:
 
 class RankStarts:
     """
-    Starts ranks, again and again, each time in fresh processes.
+    Starts ranks repeatedly, each time in fresh processes.
 
     Args:
         world: Number of ranks.
         folder: Folder of requests, findings and output.
-        own: The rank as which torchrun started this process; None starts all ranks from here.
+        own: The rank as which torchrun started this process; None if this process starts all ranks.
     """
 
     def __init__(self, world: int, folder: Path, own: int | None = None) -> None:
@@ -79,7 +81,8 @@ class RankStarts:
     @classmethod
     def here(cls, world: int, device: str, folder: Path) -> RankStarts:
         """
-        The ranks that torchrun started, this process being one; or without it all ranks, here.
+        The ranks that torchrun started, including this process; without torchrun, all ranks on this
+        machine.
 
         Raises:
             UnusableError: torchrun started another number of ranks, or this machine has too few
@@ -90,13 +93,13 @@ class RankStarts:
         if launched is None:
             if device == "cuda" and torch.cuda.device_count() < world:
                 raise UnusableError(
-                    f"{world} GPUs are needed, one a rank; found {torch.cuda.device_count()}"
+                    f"expected {world} GPUs, one per rank, found {torch.cuda.device_count()}"
                 )
             return cls(world, folder)
         if launched != world:
             raise UnusableError(
-                f"{launched} processes were started for --pp {world}; start torchrun with "
-                f"--nproc-per-node {world}"
+                f"expected {world} processes for --pp {world}, found {launched}; start torchrun "
+                f"with --nproc-per-node {world}"
             )
         return cls(world, folder, rank)
 
@@ -120,12 +123,12 @@ class RankStarts:
 
         Args:
             body: A function of a module, called with the arguments and the rank's `Findings`.
-            arguments: What can be pickled.
+            arguments: Arguments that can be pickled.
             profiles: Whether the processes may use the profiler.
             limit: Time limit in seconds.
             environ: Further environment variables.
-            take: Called with each row of the first rank, soon after it was handed over.
-            note: Called with each of its lines of progress.
+            take: Called with each row of the first rank, soon after the row was handed over.
+            note: Called with each of the first rank's progress lines.
         """
         number = next(self._numbers)
         path = self.folder / f"start{number}.request"
@@ -153,7 +156,10 @@ class RankStarts:
         return RankStart(exits, rows, heard.error)
 
     def _meeting(self, number: int) -> dict[str, str]:
-        """Where the ranks of a start meet: under torchrun in its store, under keys of their own."""
+        """
+        Environment variables with which the ranks of a start connect; under torchrun, through its
+        store with separate keys.
+        """
         if self.own is None:
             return {}
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.own == 0:
@@ -184,7 +190,7 @@ class _Tail:
         take: Callable[[Any], None] = lambda _: None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Take up the lines that have been completed since the last call."""
+        """Read the lines that were completed since the last call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

@@ -1,5 +1,5 @@
 """
-The clock of every round: some steps back to back, and one step from an idle device.
+The timing of every round: some steps back to back, and one step from an idle device.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ def back_to_back_s(
     step: Callable[[], object], synchronize: Callable[[], object], steps: int
 ) -> float:
     """
-    Seconds of some steps, until the device has done them.
+    Seconds until the device has finished some steps.
 
     Args:
-        step: Enqueues one step. The device is idle.
+        step: Enqueues one step. The device must be idle before the first.
         synchronize: Waits until the device is idle.
         steps: Number of steps.
     """
@@ -32,7 +32,7 @@ def single_step_s(
     step: Callable[[], object], synchronize: Callable[[], object]
 ) -> tuple[float, float]:
     """
-    Seconds until one step is enqueued, and until the device has done it.
+    Seconds until one step is enqueued, and until the device has finished it.
 
     The device is idle before, so that the host never waits for a full launch queue.
     """

@@ -1,5 +1,5 @@
 """
-Rounds of a side over ranks: steps back to back, and single steps.
+Time a side over ranks, round by round: steps back to back, and single steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from .step_seconds import back_to_back_s, single_step_s
 __all__ = ["AGREEING", "MOST", "WARMUP", "RoundPlan", "agree", "meet_idle", "time_side"]
 
 WARMUP = 3
-"""Steps of a side before its first round, or before its first step under the profiler."""
+"""Number of steps of a side before its first round, or before its first step under the profiler."""
 AGREEING, WITHIN, MOST = 3, 0.03, 9
-"""How many rounds in a row have to agree, how closely, and how many rounds there are at most."""
+"""
+Number of last rounds that must agree, their tolerance as a fraction, and the maximum number of
+rounds.
+"""
 
 
 @attrs.frozen
@@ -28,11 +31,11 @@ class RoundPlan:
     How a side is timed.
 
     Args:
-        rounds: Rounds, each of some steps back to back and one step by itself.
+        rounds: Number of rounds, each of some steps back to back and one single step.
         steps: Steps per round, back to back.
-        settles: Whether rounds are added until the last `AGREEING` agree, up to `MOST` in all.
-            A side that the host drives, such as native, moves with the host. With fewer rounds than
-            `AGREEING` none is added.
+        settles: Whether rounds are added until the last `AGREEING` agree, up to `MOST` in total,
+            because the speed of a host-bound side, such as native, varies with the host. If
+            `rounds` is below `AGREEING`, no round is added.
     """
 
     rounds: int
@@ -52,7 +55,7 @@ class RoundPlan:
 
     @property
     def counted(self) -> int:
-        """How many rounds count, the last ones."""
+        """Number of rounds that count: the last of all rounds."""
         return AGREEING if self.waits else self.rounds
 
     @property
@@ -93,13 +96,13 @@ def time_side(
         step: One step.
         plan: Rounds and steps.
         construction_s: Seconds that building the side took on this rank.
-        facts: What else this rank reports.
+        facts: Further results of this rank.
 
     Returns:
         Milliseconds by round (`step_ms`, `single_ms`, `host_ms`); by rank the peak of reserved
-        bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added. Where
-        rounds may be added, the last `AGREEING` count; `earlier_ms` has the steps of those before,
-        and `settled` says whether the last rounds agree.
+        bytes (`peak_bytes`) and `facts`; and `busy_ms`, empty until a profile is added. If rounds
+        may be added, only the last `AGREEING` count; `earlier_ms` has the step times of the rounds
+        before, and `settled` tells whether the last rounds agree.
     """
     for _ in range(WARMUP):
         step()

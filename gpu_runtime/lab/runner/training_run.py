@@ -46,8 +46,8 @@ class RunName:
     Args:
         side: `native`, `guarded` or `launched`.
         schedule: A short name of torch's classes.
-        seed: Added to the seeds of the parameters and of the order of the text.
-        head: `[model] head`; None takes the file's.
+        seed: Number added to the seeds of the parameters and of the text order.
+        head: `[model] head`; None for the file's.
     """
 
     side: str
@@ -61,7 +61,7 @@ class RunName:
         Read a name.
 
         Raises:
-            UnusableError: The text is not such a name.
+            UnusableError: The text is not a run's name.
 
         >>> RunName.of("guarded:zbv:0")
         RunName(side='guarded', schedule='zbv', seed=0, head=None)
@@ -70,8 +70,9 @@ class RunName:
         known = side in _SIDES and schedule in NAMES and len(head) <= 1 and all(head)
         if not known or not (seed.isascii() and seed.isdigit() and len(seed) < 10):
             raise UnusableError(
-                f"--runs {text}: expected SIDE:SCHEDULE:SEED or SIDE:SCHEDULE:SEED:HEAD, with "
-                f"{', '.join(_SIDES)}, one of {', '.join(NAMES)}, and a whole number"
+                f"--runs {text}: expected SIDE:SCHEDULE:SEED or SIDE:SCHEDULE:SEED:HEAD; SIDE is "
+                f"one of {', '.join(_SIDES)}, SCHEDULE one of {', '.join(NAMES)}, SEED a whole "
+                "number"
             )
         return cls(side, schedule, int(seed), *head)
 
@@ -84,7 +85,7 @@ class RunName:
         The configuration of this run.
 
         Raises:
-            UnusableError: The file cannot be used, or has no such head.
+            UnusableError: The file cannot be used, or the head is unknown.
         """
         config = read(
             path,
@@ -113,7 +114,7 @@ class RunName:
 @attrs.frozen(kw_only=True)
 class RunControl:
     """
-    What a run obeys, and where it reports its progress.
+    The limits of a run, and the function for its progress.
 
     Args:
         windows: Held-out windows per evaluation.
@@ -130,13 +131,13 @@ def train_run(
     member: Member, named: RunName, config: Config, data: JobData, control: RunControl
 ) -> dict[str, Any]:
     """
-    Train one run from its beginning; every rank calls it.
+    Train one run from the beginning; every rank calls it.
 
     The processes may have trained other runs before.
 
     Returns:
-        Its record, the same on every rank: losses of all its steps, the clock at the end of each
-        block, held-out losses, and its memory.
+        The run's record, the same on every rank: losses of all steps, the clock at the end of each
+        block, held-out losses, and memory.
 
     Raises:
         StoppedError: A rank stopped; every rank raises it.
@@ -197,7 +198,7 @@ def train_run(
 
 @attrs.define
 class _Progress:
-    """What a run has recorded so far."""
+    """The records of a run so far."""
 
     mode: Mode
     launches: int = 0
@@ -255,7 +256,7 @@ def _course(
 
 
 def _blocks(steps: int, every: int, evaluate_every: int) -> list[int]:
-    """The steps at which blocks end: each line of the log, each evaluation, the last step."""
+    """The steps at which blocks end: at each log line, at each evaluation, and at the last step."""
     ends = {steps, *range(every, steps, every)}
     if evaluate_every:
         ends |= {*range(evaluate_every, steps, evaluate_every)}
@@ -271,7 +272,10 @@ def _evaluate(
     *,
     ends: bool,
 ) -> None:
-    """Evaluate; after the last step also digest every tensor, before and after evaluating."""
+    """
+    Evaluate; after the last step, also compute digests of every tensor before and after the
+    evaluation.
+    """
     before = tensor_digests(side.stages, side.optimizer) if ends else {}
     started = time.perf_counter()
     loss = evaluate_side(side, data, control.windows)

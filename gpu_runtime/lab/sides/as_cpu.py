@@ -1,7 +1,9 @@
 """
-Lets Megatron-core run on a CPU, in tests and in the sweep of modes: it names device "cuda" itself.
+Let Megatron-core, which itself asks for device "cuda", run on a CPU, in tests and in the sweep of
+modes.
 
-From 0.18 on it imports Triton, whose kernels no test calls; a module that is named so stands in.
+Since 0.18, Megatron-core imports Triton, whose kernels no test calls; a stand-in module takes its
+place.
 """
 
 from __future__ import annotations
@@ -45,17 +47,17 @@ class _Triton(ModuleType):
 
 
 class _Stream:
-    """A stream without a device: what is enqueued on it runs at once."""
+    """A stream without a device: enqueued work runs at once."""
 
     def __init__(self, device: Any = None) -> None:
         """On any device."""
 
     def wait_stream(self, other: Any) -> None:
-        """Everything has run already."""
+        """Return at once, because all work has already run."""
 
 
 def install() -> None:
-    """Read ``cuda`` as the CPU from now on, in this process."""
+    """Make ``cuda`` mean the CPU in this process from now on."""
     load = builtins.__import__
 
     def imported(name: str, names: Any = None, *rest: Any, **kwargs: Any) -> Any:

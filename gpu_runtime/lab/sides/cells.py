@@ -1,5 +1,5 @@
 """
-The cells of the speed and memory tables: dimensions of the layers, and the order they run in.
+The cells of the speed and memory tables: dimensions of the layers, and the order of the actions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class BenchCell:
     One workload: a rank's stages, one transformer layer each, and the order of their actions.
 
     Args:
-        name: What tables call it.
+        name: Its name in tables.
         hidden: Width of the residual stream.
         ffn: Width of the MLP.
         sequence: Tokens in a microbatch.
         microbatches: Microbatches of a step.
         heads: Attention heads; None is hidden / 128.
-        schedule: torch's schedule class, whose table gives the order.
+        schedule: torch's schedule class, whose table determines the order.
         pp: Ranks of that table.
         vpp: Stages of a rank.
-        rank: Which rank's row runs.
-        chained: Whether each stage feeds the next. In a row of a longer pipeline every stage reads
-            and returns tensors of its own.
+        rank: The rank whose row runs.
+        chained: Whether each stage feeds the next. In a row of a longer pipeline, every stage has
+            its own input and output tensors.
     """
 
     name: str
@@ -55,7 +55,7 @@ class BenchCell:
         return LayerConfig(self.hidden, self.ffn, heads, self.sequence)
 
     def order(self) -> Order:
-        """The row of the schedule's table, made by the torch that is installed."""
+        """The row of the schedule's table, made by the installed torch."""
         table = torch_schedule(
             self.schedule, pp=self.pp, vpp=self.vpp, microbatches=self.microbatches
         )
@@ -76,7 +76,7 @@ CELLS: tuple[BenchCell, ...] = (
     BenchCell("h4096-s256-m8", 4096, 11008, 256, 8),
     BenchCell("h4096-s4096-m4", 4096, 11008, 4096, 4),
 )
-"""The three cells of the tables: launch bound, between, and compute bound."""
+"""The three cells of the tables: launch-bound, in between, and compute-bound."""
 
 TINY = BenchCell("tiny", 32, 64, 16, 4, heads=2)
 """A cell that a CPU runs in milliseconds, to exercise the harness."""
@@ -88,7 +88,7 @@ def sweep_cell(base: BenchCell, microbatches: int, *, rank: int = 1) -> BenchCel
     """
     The row of one rank of ZB-V over two ranks, with a cell's dimensions.
 
-    Rank 1 by default: it has the longer row of live tapes that are not released in order.
+    Rank 1 by default, because more of its live tapes are not released in order.
     """
     return attrs.evolve(
         base,

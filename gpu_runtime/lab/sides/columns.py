@@ -1,9 +1,9 @@
 """
-The columns of the tables: what each runs, and which columns may be compared with which.
+The columns of the tables: what each column runs, and which columns may be compared.
 
-A column runs in a process of its own, because Transformer Engine keeps its numerical state per
-process: every update visits every registered module, so two columns in one process would time, and
-might move, each other's state.
+A column runs in its own process, because Transformer Engine keeps its numerical state per process.
+Every update visits every registered module, so two columns in one process would add to each other's
+times, and might change each other's state.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Settings:
     Args:
         rounds: Rounds per column.
         steps: Steps per round, between two synchronizations.
-        warm_steps: Untimed steps before them, in the same round.
-        profile_steps: Steps under the profiler, after all rounds; 0 profiles nothing.
-        growth_steps: Steps after which memory must not have grown; 0 checks nothing.
+        warm_steps: Untimed steps before the timed steps of each round.
+        profile_steps: Steps under the profiler, after all rounds; 0 for no profile.
+        growth_steps: Number of steps after which memory must not have grown; 0 for no check.
         history: Entries of each amax history. 1024 is the library's own default.
         device: "cuda" or "cpu".
     """
@@ -70,7 +70,7 @@ class ColumnSpec:
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
     def make(self, cell: BenchCell, settings: Settings) -> Column:
-        """Import the factory, here and now, and call it."""
+        """Import the factory and call it."""
         module, _, function = self.factory.partition(":")
         made: Column = getattr(importlib.import_module(module), function)(
             cell, settings, **self.options
@@ -147,7 +147,7 @@ UNGUARDED = _ours(
     "main_grad",
     guards=False,
 )
-"""The same step without guards; only this benchmark has it."""
+"""The same step without guards; it exists only in this benchmark."""
 
 COUNTED = _ours(
     "ours_device_counts",
@@ -193,12 +193,12 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
         if spec.family.startswith("ours")
     ),
 )
-"""Columns of a CPU: the reference backend, natively and guarded, eager."""
+"""Columns on a CPU: the reference backend, native and guarded, both eager."""
 
 
 def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[ColumnSpec]:
     """
-    Columns by name, or by a leading part of it.
+    Columns by name, or by the beginning of a name.
 
     Raises:
         UnusableError: A name matches no column.

@@ -1,7 +1,8 @@
 """
-The language model of the complete-step tables and of the peers.
+The language model of the complete-step tables and of the peers' report.
 
-One layer a stage, with token embedding and head over 32,768 tokens, as the paper's model.
+Like the paper's model, it has one layer per stage, with token embedding and head over 32,768
+tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ LAYERS: Mapping[str, LayerConfig] = {
     "h4096-s256": LayerConfig(4096, 11008, 32, 256),
     "tiny": LayerConfig(32, 64, 2, 16),
 }
-"""Layers by name; a cell is a name and its microbatches, as in `tiny-m4`. `tiny` is for a CPU."""
+"""
+Layers by name; a cell is a name and a number of microbatches, such as `tiny-m4`. `tiny` is for a
+CPU.
+"""
 VOCABULARY, TINY_VOCABULARY = 32768, 64
 
 
@@ -53,7 +57,7 @@ class DrawnLanguage(LanguageJob):
     """A language model over uniformly drawn tokens: `(sequence, batch)`, int64."""
 
     def batch(self, device: torch.device, replica: int = 0) -> Batch:
-        """Tokens and targets of a step's microbatch, the same on every rank that asks."""
+        """Tokens and targets of a step's microbatch, the same on every rank."""
         shape = self.config.sequence, self.config.batch
 
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -75,10 +79,10 @@ class PeerSettings:
         rounds: Rounds per side.
         steps: Steps per round for modes that replay graphs.
         native_steps: Steps per round for modes without graphs.
-        device: `cuda`; `cpu` for ours and torch's only.
+        device: `cuda`, or `cpu` for ours and torch's only.
         profile: Whether the ranks start a second time, under the profiler.
-        settling_steps: Steps after which gradients are compared: by then the scales repeat, and
-            graphs are captured.
+        settling_steps: Number of steps after which gradients are compared; by then, scales repeat
+            and graphs are captured.
     """
 
     cells: Sequence[str]
@@ -96,7 +100,7 @@ class PeerSettings:
         return fields
 
     def job(self, cell: str, schedule: str) -> DrawnLanguage:
-        """The language model of a cell, one layer a stage."""
+        """The language model of a cell, with one layer per stage."""
         layers, microbatches = cell.rsplit("-m", 1)
         return DrawnLanguage(
             schedule=schedule,
@@ -115,7 +119,7 @@ class PeerSettings:
 
 
 def motionless_adamw(stages: Any, *, capturable: bool = False) -> Optimizer:
-    """Make AdamW with a learning rate of zero: an update that moves no weight."""
+    """Make AdamW with a learning rate of zero, so that an update changes no weight."""
     return Optimizer(stages, lr=0.0, weight_decay=0.0, capturable=capturable)
 
 

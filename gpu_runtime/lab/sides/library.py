@@ -1,7 +1,7 @@
 """
 Transformer Engine without this runtime: eager, its own graphs, and one graph of a whole step.
 
-The whole-step graph is a bound, not something to train with: its order and its data are fixed.
+The whole-step graph serves as a bound, not for training: its order and its data are fixed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ WARMUP_STEPS = 3
 
 
 def full_backward_order(order: Order) -> list[tuple[bool, int, int]]:
-    """Whether forward, position of the stage and microbatch, of every F and full backward."""
+    """
+    For every F and full backward: whether it is an F, its stage's position, and its microbatch.
+    """
     position = {stage: n for n, stage in enumerate(order.stages)}
     return [
         (step.kind is Kind.FORWARD, position[step.stage], step.microbatch)
@@ -56,8 +58,8 @@ class _Training:
         order = self.cell.order()
         if not self.cell.chained:
             raise ValueError(
-                f"{self.cell.name}: its stages do not feed each other, and native columns can time "
-                "only stages that do"
+                f"{self.cell.name}: expected stages that feed each other, because native columns "
+                "time only such stages"
             )
         self.make_layers(order)
         self.actions = full_backward_order(order)
@@ -76,7 +78,7 @@ class _Training:
         )
 
     def make_layers(self, order: Order) -> None:
-        """The library's layers, and their `main_grad` where it accumulates there."""
+        """The library's layers, with `main_grad` if the library accumulates there."""
         self.recipe = te_baselines.delayed_scaling(self.settings.history)
         self.layers = [
             te_baselines.layer(self.cell.config, fused=self.fused, seed=n)
@@ -92,7 +94,7 @@ class _Training:
         return te_baselines.autocast(self.recipe)
 
     def update(self) -> None:
-        """AdamW on `.grad`, or on `main_grad` in its place; gradients are then dropped."""
+        """AdamW on `.grad`, or on `main_grad` instead; then drop the gradients."""
         if self.fused:
             for parameter in self.matrices:
                 parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
@@ -124,7 +126,7 @@ class _Training:
                     del inputs[0, m]
 
     def facts(self) -> Mapping[str, Any]:
-        """Nothing beyond the cell."""
+        """No facts beyond the cell's."""
         return {}
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ class Native(_Training):
     """Eager full backward with weight caching."""
 
     def warm(self) -> None:
-        """Native needs nothing before its first step."""
+        """Do nothing: native needs no warm-up."""
 
     def step(self) -> None:
         """One optimizer step."""
@@ -191,14 +193,14 @@ class WholeStep(Native):
 
 @attrs.define(eq=False)
 class Graphed(_Training):
-    """The library's `make_graphed_callables` at one chunking."""
+    """The library's `make_graphed_callables` with one way of chunking."""
 
     chunking: Chunking = "chunks"
     by_microbatch: bool = False
     graphs: tuple[Any, ...] = attrs.field(default=(), init=False)
 
     def build(self) -> None:
-        """As every column, in the chosen order."""
+        """Build as every column does, in the chosen order."""
         super().build()
         if self.by_microbatch:
             positions = range(len(self.layers))
@@ -222,7 +224,7 @@ class Graphed(_Training):
         torch.cuda.synchronize()
 
     def step(self) -> None:
-        """One optimizer step; its graphs always accumulate, so `main_grad` starts at zero."""
+        """One optimizer step; the graphs always accumulate, so `main_grad` starts at zero."""
         if self.chunking == "chunks":
             self.walk(self._forward)
         else:
@@ -275,5 +277,7 @@ def graphed_column(
     fused: bool,
     by_microbatch: bool = False,
 ) -> Graphed:
-    """The library's own graphs; `by_microbatch` finishes each microbatch before the next."""
+    """
+    The library's own graphs; with `by_microbatch`, each microbatch finishes before the next begins.
+    """
     return Graphed(cell, settings, fused, chunking=chunking, by_microbatch=by_microbatch)

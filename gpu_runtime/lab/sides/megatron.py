@@ -1,13 +1,14 @@
 """
-Megatron-core with the same model, in each of its graph modes; only this module imports it.
+Megatron-core with the same model, in each of its graph modes; only this module imports
+Megatron-core.
 
 Written for megatron-core 0.19.2, which needs only torch and Transformer Engine. Its model starts
-from the bits of ours: parameters are copied by name (`megatron_name`), and both keep query, key and
-value in one matrix by head. Two things differ. Its head is bf16, ours is FP8. Its GELU, of the same
-approximation, is rounded to bf16 before it is quantized. Every mode runs under Megatron's own
-DistributedDataParallel, whose main_grad is the gradient. Messages are not batched: with two ranks a
-batch has a send each way between the same two ranks, which NCCL pairs by order; Megatron-LM refuses
-that.
+from the bits of our model: parameters are copied by name (`megatron_name`), and both models keep
+query, key and value in one matrix by head. Two things differ. Megatron's head is bf16, ours is FP8.
+Megatron's GELU, with the same approximation, is rounded to bf16 before it is quantized. Every mode
+runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient. Messages are not
+batched, because with two ranks a batch has a send in each direction between the same ranks. NCCL
+would pair these by order, so Megatron-LM refuses such batches.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ __all__ = [
 ]
 
 CAPTURED_AT = 3
-"""Steps before Transformer Engine's graphs are made, as in Megatron's own loop."""
+"""Number of steps before Transformer Engine's graphs are made, as in Megatron's own loop."""
 MODULES = (
     "megatron.core.parallel_state",
     "megatron.core.num_microbatches_calculator",
@@ -75,7 +76,7 @@ MODES = (
     "megatron.core.transformer.module",
     "megatron.core.transformer.transformer_config",
 )
-"""What the sweep of modes needs on a CPU, where `MODULES` cannot be imported."""
+"""Modules that the sweep of modes needs on a CPU, where `MODULES` cannot be imported."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "self_attention.layernorm_qkv.": (
@@ -87,7 +88,7 @@ _PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "layernorm_mlp.fc1_": ("mlp.linear_fc1.", ("weight", "bias")),
     "layernorm_mlp.fc2_": ("mlp.linear_fc2.", ("weight", "bias")),
 }
-"""Prefixes of a name, ours and Megatron's, and what follows them."""
+"""By our prefix of a parameter's name: Megatron's prefix, and the parts that may follow either."""
 _OF_LAYER = {our + part: other + part for our, (other, parts) in _PAIRS.items() for part in parts}
 _OF_ENDS: Mapping[str, str] = {
     "embedding.weight": "embedding.word_embeddings.weight",
@@ -100,11 +101,11 @@ _OF_ENDS: Mapping[str, str] = {
 
 def megatron_name(name: str, first_layer: int) -> str:
     """
-    Megatron's name, within a chunk, of a parameter of ours.
+    Return Megatron's name within a chunk for one of our parameters.
 
     Args:
         name: The model's name: `layers.5.self_attention.proj.weight`, `head.weight`.
-        first_layer: The model's layer that is the chunk's first.
+        first_layer: The index in the model of the chunk's first layer.
 
     >>> megatron_name("layers.3.layernorm_mlp.fc1_weight", 3)
     'decoder.layers.0.mlp.linear_fc1.weight'
@@ -142,7 +143,7 @@ def library(names: Sequence[str] = MODULES) -> SimpleNamespace:
 
 
 def delayed_wgrad_answer() -> dict[str, str]:
-    """Megatron's answer to a dense model with delayed weight gradients."""
+    """Megatron's reaction to a dense model with delayed weight gradients."""
     lib = library()
     try:
         lib.transformer_config.TransformerConfig(
@@ -163,7 +164,7 @@ def delayed_wgrad_answer() -> dict[str, str]:
 
 def meet(mode: str) -> Member:
     """
-    Meet the other ranks under NCCL, as Megatron wants it.
+    Connect to the other ranks under NCCL, as Megatron requires.
 
     Raises:
         UnusableError: Megatron-core is not installed.
@@ -190,7 +191,7 @@ class MegatronRow(PeerRow):
 
     @property
     def label(self) -> str:
-        """The name in progress lines; a mode has one schedule."""
+        """The name in progress lines, without a schedule, because a mode has only one."""
         return f"{self.cell}, {self.side}"
 
     @property
@@ -201,18 +202,19 @@ class MegatronRow(PeerRow):
     def make(  # type: ignore[override]
         self, member: Member, look: Callable[[Gradients], None] = lambda _: None
     ) -> MegatronSide:
-        """Build the side; its gradients stay in main_grad."""
+        """Build the side, whose gradients stay in main_grad."""
         return MegatronSide(member, self.mode, self.job())
 
 
 def measure_modes(rows: Sequence[MegatronRow], folder: Path, findings: Findings) -> None:
     """
-    One rank: the rows of one mode, and of Megatron without graphs what it says of delayed dW.
+    Measure the rows of one mode on one rank and, for Megatron without graphs, its reaction to
+    delayed dW.
 
     Args:
         rows: The rows.
-        folder: Where gradients are kept for comparison.
-        findings: Takes each row when it is measured.
+        folder: Folder in which gradients are saved for comparison.
+        findings: Takes each row once it is measured.
     """
     mode = rows[0].mode
     if mode == "none":
@@ -266,7 +268,10 @@ class MegatronSide:
             chunk = self._chunk(v).cuda().bfloat16()  # as its Float16Module does
             held = dict(chunk.named_parameters())
             if odd := sorted(held.keys() ^ {megatron_name(name, index) for name in own[index]}):
-                raise ValueError(f"parameters disagree on {len(odd)} names, first {odd[0]}")
+                raise ValueError(
+                    f"expected the same parameters in our model and Megatron's, found {len(odd)} "
+                    f"in only one of them, such as {odd[0]}"
+                )
             with torch.no_grad():
                 for name, value in own[index].items():
                     held[megatron_name(name, index)].copy_(value)
@@ -348,11 +353,11 @@ class MegatronSide:
 
     def _replicated(self, chunks: list[Any]) -> list[Any]:
         """
-        Chunks under Megatron's DistributedDataParallel, made on a stream of its own.
+        Chunks under Megatron's DistributedDataParallel, made on a separate stream.
 
-        It keeps autograd's node of each parameter, and a node keeps the stream on which it was
-        made. On the default stream every backward in a capture fails. Megatron's own loop uses
-        another stream too.
+        DistributedDataParallel keeps autograd's node of each parameter, and a node keeps the stream
+        on which it was made. With the default stream, every backward in a capture would fail.
+        Megatron's own loop uses a separate stream too.
         """
         distributed = self.lib.distributed
         settings = distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
@@ -367,7 +372,7 @@ class MegatronSide:
         return made
 
     def _data(self, member: Member) -> list[dict[str, Tensor]]:
-        """The microbatches of every step: batch first, as Megatron has them."""
+        """The microbatches of every step, batch dimension first, as in Megatron."""
         batch = drawn_batches(self.job, member.device)
         found = []
         for m in range(self.job.microbatches):
@@ -413,7 +418,7 @@ class MegatronSide:
             parameter.grad = None
 
     def _capture(self) -> None:
-        """Make Transformer Engine's graphs in that mode, and note the host's seconds."""
+        """Make Transformer Engine's graphs if the mode has them, and record the host's seconds."""
         if self.mode != "transformer_engine":
             return
         began = time.perf_counter()
@@ -428,7 +433,7 @@ class MegatronSide:
         return {"capture_s": self.capture_s}
 
     def close(self) -> None:
-        """Megatron's groups last as long as the process."""
+        """Do nothing: Megatron's groups last as long as the process."""
 
     def loss(self) -> float:
         """The loss of the last step; 0 on ranks without the last stage."""

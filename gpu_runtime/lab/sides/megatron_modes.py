@@ -1,9 +1,9 @@
 """
 A small model in one of Megatron-core's modes, for the sweep: toy layers on a CPU, GPT on GPUs.
 
-On a CPU, `as_cpu` lets the loops run, and a chunk is made of the sweep's own layers. On GPUs a
-chunk is a GPT of Transformer Engine's layers in FP8. Either way the first weights follow from a
-parameter's place in the model, whatever the cut.
+On a CPU, `as_cpu` lets the loops run, and a chunk consists of the sweep's own layers. On GPUs, a
+chunk is a GPT of Transformer Engine's layers in FP8. In both cases the initial weights depend only
+on a parameter's place in the model, not on the cut.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class MegatronRun:
 
     def _toy(self, index: int, each: int, total: int) -> Any:
         class Chunk(self.lib.module.MegatronModule):  # type: ignore[misc, name-defined]
-            """Some layers of the sweep's own."""
+            """Some of the sweep's own layers."""
 
             def __init__(self, config: Any) -> None:
                 super().__init__(config)
@@ -209,7 +209,7 @@ class MegatronRun:
         return chunk.cuda() if self.row["fp8_param"] else chunk.cuda().bfloat16()
 
     def _aside(self, make: Callable[[], Any]) -> Any:
-        """Make something on a stream of its own, as Megatron does: captures need that."""
+        """Make something on a separate stream, as Megatron does, because captures need it."""
         if not self.cuda:
             return make()
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -225,7 +225,7 @@ class MegatronRun:
         return megatron.guard(manner="report")
 
     def _data(self) -> Iterator[Any]:
-        """Yield microbatches; a graph of a whole iteration wants named tensors."""
+        """Yield microbatches; a graph of a whole iteration needs named tensors."""
         generator = torch.Generator().manual_seed(self.number * 10 + self.replica)
         for _ in range(self.microbatches):
             if self.cuda:
@@ -265,7 +265,7 @@ class MegatronRun:
         return run
 
     def step(self) -> list[float]:
-        """Train a step; the loop is taken in the first one, after a guard was put on."""
+        """Train a step; the first step looks up the loop, after a guard was attached."""
         self.loop = self.loop or self._take_loop()
         if self.graphs == "transformer_engine" and self.number == CAPTURED_AT:
             helper = self.lib.cuda_graphs.TECudaGraphHelper(
@@ -286,14 +286,16 @@ class MegatronRun:
             micro_batch_size=ROWS,
             forward_only=False,
         )
-        # A step would zero the buffers that a gather of parameters uses: keep the gradients.
+        # Keep the gradients: a step would zero the buffers that a gather of parameters uses.
         self.kept = {n: p.main_grad.detach().clone() for n, p in self.named.items()}
         self.optimizer.step()
         self.number += 1
         return [float(one["loss"]) for one in found] if isinstance(found, list) else []
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Reduced gradients; replicas that share an optimizer have only parts of them."""
+        """
+        Reduced gradients; empty if replicas share an optimizer, because each then has only a part.
+        """
         shares = self.row["optimizer"] != "adam" and layout_of(self.row)[1] > 1
         return {} if shares else self.kept
 
@@ -308,7 +310,7 @@ class MegatronRun:
         }
 
     def close(self) -> None:
-        """Let go of the model, graphs and process groups."""
+        """Release the model, graphs and process groups."""
         if self.graphs == "local":
             self.lib.cuda_graphs.delete_cuda_graphs()
         self.loop, self.model, self.named, self.optimizer = None, [], {}, None

@@ -1,5 +1,6 @@
 """
-What a sweep of modes trains: layers, and a model of them under a schedule of torch's pipeline.
+The small models of a sweep of modes: layers, and a model of such layers under a schedule of torch's
+pipeline.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["LAYERS", "RATE", "ROWS", "WIDTH", "Block", "ModeRun", "TorchRun", "layout_of"]
 
 ROWS, WIDTH, RATE = 2, 8, 0.05
-#: Layers per pipeline rank: one for each of two virtual stages.
+#: Layers per pipeline rank, one for each of two virtual stages.
 LAYERS = 2
 _SINGLE, _V = ("GPipe", "1F1B"), ("ZBVZeroBubble", "DualPipeV")
 
@@ -24,13 +25,15 @@ class ModeRun(Protocol):
     """A small model in one mode of a framework, on this rank."""
 
     def guard(self) -> Any:
-        """Put a guard on that reports; called before the first step."""
+        """Attach a guard that reports; called before the first step."""
 
     def step(self) -> list[float]:
-        """Train a step; return the losses of the microbatches, on the rank that has them."""
+        """Train a step; return the losses of the microbatches on the rank that has losses."""
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The gradients of the last step by the model's names; empty if none is whole."""
+        """
+        The gradients of the last step by the model's names; empty if no rank has whole gradients.
+        """
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters after the last step, by the model's names."""
@@ -40,7 +43,7 @@ class ModeRun(Protocol):
 
 
 def layout_of(row: Mapping[str, Any]) -> tuple[int, int]:
-    """Ranks of a pipeline, and replicas: `pp2 dp2` is 2, 2."""
+    """Number of pipeline ranks and of replicas: `pp2 dp2` gives 2 and 2."""
     sizes = [int(part.lstrip("pd")) for part in row["layout"].split()]
     return sizes[0], sizes[1] if len(sizes) > 1 else 1
 
@@ -159,4 +162,4 @@ class TorchRun:
         return self.named
 
     def close(self) -> None:
-        """The next run has stages of its own."""
+        """Do nothing: the next run makes its own stages."""

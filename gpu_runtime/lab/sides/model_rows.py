@@ -1,8 +1,8 @@
 """
-The rows of the table of whole models: decoders of the common kind, at the lengths people train.
+The rows of the table of whole models: common decoders, at usual training lengths.
 
 Layers have RMSNorm, SwiGLU, rotary positions and grouped-query attention, without biases; their
-products are FP8 under delayed scaling. The head and everything else is bf16, gradients too.
+products are FP8 under delayed scaling. The head, the gradients and everything else are bf16.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelShape:
     vocabulary: int = 128_256
 
     def config(self, sequence: int) -> LayerConfig:
-        """Its layers at a sequence length."""
+        """The dimensions of its layers at a sequence length."""
         return LayerConfig(
             self.hidden,
             self.ffn,
@@ -72,7 +72,7 @@ MODELS: Mapping[str, ModelShape] = {
 }
 """Shapes by name; `tiny` is for a CPU."""
 CELLS = ("1b-s4096-m8", "3b-s4096-m8", "8b-s4096-m8", "1b-s8192-m8", "3b-s8192-m8", "tiny-s16-m4")
-"""Models, sequence lengths and microbatches of one sequence each."""
+"""Model, sequence length and number of microbatches of each cell; a microbatch is one sequence."""
 
 
 @attrs.frozen
@@ -84,8 +84,8 @@ class ModelRow(NamedRow):
         cell: One of `CELLS`.
         side: `native`, `replays` or `one launch`.
         schedule: A short name of torch's schedule classes.
-        pp: Ranks; each has two stages.
-        cut: Layers of each stage; None divides them evenly.
+        pp: Number of ranks, with two stages each.
+        cut: Layers of each stage; None for an even division.
     """
 
     pp: int = 2
@@ -129,7 +129,7 @@ class ModelRow(NamedRow):
 
 def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]:
     """
-    Times of the model's parts on the slowest rank, and the cut that they give; all ranks call it.
+    Times of the model's parts on the slowest rank, and the resulting cut; all ranks call it.
 
     Raises:
         BackendError: A rank cannot build or capture a stage; every rank raises it.
@@ -138,7 +138,7 @@ def measured_cut(member: Member, row: ModelRow) -> tuple[Times, tuple[int, ...]]
     backend = backend_on(device.type)
     times = agreed_times(member, job, backend, mode=mode_on(device), place=row.cell)
     if device.type == "cuda":
-        # The first row's peak must not include what was measured here.
+        # The first row's memory peak must not include this measurement.
         torch.cuda.reset_peak_memory_stats(device)
     layer, embedding, head = (sum(part) for part in (times.layer, times.embedding, times.head))
     layers = row.shape.layers

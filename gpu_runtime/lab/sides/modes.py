@@ -1,10 +1,10 @@
 """
-One rank of a sweep of modes: it runs rows one after another, each without and with a guard.
+One rank of a sweep of modes: it runs rows one after another, each without a guard and with a guard.
 
     python -m qeffect.gpu_runtime.lab.sides.modes run RANK WORLD FOLDER
 
-`FOLDER/rows.json` has the rows; the rank writes a line of JSON for each into `FOLDER`. A row that
-raises ends the rank.
+`FOLDER/rows.json` has the rows; the rank writes a line of JSON for each into `FOLDER`. If a row
+raises an exception, the rank ends.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .mode_runs import ModeRun, TorchRun
 
 __all__ = ["STEPS", "digest", "run", "train"]
 
-#: Steps of each run; Megatron-core's graphs replay from the fourth on.
+#: Steps of each run; Megatron-core's graphs replay from the fourth step on.
 STEPS = {"cpu": 3, "cuda": 7}
 _PACKAGES = ("megatron-core", "torchtitan", "transformer-engine")
 
 
 def digest(value: Tensor) -> str:
-    """The bits of a tensor."""
+    """A digest of the bits of a tensor."""
     whole = value.detach().contiguous().cpu()
     return hashlib.sha256(whole.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def make(framework: str, row: Mapping[str, Any], device: torch.device) -> ModeRun:
-    """The run of a row."""
+    """Make the run of a row."""
     if framework == "torch":
         return TorchRun(row, device)
     if framework == "torchtitan":
@@ -58,7 +58,7 @@ def make(framework: str, row: Mapping[str, Any], device: torch.device) -> ModeRu
 def train(
     framework: str, row: Mapping[str, Any], device: torch.device, guards: bool
 ) -> dict[str, Any]:
-    """Train a row; return losses and digests by step, and what the guard said."""
+    """Train a row; return losses and digests by step, and the guard's reports."""
     run = make(framework, row, device)
     guarded = run.guard() if guards else None
     said: dict[str, Any] = {"losses": [], "violations": []}
@@ -99,7 +99,7 @@ def prepare(framework: str, device: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that are installed here."""
+    """The versions of the installed packages."""
     found = {"python": sys.version.split()[0], "torch": torch.__version__}
     for name in _PACKAGES:
         try:

@@ -1,7 +1,7 @@
 """
 This runtime as columns: eager, or captured with one of the gradient destinations.
 
-On a CPU the same columns run over the reference backend, so that everything but capture can be
+On a CPU, the same columns run over the reference backend, so that everything except capture can be
 tested without a GPU.
 """
 
@@ -33,7 +33,7 @@ class FixedData:
     The same tensors in every step.
 
     Args:
-        x: Inputs by microbatch; where there are fewer, they recur.
+        x: Inputs by microbatch; if there are fewer inputs than microbatches, they repeat.
         dy: Output gradients, likewise.
     """
 
@@ -60,12 +60,12 @@ class Ours:
         cell: The workload.
         settings: History and device.
         destination: Where dW writes.
-        provisioning: How slots are counted.
+        provisioning: How many slots a stage has.
         mode: How a step runs.
         guards: Run the guards; False exists for this benchmark only.
-        counts: When what the device counts is compared; None counts nothing.
-        two_streams: Call from a stream of the caller's own, so that every action crosses to the
-            graph stream and back by events.
+        counts: When the device's counts are compared; None for no counts.
+        two_streams: Call from the caller's own stream, so that every action crosses to the graph
+            stream and back by events.
     """
 
     cell: BenchCell
@@ -92,7 +92,7 @@ class Ours:
             self.feeds = dict(zip(self.order.stages, self.order.stages[1:], strict=False))
         spec = self.stages[0].inputs[0]
         torch.manual_seed(1)
-        # Stages of a longer pipeline receive into the same memory in every microbatch.
+        # Stages of a longer pipeline receive every microbatch into the same memory.
         for _ in range(self.cell.microbatches if self.cell.chained else 1):
             self.data.x.append(torch.randn(spec.shape, device=spec.device, dtype=spec.dtype))
             self.data.dy.append(
@@ -126,7 +126,7 @@ class Ours:
         ]
 
     def warm(self) -> None:
-        """The runtime itself: warm-up, slots, arenas, contract, capture."""
+        """Build the runtime: warm-up, slots, arenas, contract, capture."""
         self.runtime = Runtime(
             self.stages,
             self.order,
@@ -153,7 +153,9 @@ class Ours:
                 self.loop.step()
 
     def host_actions(self, steps: int, synchronize: Callable[[], None]) -> Mapping[str, Any]:
-        """Host time of every call of some steps, and of their bare replays; only `close` after."""
+        """
+        Host time of every call of some steps, and of their bare replays; only `close` may follow.
+        """
         return times_of(self, synchronize, steps)
 
     def facts(self) -> Mapping[str, Any]:

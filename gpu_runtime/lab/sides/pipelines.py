@@ -48,7 +48,7 @@ __all__ = [
 
 
 class DrawnBatches(Batches):
-    """Batches drawn beforehand, so that no step waits for the host's random numbers."""
+    """Batches that are drawn in advance, so that no step waits for the host's random numbers."""
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
@@ -62,7 +62,7 @@ def backend_on(device: str) -> str:
 
 
 def drawn_batches(job: Job, device: torch.device) -> Batch:
-    """Input and target of each microbatch, the same in every step and on every rank."""
+    """Return input and target of each microbatch, the same in every step and on every rank."""
     draw = job.batch(device)
     held = [draw(0, m) for m in range(job.microbatches)]
     return lambda step, microbatch: held[microbatch]
@@ -70,7 +70,7 @@ def drawn_batches(job: Job, device: torch.device) -> Batch:
 
 @contextmanager
 def isolation(member: Member) -> Iterator[None]:
-    """Free a side's memory before the next side is built; peaks count from here."""
+    """Free a side's memory before the next side is built; memory peaks count from now on."""
     if member.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(member.device)
@@ -83,7 +83,7 @@ def isolation(member: Member) -> Iterator[None]:
 
 class NativeSide:
     """
-    torch's own schedule over full backwards: what users run today.
+    torch's own schedule over full backwards, as users run it without QEffect.
 
     Args:
         member: This rank.
@@ -107,14 +107,14 @@ class NativeSide:
         self.pipeline.step()
 
     def drain(self) -> None:
-        """Native runs no step ahead."""
+        """Do nothing: native runs no step ahead."""
 
     def losses_of(self, step: int) -> list[float]:
         """The losses of a step by microbatch."""
         return self.pipeline.losses_of(step)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training moves."""
+        """All tensors that training changes."""
         self.member.synchronize()
         return live_tensors(self.stages, self.optimizer)
 
@@ -123,7 +123,7 @@ class NativeSide:
         return {}
 
     def close(self) -> None:
-        """Native's process groups last as long as the process."""
+        """Do nothing: native's process groups last as long as the process."""
 
 
 class GuardedSide:
@@ -150,7 +150,7 @@ class GuardedSide:
         self.worker.step()
 
     def drain(self) -> None:
-        """Guarded steps run none ahead."""
+        """Do nothing: guarded steps do not run ahead."""
 
     def losses_of(self, step: int) -> list[float]:
         """The losses of a step by microbatch."""
@@ -158,12 +158,15 @@ class GuardedSide:
         return self.worker.feed.losses_of(step)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training moves."""
+        """All tensors that training changes."""
         self.worker.runtime.handoff.synchronize()
         return live_tensors(self.stages, self.optimizer)
 
     def facts(self) -> dict[str, Any]:
-        """Handoffs and replays of one more step; slots, arena, graphs and their set-up times."""
+        """
+        Handoffs and replays, counted in one further step; slots, arena, graphs and their set-up
+        times.
+        """
         runtime = self.worker.runtime
         executor = runtime.executor
         graphs = executor if isinstance(executor, GraphExecutor) else None
@@ -183,13 +186,14 @@ class GuardedSide:
         return found
 
     def close(self) -> None:
-        """End the rank."""
+        """Close the rank's worker."""
         self.worker.close()
 
 
 class LaunchSide(GuardedSide):
     """
-    A guarded rank, each step one launch: the first step is guarded, the second is captured.
+    A guarded rank whose steps are one launch each; the first step is guarded, the second is
+    captured.
 
     Args:
         worker: The rank's worker, in mode `one launch`, before its first step.
@@ -206,19 +210,19 @@ class LaunchSide(GuardedSide):
         self.whole.step()
 
     def drain(self) -> None:
-        """Wait until every launch has ended; `step` goes on after that."""
+        """Wait until every launch has ended; later steps may follow."""
         self.whole.leave()
         self.whole.resume()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training moves, after the launches in flight."""
+        """All tensors that training changes, after the launches in flight."""
         self.whole.leave()
         found = super().state()
         self.whole.resume()
         return found
 
     def facts(self) -> dict[str, Any]:
-        """As of replays, with the step's one graph."""
+        """The facts of replays, with the step's single graph counted."""
         found = super().facts()
         found["graphs"] += 1
         found["replays"] = 1  # of a step's one graph, in which the slots' are nodes
@@ -226,20 +230,20 @@ class LaunchSide(GuardedSide):
         return found
 
     def close(self) -> None:
-        """End the launches, then the rank."""
+        """End the launches, then close the worker."""
         self.whole.close()
         super().close()
 
 
 class TrainedSide(GuardedSide):
     """
-    A guarded rank of a training run: its steps are launches where its mode is `one launch`.
+    A guarded rank of a training run; its steps are launches if its mode is `one launch`.
 
     Args:
         worker: The rank's worker, over `Batches`, before its first step.
 
     Raises:
-        BackendError: The mode is `one launch`, and a step cannot be one.
+        BackendError: The mode is `one launch`, but a step cannot be one launch.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -250,7 +254,7 @@ class TrainedSide(GuardedSide):
 
     @property
     def launches(self) -> int:  # type: ignore[override]
-        """How many of the steps whose losses were read ran as one launch."""
+        """Number of launches among the steps whose losses were read."""
         return self.steps.launches
 
     def step(self) -> None:
@@ -262,7 +266,7 @@ class TrainedSide(GuardedSide):
         self.steps.leave()
 
     def losses_of(self, step: int) -> list[float]:
-        """The losses of a step by microbatch; may be read once."""
+        """The losses of a step by microbatch; they can be read only once."""
         found = self.steps.result(step).losses
         self.steps.forget(step + 1)
         return found
@@ -282,7 +286,7 @@ def build_native(
     look: Callable[[Gradients], None] = lambda _: None,
 ) -> NativeSide:
     """
-    A job natively over drawn batches; every rank calls it.
+    Build the native side of a job over drawn batches; every rank calls it.
 
     Args:
         member: This rank.
@@ -309,12 +313,12 @@ def build_guarded(
     optimizer: Callable[..., Optimizer] = Optimizer,
 ) -> GuardedSide:
     """
-    A job guarded over drawn batches; every rank calls it.
+    Build the guarded side of a job over drawn batches; every rank calls it.
 
     Args:
         member: This rank.
         job: The pipeline.
-        mode: How a step runs; None replays graphs where the device has graphs.
+        mode: How a step runs; None for graph replays on a GPU and eager calls on a CPU.
         optimizer: Makes the optimizer.
     """
     batch = drawn_batches(job, member.device)
@@ -341,17 +345,17 @@ def build_worker_of(
     fuse: bool | None = None,
 ) -> Worker:
     """
-    A job's worker whose data, optimizer and gradients a measurement chooses.
+    Build a job's worker with data, optimizer and gradients that a measurement chooses.
 
     Args:
         member: This rank.
         job: The pipeline.
         mode: How a step runs.
-        feed: Makes the data of a replica; None takes the job's.
+        feed: Makes the data of a replica; None for the job's.
         limits: Time limits.
         optimizer: Makes the optimizer.
         dtype: Type of accumulated gradients.
-        fuse: Whether the library accumulates into `main_grad` itself; None lets it choose.
+        fuse: Whether the library accumulates into `main_grad` itself; None lets the library choose.
     """
     backend = backend_on(member.device.type)
     return Worker(
@@ -372,7 +376,7 @@ def build_worker_of(
 
 
 def build_side(member: Member, make: Callable[[], S]) -> tuple[S, float]:
-    """Build a side; return it with the seconds that this took on this rank."""
+    """Build a side; return the side and the seconds that this took on this rank."""
     began = time.perf_counter()
     side = make()
     member.synchronize()

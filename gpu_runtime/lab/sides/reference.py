@@ -1,5 +1,5 @@
 """
-The reference backend's own full backward as a column, so that the tables run without a device.
+The reference backend's own full backward as a column, so that the tables can run without a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .library import Native
 
 @attrs.frozen(eq=False)
 class _StageLayer:
-    """A stage under the signature of the library's layer."""
+    """A stage with the call signature of the library's layer."""
 
     stage: StageBackend
 
@@ -50,7 +50,7 @@ class NativeReference(Native):
             self.layers.append(_StageLayer(stage))  # type: ignore[arg-type]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The stages know their scales themselves."""
+        """An empty context: the stages handle their scales themselves."""
         return nullcontext()
 
 

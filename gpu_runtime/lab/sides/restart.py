@@ -1,5 +1,5 @@
 """
-The parts of a run that stops and resumes, as one rank runs them.
+The parts of a run that stops and resumes, on one rank.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ SAVED_AT, UNTIL = 3, 8
 @attrs.frozen(kw_only=True)
 class Trial:
     """
-    What is trained, and how.
+    A training job and its settings.
 
     Args:
         job: The model, its mapping and its data.
         device: `cpu` or `cuda`.
         mode: How a step runs.
-        masters: Accumulate in float32, over master weights of float32.
+        masters: Accumulate gradients in float32, with float32 master weights.
         limits: Time limits.
     """
 
@@ -67,7 +67,10 @@ class Trial:
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """What numbers mean in a job, whatever its mapping: the model, and what a step takes."""
+    """
+    The facts that decide what numbers mean in a job under every mapping: the model and a step's
+    data.
+    """
     c = job.config
     return {
         "layers": job.layers * job.num_stages,
@@ -105,7 +108,7 @@ def build_trial(member: Member, trial: Trial) -> Worker:
 
 
 def persistent_digests(worker: Worker, job: Job) -> dict[str, str]:
-    """A digest of every tensor that persists, by the model's names."""
+    """A digest of every tensor that a checkpoint saves, by the model's names."""
     worker.runtime.drain()
     place = worker.member.rank % worker.pp
     naming = by_layer(job.layers)
@@ -157,7 +160,7 @@ def _load(
     worker: Worker, trial: Trial, checkpoints: Checkpoints, replicas: Replicas
 ) -> dict[str, Any]:
     path = checkpoints.latest()
-    assert path is not None, f"{checkpoints.folder} has no checkpoint"
+    assert path is not None, f"{checkpoints.folder}: expected a checkpoint, found none"
     job = trial.job
     return checkpoints.load(path, worker, by_layer(job.layers), facts_of(job), replicas=replicas)
 
@@ -165,7 +168,9 @@ def _load(
 def _train(
     side: TrainedSide, trial: Trial, checkpoints: Checkpoints, until: int, save_at: Sequence[int]
 ) -> dict[str, Any]:
-    """Train until an epoch; digests of the state before, at each save and after, and losses."""
+    """
+    Train until an epoch; return losses, and digests of the state before, at each save and after.
+    """
     job, worker = trial.job, side.worker
     began, first, saved = worker.runtime.epoch, persistent_digests(worker, job), {}
     while worker.runtime.epoch < until:
@@ -199,13 +204,14 @@ def remapped_run(
     save: bool = False,
 ) -> dict[str, Any]:
     """
-    Load the latest checkpoint, take a step; then the same step of a pipeline set up by hand.
+    Load the latest checkpoint and take a step; then take the same step in a pipeline set up by
+    hand.
 
     Args:
         member: This process.
         trial: The new mapping.
-        folder: Of the checkpoints.
-        replicas: Whose scaling state each replica takes.
+        folder: The folder of checkpoints.
+        replicas: The saved replica whose scaling state each replica loads.
         save: Whether the state after the step is saved.
     """
     side = TrainedSide(build_trial(member, trial))
@@ -249,7 +255,7 @@ def remapped_run(
 
 
 def _copy(worker: Worker, job: Job, held: Mapping[str, Tensor], epoch: int, replica: int) -> None:
-    """By hand: layers counted here, tensors copied one after the other."""
+    """Copy the state by hand: count layers, and copy tensors one by one."""
     runtime = worker.runtime
 
     def there(stage: int, local: str) -> str:
@@ -276,5 +282,5 @@ def _copy(worker: Worker, job: Job, held: Mapping[str, Tensor], epoch: int, repl
 
 
 def differing_names(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
-    """Names of which only one side has a value, or another one."""
+    """The names whose values differ, or that only one side has."""
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))

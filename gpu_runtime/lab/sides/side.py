@@ -1,5 +1,5 @@
 """
-The interface of every side: what rounds, comparisons, profiles and training runs call.
+The interface of every side, which rounds, comparisons, profiles and training runs call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Side(Protocol):
     """One way to run an optimizer step."""
 
     def step(self) -> None:
-        """Enqueue one optimizer step; nothing waits for the device."""
+        """Enqueue one optimizer step, without waiting for the device."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Counts that the side knows about itself: graphs, arena bytes, slots."""
+        """The side's own counts: graphs, arena bytes, slots."""
 
     def close(self) -> None:
         """Release device memory and connections."""
@@ -34,10 +34,12 @@ class Column(Side, Protocol):
     """A side of the step tables, which runs over a cell in a process of its own."""
 
     def build(self) -> None:
-        """Build what every column has: parameters, optimizer, data."""
+        """Build the parts of every column: parameters, optimizer, data."""
 
     def warm(self) -> None:
-        """Build what only this column needs before its first step: warm-up, capture, arenas."""
+        """
+        Build the parts that only this column needs before its first step: warm-up, capture, arenas.
+        """
 
 
 class RankSide(Side, Protocol):
@@ -45,7 +47,7 @@ class RankSide(Side, Protocol):
     One rank of a side of a pipeline, built and ready for its first step.
 
     Attributes:
-        first_steps: Steps that belong to the side's set-up.
+        first_steps: Number of steps that belong to the side's set-up.
         mode: How a step runs; ``eager`` for a side without graphs.
         optimizer: The optimizer of the rank's stages.
     """
@@ -60,26 +62,28 @@ class RankSide(Side, Protocol):
 
     @property
     def launches(self) -> int:
-        """How many steps ran as one launch, of those whose losses were read."""
+        """Number of launches among the steps whose losses were read."""
 
     def drain(self) -> None:
         """Wait until every step has ended, on every rank."""
 
     def losses_of(self, step: int) -> list[float]:
-        """The losses of a step by microbatch, where the last stage is; waits for the device."""
+        """
+        The losses of a step by microbatch, on the rank of the last stage; waits for the device.
+        """
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training moves, live, not copied; waits for the device."""
+        """All tensors that training changes, not copied; waits for the device."""
 
 
 @attrs.frozen
 class NamedRow:
     """
-    A row of a report over ranks, by its name.
+    A row of a report over ranks, with the fields of its name.
 
     Args:
-        cell: What is measured, and its microbatches.
-        side: What runs it.
+        cell: The measured layers and their number of microbatches.
+        side: The side that runs the cell.
         schedule: A short name of torch's schedule classes.
     """
 

@@ -1,9 +1,9 @@
 """
 One optimizer step in schedule order over a runtime: Algorithm 1 of the paper as a loop.
 
-Every side of one process runs this loop: the step tables' columns, comparisons and capture-memory
-trials. It is also an example of embedding: a pipeline runtime calls the same actions from its own
-loop.
+The sides within one process run this loop: the step tables' columns, comparisons and capture-memory
+trials. The loop is also an example of embedding: a pipeline runtime calls the same actions from its
+own loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["StepData", "StepLoop"]
 
 
 class StepData(Protocol):
-    """The data of stages that no other stage feeds."""
+    """The data of stages without a preceding stage."""
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """The inputs of a stage's F."""
@@ -40,12 +40,11 @@ class StepLoop:
     Training over a runtime, action by action.
 
     Args:
-        runtime: The runtime; stages that feed each other, and hooks that look at tensors, need one
-            with `readers`.
+        runtime: The runtime; it needs `readers` if stages feed each other or hooks read tensors.
         workload: The data.
         optimizer: The optimizer over the same stages.
-        calls: The actions; the runtime's guarded ones by default.
-        feeds: The stage that each stage feeds; the workload feeds the others.
+        calls: The actions; by default the runtime's guarded actions.
+        feeds: For each stage, the stage that it feeds; the workload feeds all other stages.
     """
 
     runtime: Runtime
@@ -83,12 +82,12 @@ class StepLoop:
             self.advance(step)
 
     def begin(self) -> None:
-        """Forget the tapes of the last epoch, or of an attempt at this one."""
+        """Forget the tapes of the last epoch, or of a failed attempt at this epoch."""
         self._refs.clear()
         self._refreshed.clear()
 
     def advance(self, step: ComputeAction) -> None:
-        """One action, a stage's refresh before its first F."""
+        """Run one action; before a stage's first F, also its refresh."""
         if step.kind is Kind.FORWARD and step.stage not in self._refreshed:
             self.calls.refresh(step.stage)
             self._refreshed.add(step.stage)
@@ -115,7 +114,7 @@ class StepLoop:
         self.runtime.finish(self.optimizer)
 
     def after_forward(self, key: TapeKey, step: ComputeAction, outputs: Sequence[Tensor]) -> None:
-        """Called with the outputs of a stage that feeds no other."""
+        """Called with the outputs of a stage that feeds no other stage."""
 
     def after_dgrad(
         self, key: TapeKey, ref: TapeRef, step: ComputeAction, gradients: Sequence[Tensor]

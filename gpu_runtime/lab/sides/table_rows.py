@@ -1,5 +1,5 @@
 """
-The rows of the complete-step tables: which side of which model runs in which cell.
+The rows of the complete-step tables: cell, model, schedule and side of each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CELLS = (SMALL, LARGE, "tiny-m4")
 PARTS = ("steps", "attribution", "resources", "weak", "mapping")
 HISTORY = 16
 BEFORE = 6
-"""Steps, including the first, after which a side is compared with its reference."""
+"""Number of steps, including the first, after which a side is compared with its reference."""
 RULES: Mapping[str, Rule] = {"copied": "copied", "per_microbatch": "per_microbatch"}
 """Where dW writes, for sides that do not accumulate into one destination."""
 REFERENCES = {
@@ -32,7 +32,10 @@ REFERENCES = {
     "per_microbatch": "copied",
     "one launch": "replays",
 }
-"""The side whose bits a side must have, under the same schedule: both form the same sums."""
+"""
+For each side, the reference whose bits it must have under the same schedule, because both form the
+same sums.
+"""
 
 
 @attrs.frozen
@@ -113,18 +116,18 @@ def table_rows(
     mode: Mode = "replays",
 ) -> list[TableRow]:
     """
-    The rows of some parts, each once, in the order of measuring.
+    The rows of some parts, each once, in the order in which to measure them.
 
     Args:
         parts: Names of `PARTS`: `steps` is native, replays and one launch of the language model in
             every cell; `attribution` adds eager, copied and per-microbatch destinations in the last
-            one; `resources` is ZB-V by microbatches in the last one, over two ranks; `weak` is
-            layers alone, one a stage, in every cell; `mapping` is the model of four layers in the
-            last one.
+            cell; `resources` is ZB-V by microbatches in the last cell, over two ranks; `weak` is
+            layers alone, one per stage, in every cell; `mapping` is the model of four layers in the
+            last cell.
         cells: Names of `CELLS`.
         pp: Ranks.
-        microbatches: Of `resources`.
-        mode: How guarded steps run; in mode ``eager`` no row is one launch.
+        microbatches: Numbers of microbatches for `resources`.
+        mode: How guarded steps run; with ``eager`` there are no rows of one launch.
     """
     sides = ("replays",) if mode == "eager" else ("replays", "one launch")
     last = cells[-1]

@@ -1,10 +1,10 @@
 """
-Lets TorchTitan run without an accelerator, over gloo: in tests and in the sweep of modes.
+Let TorchTitan run without an accelerator, over gloo, in tests and in the sweep of modes.
 
-TorchTitan asks torch for the kind of accelerator, and the module of that kind for its name, its
-memory and its number of devices. After the first step it shortens the timeouts of groups, with a
-barrier that gloo does not have. None of this touches a computation. Its debug model gets attention
-that has a backward on a CPU, and random tokens for data.
+TorchTitan asks torch for the kind of accelerator, and that kind's module for name, memory and
+number of devices. After the first step it shortens the timeouts of groups with a barrier that gloo
+lacks. Stand-ins for all this change no computation. The debug model gets an attention with a
+backward on a CPU, and random tokens as data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKENS, _LENGTH = 2048, 16
 
 
 def install() -> None:
-    """Stand in for an accelerator. Call it before TorchTitan is imported."""
+    """Install stand-ins for an accelerator. Call it before TorchTitan is imported."""
     utils: Any = torch._utils
     cpu: Any = torch.cpu
     utils._get_available_device_type = lambda: "cpu"
@@ -42,7 +42,7 @@ def install() -> None:
 
 def on_a_cpu(config: Any) -> Any:
     """
-    Return a configuration of Llama's debug model with data and attention that a CPU has.
+    Return a configuration of Llama's debug model with data and attention that work on a CPU.
 
     Args:
         config: A `Trainer.Config` of TorchTitan's `llama3_debugmodel`; it is changed.
@@ -52,7 +52,7 @@ def on_a_cpu(config: Any) -> Any:
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     class Words(BaseTokenizer):  # type: ignore[misc]
-        """A tokenizer that nothing asks: the data are tokens already."""
+        """A tokenizer that is never used, because the data are already tokens."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseTokenizer.Config):  # type: ignore[misc]
@@ -72,11 +72,11 @@ def on_a_cpu(config: Any) -> Any:
             return _TOKENS
 
     class Generated(BaseDataLoader):  # type: ignore[misc]
-        """Batches of random tokens, other ones on each replica, the same ones in each run."""
+        """Batches of random tokens, different on each replica, but the same in each run."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):  # type: ignore[misc]
-            """What the validator sets; the batches never end."""
+            """The options that the validator sets; the batches never end."""
 
             infinite: bool = True
 

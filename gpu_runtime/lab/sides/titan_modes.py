@@ -1,8 +1,8 @@
 """
 Llama's debug model in one of TorchTitan's modes, on a CPU, for the sweep.
 
-TorchTitan's own trainer takes the steps. The first weights follow from a parameter's name, whatever
-the cut.
+TorchTitan's own trainer takes the steps. The initial weights depend only on a parameter's name, not
+on the cut.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .mode_runs import layout_of
 __all__ = ["TitanRun"]
 
 _LAYERS = 8
-#: What wrappers of recomputation and compilation add to a parameter's name.
+#: The parts that wrappers of recomputation and compilation add to a parameter's name.
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 

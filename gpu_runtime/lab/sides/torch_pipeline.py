@@ -1,9 +1,9 @@
 """
-The oracle: torch's own pipeline over native full backwards.
+The reference: torch's own pipeline over native full backwards.
 
 `dw_builder` is torch's hook for deferred weight gradients. Here it defers nothing: dI is the full
 backward and W is empty, so that F and dI of a rank run in the schedule's order, as in the guarded
-pipeline. This side has no slots, tapes, guards or messages of ours.
+pipeline. This side uses none of our slots, tapes, guards or messages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Batch = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class _Forward(torch.nn.Module):
-    """A stage's ordinary forward; the first of a step refreshes its weight cache."""
+    """A stage's ordinary forward; the first forward of a step refreshes the weight cache."""
 
     def __init__(self, stage: StageBackend) -> None:
         super().__init__()
@@ -54,7 +54,10 @@ class _Forward(torch.nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage; it records what flows, and directs where full backwards put gradients."""
+    """
+    torch's stage, which also records outputs and gradients, and directs where full backwards put
+    gradients.
+    """
 
     def __init__(self, owner: NativePipeline, stage: StageBackend, **options: Any) -> None:
         super().__init__(_Forward(stage), stage.index, dw_builder=self._deferred, **options)
@@ -90,7 +93,8 @@ class _Stage(PipelineStage):
         Leave out messages of this rank to itself, which gloo cannot send.
 
         Before its first step torch 2.11 exchanges a number with the rank of each neighbouring stage
-        to open connections. In a schedule such as ZB-V that can be this rank, which needs none.
+        to open connections. In a schedule such as ZB-V, that can be this rank itself, which needs
+        no connection.
         """
         own = self.group_rank
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
@@ -113,17 +117,18 @@ class NativePipeline:
 
     Args:
         schedule: The class's name.
-        stages: Fresh stages of the rank, the last without its loss: torch computes that.
+        stages: Fresh stages of the rank; the last lacks its loss, which torch computes.
         num_stages: Stages of the whole pipeline.
-        order: The rank's row, which says how gradients are summed.
+        order: The rank's row, which determines how gradients are summed.
         microbatches: Microbatches of a step, over all walks.
-        walks: Times that a step runs the schedule before its update, over equal parts.
+        walks: How often a step runs the schedule before its update, each time over an equal part of
+            the microbatches.
         batch: The data.
         loss: Maps the last stage's output and the target to a scalar.
         group: A process group of the pipeline's ranks.
         rule: Where the guarded side's dW writes.
         dtype: Type of accumulated gradients.
-        recording: Where to record, or None.
+        recording: Where to record; None to record nothing.
         reduce: Called with the gradients of all stages before the update; returns the factor of the
             update, or None.
         optimizer: Makes the optimizer over the stages.
@@ -155,9 +160,9 @@ class NativePipeline:
         exact = self.rule in ("wgrad_order", "dgrad_order")
         if self.rule == "dgrad_order" or (exact and stages[0].domain.name != "reference"):
             raise BackendError(
-                f"the library's own backward adds gradients as the schedule runs and keeps none of "
-                f"a single microbatch, so it cannot sum by rule {self.rule}; "
-                "compare another schedule or rule"
+                "the library's own backward adds gradients as the schedule runs and keeps no "
+                f"gradient of a single microbatch, so it cannot sum by rule {self.rule}; compare "
+                "another schedule or rule"
             )
         self.kept: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.number = 0
@@ -194,7 +199,9 @@ class NativePipeline:
         return [self.losses_of(step) for step in sorted(self._losses)]
 
     def losses_of(self, step: int) -> list[float]:
-        """The losses of a step by microbatch, where the last stage is; waits for the device."""
+        """
+        The losses of a step by microbatch, on the rank of the last stage; waits for the device.
+        """
         return [float(loss) for loss in self._losses[step]]
 
     def note(
@@ -209,7 +216,7 @@ class NativePipeline:
         self.recording.add_state(where, live_state(self.domain))
 
     def _walked(self) -> list[Tensor]:
-        """Run the schedule once; return the losses by microbatch, where the last stage is."""
+        """Run the schedule once; return the losses by microbatch, on the rank of the last stage."""
         data = [self.batch(self.number, self.drawn + m) for m in range(self.microbatches)]
         x, target = (torch.cat(part) for part in zip(*data, strict=True))
         losses: list[Tensor] = []
@@ -224,10 +231,10 @@ class NativePipeline:
         self, share: Callable[[], None], agree: Callable[[bool], bool]
     ) -> Calibration | None:
         """
-        Calibrate a domain of epoch scales before the first step; do nothing for another domain.
+        Calibrate a domain with epoch scales before the first step; do nothing for other domains.
 
         Args:
-            share: Called before scales move, where replicas share their scaling state.
+            share: Called before scales move, if replicas share their scaling state.
             agree: As for `calibration.calibrate`.
         """
         if not moves_once(self.domain):
@@ -256,7 +263,7 @@ class NativePipeline:
         for walk in range(self.walks):
             self.drawn = walk * self.microbatches
             losses += self._walked()
-        # Read on demand: a step does not wait for its losses.
+        # Losses are read on demand, so that a step does not wait for them.
         self._losses[self.number] = [loss.detach() for loss in losses]
         gradients = {p.stage_index: native_gradients(p.backend, p.sums) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)

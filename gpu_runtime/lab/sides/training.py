@@ -1,5 +1,5 @@
 """
-The sides of a training run of a configuration, and their loss on held-out text.
+The native and guarded sides of a configured training run, and their loss on held-out text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["evaluate_side", "guarded_training", "native_training"]
 
 
 def native_training(member: Member, config: Config, data: JobData) -> NativeSide:
-    """torch's own pipeline over the library's full backwards."""
+    """Build torch's own pipeline over the library's full backwards."""
     return NativeSide(member, native_pipeline(member, data.job, backend_of(config)))
 
 
 def guarded_training(member: Member, config: Config, data: JobData) -> TrainedSide:
     """
-    The guarded pipeline, in the mode of the run's configuration.
+    Build the guarded pipeline, in the mode of the run's configuration.
 
     Raises:
-        BackendError: The run asks for one launch per step, and its steps cannot be launches.
+        BackendError: The run asks for one launch per step, but its steps cannot be launches.
     """
     mode, why = mode_of(member, data.job, config.parallel.mode)
     if why:
@@ -43,7 +43,7 @@ def evaluate_side(side: NativeSide | TrainedSide, data: JobData, windows: int) -
 
     Args:
         side: The side.
-        data: What it trains on, with held-out text.
+        data: The side's data, with held-out text.
         windows: Number of windows.
     """
     assert data.held_out is not None

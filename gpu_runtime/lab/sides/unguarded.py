@@ -1,9 +1,10 @@
 """
-The runtime's actions without guards: the difference is the cost of the guards.
+The runtime's actions without guards, to measure what guards cost.
 
-The physical work is that of `qeffect.gpu_runtime.step.actions`: the handoff to the graph stream and
-back, the copies into static buffers, the replay. The kernel, the comparison of destinations with
-their descriptors and the check of baked addresses are left out. Only the benchmark uses it.
+The physical work is the same as in `qeffect.gpu_runtime.step.actions`: the handoff to the graph
+stream and back, the copies into static buffers, the replay. The kernel, the comparison of
+destinations with their descriptors and the check of baked addresses are left out. Only the
+benchmark uses this module.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...step.memory.slots import Slot, fill
 
 
 class NullContract:
-    """Stands in for the contract at the boundaries of an epoch, and accepts everything."""
+    """A stand-in for the contract at the boundaries of an epoch, which accepts everything."""
 
     counts_awaited = False
 
@@ -77,7 +78,7 @@ class UnguardedActions:
         handoff.wait_for_caller()
         with handoff.scope():
             yield
-            # As the guarded actions do: a graph has marked its own tail.
+            # As in guarded actions: a graph has marked its own tail.
             if after_copies or not self.runtime.executor.marks_tail:
                 handoff.record_tail()
         handoff.caller_waits()
@@ -87,7 +88,7 @@ class UnguardedActions:
         return memory, memory.table[memory.slot_of[key.microbatch]]
 
     def refresh(self, stage: int) -> None:
-        """Refresh a stage's weight cache, wherever it may be by now."""
+        """Refresh a stage's weight cache at its current address."""
         executor = self.runtime.executor
         graphs = getattr(executor, "refreshes", None)
         with self._on_graph_stream():
@@ -106,7 +107,7 @@ class UnguardedActions:
         return TapeRef(slot.index, 0)
 
     def bind(self, key: TapeKey) -> None:
-        """Nothing is compared."""
+        """Compare nothing."""
 
     def dgrad(
         self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor] | None = None
@@ -129,15 +130,15 @@ class UnguardedActions:
                 memory.arena.keep_copies(key.microbatch, slot.wgrads)
 
     def outputs(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
-        """What F left."""
+        """The outputs of F."""
         return self._slot(key)[1].outputs
 
     def finish_outputs(self, key: TapeKey, ref: TapeRef) -> None:
-        """Nobody counts readers."""
+        """Do nothing: readers are not counted."""
 
     def dgrads(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
-        """What dI left."""
+        """The input gradients of dI."""
         return self._slot(key)[1].dgrads
 
     def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
-        """Nobody counts readers."""
+        """Do nothing: readers are not counted."""

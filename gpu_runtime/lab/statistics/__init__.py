@@ -1,5 +1,5 @@
 """
-Numbers derived from a report's raw numbers, and the goals and text tables that show them.
+Numbers derived from a report's raw numbers, and their goals.
 
-Nothing here measures, and nothing imports torch.
+This package measures nothing and does not import torch.
 """

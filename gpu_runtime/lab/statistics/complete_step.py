@@ -1,11 +1,11 @@
 """
-The paper's tables of the complete step from trials: ours beside the paper's, and goals.
+The paper's tables of the complete step, from trials: our numbers beside the paper's, and goals.
 
 A trial is one start of all ranks; its step time is the median of its rounds. Ratios are taken
-within a trial, and their median over the trials is given. No trial has both two and four ranks, so
-these two are compared by medians over trials. The first three trials of a model on its ranks are
-the paper's initial set, the others its replication. Where both sets are shown, their times,
-speedups and break-even steps are never pooled. Memory is the maximum over all trials.
+within a trial; the tables give their median over trials. No trial has both two and four ranks, so
+these are compared by medians over trials. As in the paper, the first three trials of a model on its
+ranks are the initial set, the others the replication. If both sets are shown, their times, speedups
+and break-even steps are never pooled. Memory is the maximum over all trials.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from .summary import (
 __all__ = ["INITIAL", "break_even_steps", "derive_tables"]
 
 INITIAL = 3
-"""Trials of the first set."""
+"""Number of trials in the initial set."""
 
 KEY = ("cell", "microbatches", "model", "pp", "vpp", "schedule", "side")
-"""Rows of two trials that agree in these fields are the same measurement."""
+"""
+Fields that identify a measurement: rows of two trials with equal fields are the same measurement.
+"""
 
 
 class _Pair(NamedTuple):
@@ -52,9 +54,9 @@ class _Pair(NamedTuple):
 
 def break_even_steps(own: Raw, native: Raw) -> float | None:
     """
-    Steps after which a row has caught up with native, set-up and first step included.
+    Number of steps after which a row has caught up with native, including set-up and first step.
 
-    1 for a row that is never behind; None for a row that never catches up.
+    1 if the row is never behind; None if it never catches up.
 
     Args:
         own: A row: `construction_s`, `first_step_s`, and `step_ms` of its rounds.
@@ -68,7 +70,7 @@ def break_even_steps(own: Raw, native: Raw) -> float | None:
 
 
 def setup_s(row: Raw) -> float:
-    """Seconds until the end of the first step, capture included, on the slowest rank."""
+    """Seconds until the end of the first step, including capture, on the slowest rank."""
     return float(row["construction_s"] + row["first_step_s"])
 
 
@@ -77,8 +79,8 @@ def derive_tables(raw: Raw) -> dict[str, Any]:
     Every measured row over its trials, and the paper's tables from them.
 
     Returns:
-        `rows` (one for each measurement), then `complete`, `attribution`, `resources`, `weak` and
-        `mapping`, each beside the paper's numbers where it has some, `targets` and `errors`.
+        `rows` (one for each measurement); `complete`, `attribution`, `resources`, `weak` and
+        `mapping`, with the paper's numbers if it prints some; `targets` and `errors`.
     """
     groups: dict[tuple[Any, ...], list[_Pair]] = {}
     errors = []
@@ -130,7 +132,7 @@ def _ranks(row: Raw) -> tuple[Any, ...]:
 
 
 def _model(row: Raw) -> tuple[Any, ...]:
-    """The fields that rows of all schedules and sides of a cell share."""
+    """The fields that are equal in all schedules and sides of a cell."""
     return row["cell"], row["microbatches"], *_ranks(row)
 
 
@@ -140,7 +142,10 @@ def _paired(pairs: Sequence[_Pair]) -> list[tuple[Raw, Raw]]:
 
 
 def _set(pairs: Sequence[_Pair]) -> dict[str, float | None]:
-    """Time, speedup and break-even step of a set; the last is None if a trial never breaks even."""
+    """
+    Time, speedup and break-even step of a set; no break-even step (None) if a trial never breaks
+    even.
+    """
     paired = _paired(pairs)
     even = [break_even_steps(own, native) for own, native in paired]
     reached = [steps for steps in even if steps is not None]
@@ -188,7 +193,7 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
             if "capture_s" in p.own["facts"][0]
         ),
         "built_bytes": max(_most(p.own, "built") for p in pairs),
-        # Reserved bytes beyond those of eager calls of the same schedule.
+        # Reserved bytes minus those of eager calls under the same schedule.
         "captured_bytes": largest(
             max(_differences(p.own, p.eager, "reserved"))
             for p in pairs
@@ -243,7 +248,7 @@ def _one(rows: Sequence[Raw], **wanted: Any) -> Raw | None:
 
 
 def _complete(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """The paper's table of the complete step: both sets of trials, ours beside theirs."""
+    """The paper's table of the complete step: both sets of trials, ours beside the paper's."""
     found = []
     for cell, sets in paper.COMPLETE.items():
         language = _of(rows, cell=cell, model="language", pp=2, vpp=2)
@@ -291,7 +296,9 @@ _FIVE = {
 
 
 def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """Action interface, capture and destination apart, at the paper's large cell."""
+    """
+    The separate effects of action interface, capture and destination, at the paper's large cell.
+    """
     own = {
         name: _one(
             rows, cell=paper.LARGE, model="language", pp=2, vpp=2, side=side, schedule=schedule
@@ -329,7 +336,7 @@ def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
 
 
 def _resources(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """ZB-V by microbatches at the large cell's layers."""
+    """ZB-V by number of microbatches, with the large cell's layers."""
     large = paper.LARGE.rsplit("-", 1)[0]
     points = [
         row
@@ -358,7 +365,7 @@ def _resources(rows: Sequence[Raw]) -> list[dict[str, Any]]:
 
 
 def _right(rows: Iterable[Raw]) -> list[Raw]:
-    """Rows without a differing tensor; a row that was not compared counts as right."""
+    """Rows without differing tensors; a row that was not compared counts as one."""
     return [row for row in rows if not row.get("different")]
 
 
@@ -371,7 +378,9 @@ def _guarded(rows: Sequence[Raw], **wanted: Any) -> list[Raw]:
 
 
 def _weak(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """Weak scaling: a rank's rate over four ranks, relative to two, one layer a stage."""
+    """
+    Weak scaling: a rank's rate on four ranks relative to its rate on two, with one layer per stage.
+    """
     found = []
     layers = _of(rows, model="layers", vpp=2)
     for cell in dict.fromkeys(row["cell"] for row in layers):
@@ -405,7 +414,7 @@ def _mapping(rows: Sequence[Raw]) -> list[dict[str, Any]]:
     """The same four-layer model over two ranks and over four."""
     found = []
     for model in ("language", "layers"):
-        # The paper's model has both ends.
+        # The paper's model has embedding and head.
         theirs = paper.MAPPING if model == "language" else {}
         two = _guarded(rows, cell=paper.LARGE, model=model, pp=2, vpp=2)
         four = _guarded(rows, cell=paper.LARGE, model=model, pp=4, vpp=1)
@@ -452,7 +461,7 @@ _GOALS: tuple[tuple[str, str, float, str], ...] = (
 
 
 def _targets(found: Raw) -> list[dict[str, Any]]:
-    """Every goal with a measurement, met or missed."""
+    """Every goal that has a measurement, met or missed."""
     best: dict[str, Callable[[str], Iterable[tuple[str, float | None]]]] = {
         "native / this": lambda cell: _language(found, cell, "native_over_this", max),
         "over the busiest rank's kernels": lambda cell: _language(found, cell, "over_busiest", min),
@@ -479,7 +488,9 @@ def _targets(found: Raw) -> list[dict[str, Any]]:
 def _language(
     found: Raw, cell: str, what: str, choose: Callable[..., Raw]
 ) -> list[tuple[str, float | None]]:
-    """The best guarded side of the language model over two ranks; wrong sides do not count."""
+    """
+    The best guarded side of the language model over two ranks, without sides whose tensors differ.
+    """
     own = [
         row
         for row in _right(_guarded(found["rows"], cell=cell, model="language", pp=2, vpp=2))

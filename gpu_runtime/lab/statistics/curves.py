@@ -1,12 +1,13 @@
 """
-Figures of training runs side by side: the same bits, non-inferiority, time to a loss.
+Figures that compare training runs: equal bits, non-inferiority, time to a loss.
 
 Two runs have one order if schedule, seed and head agree; native and guarded runs of one order must
-have the same losses. Another order means other FP8 scales, so such runs are compared by held-out
+have the same losses. Another order leads to other FP8 scales, so such runs are compared by held-out
 perplexity over seeds. The paper's criterion is a margin of 5 %: perplexity at most 1.05 times the
-other's, beside the variation between runs. Reported are the ratio of geometric means; with two or
-more seeds, the upper end of its one-sided 95 % interval, from the differences of logarithms of runs
-of the same seed (Student's t); and the spread over the seeds of each side.
+other's, shown with the variation between runs. The figures are the ratio of geometric means; the
+spread over the seeds of each side; and, with two or more seeds, the upper end of the ratio's
+one-sided 95 % interval, from the differences of logarithms of runs with the same seed (Student's
+t).
 """
 
 from __future__ import annotations
@@ -31,16 +32,22 @@ __all__ = [
 ]
 
 MARGIN = 1.05
-"""The largest ratio of perplexities that counts as no worse."""
+"""The largest ratio of perplexities that still counts as not worse."""
 BASE = "il"
-"""The schedule with which others are compared."""
+"""The schedule with which other schedules are compared."""
 _LEVEL = 0.95
 _ENDS = 10
-"""Steps per mean: at either end of a run, and for deciding when a loss is reached."""
+"""
+Number of steps per mean loss: at the beginning and end of a run, and to decide when a loss is
+reached.
+"""
 
 
 def derive_curves(raw: Raw) -> dict[str, Any]:
-    """Each run by itself; runs of one order; schedules over seeds; times to the same losses."""
+    """
+    Derive figures of each run, of runs of one order, of schedules over seeds, and times to equal
+    losses.
+    """
     runs = raw["runs"]
     return {
         "runs": [_run(run) for run in runs],
@@ -84,7 +91,7 @@ def _run(run: Raw) -> dict[str, Any]:
 
 
 def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
-    """For each order that both sides ran: what differs, over their common steps."""
+    """For each order that both sides ran, the differences over their common steps."""
     for ours, theirs in _beside_native(runs):
         if ours["schedule"] != theirs["schedule"]:
             continue
@@ -106,7 +113,7 @@ def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 
 def _beside_native(runs: Sequence[Raw]) -> Iterator[tuple[Raw, Raw]]:
-    """Guarded runs, launched or not, with native ones of the same seed and head."""
+    """Pairs of a guarded run, launched or not, and a native run of the same seed and head."""
     for theirs in runs:
         for ours in runs:
             beside = theirs["side"] == "native" != ours["side"]
@@ -119,7 +126,10 @@ def _alike(a: Raw, b: Raw, *fields: str) -> bool:
 
 
 def _non_inferiority(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
-    """Every other schedule against `BASE` of the same side and head, over the seeds of both."""
+    """
+    Compare every other schedule with `BASE` of the same side and head, over the seeds that both
+    have.
+    """
     groups: dict[tuple[str, str, str], dict[int, Raw]] = {}
     for run in runs:
         key = run["side"], run["head"], run["schedule"]
@@ -150,7 +160,7 @@ def _non_inferiority(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 
 def _judged(pairs: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Judge pairs of held-out losses by seed: a schedule's, and its base's."""
+    """Judge a schedule by its held-out losses and those of the base schedule, paired by seed."""
     known = [(own, base) for own, base in pairs if own is not None and base is not None]
     if len(known) < len(pairs):
         nothing = dict.fromkeys(("perplexities", "ratio", "upper", "spread", "spread_against"))
@@ -175,7 +185,7 @@ def upper_bound(values: Sequence[float]) -> float:
     The end of the one-sided 95 % interval of a mean, by Student's t.
 
     Args:
-        values: Two or more, taken for independent and normal.
+        values: Two or more values, assumed independent and normal.
 
     >>> round(upper_bound([0.01, 0.03]), 6)
     0.083138
@@ -219,7 +229,9 @@ def _below(t: float, freedom: int) -> float:
 
 
 def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
-    """Native and guarded runs of one seed and head: when each reaches the same losses."""
+    """
+    For native and guarded runs of one seed and head, the times at which they reach the same losses.
+    """
     for ours, theirs in _beside_native(runs):
         both = ours, theirs
         means = [smoothed_losses(run["losses"]) for run in both]
@@ -250,7 +262,7 @@ def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 def smoothed_losses(losses: Sequence[float | None]) -> dict[int, float]:
     """
-    The mean of the last ten losses by steps done, where all ten are finite.
+    The mean of the last ten losses, by steps done, wherever all ten are finite.
 
     >>> smoothed_losses([3.0] * 10 + [2.0])
     {10: 3.0, 11: 2.9}
@@ -260,7 +272,10 @@ def smoothed_losses(losses: Sequence[float | None]) -> dict[int, float]:
 
 
 def _levels(means: Sequence[Mapping[int, float]]) -> list[float]:
-    """Whole numbers below the higher start, and the lowest tenth that all runs reach."""
+    """
+    Losses to compare at: whole numbers below the higher initial loss, and the lowest multiple of
+    0.1 that all runs reach.
+    """
     top = max(next(iter(mean.values())) for mean in means)
     least = math.ceil(max(min(mean.values()) for mean in means) * 10) / 10
     whole = [float(n) for n in range(math.floor(top), math.floor(least), -1)]
@@ -271,7 +286,7 @@ def seconds_to_loss(
     clock: Sequence[Sequence[float]], mean: Mapping[int, float], level: float
 ) -> float | None:
     """
-    Seconds of training until the smoothed loss is at most a level; None if it never is.
+    Seconds of training until the smoothed loss is at most a level; None if this never happens.
 
     Args:
         clock: The end of each block: steps done, and seconds; steps within a block count evenly.

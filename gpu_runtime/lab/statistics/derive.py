@@ -1,14 +1,14 @@
 """
 Derived figures of the step tables: medians, ratios, floors, break-even, memory above native.
 
-Nothing here measures: a reader can compute the figures again from a report, and a test does. Ratios
-are taken round by round between columns of the same round, and their median is given, so that drift
-of the clocks cancels.
+This module measures nothing: a reader can compute the figures again from a report, and a test does.
+Ratios are taken between columns of the same round, and the median over rounds is reported, so that
+drift of the clocks cancels.
 
-A ratio to a bound names its reference. A floor is the least kernel time of the library's own
-columns that form the same sum; no column of this runtime sets it. Columns that keep each
-microbatch's gradient apart (`copied`, `per_microbatch`) have no floor, because no library column
-forms that sum. They are compared with their own kernels, which shows the cost of launching.
+A *floor* is the least kernel time among the library's own columns that form the same sum; columns
+of this runtime never set a floor. Columns that keep each microbatch's gradient separate (`copied`,
+`per_microbatch`) have no floor, because no library column forms that sum. They are compared with
+their own kernel time, which shows the cost of launching.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ LIBRARY = ("native", "te_graphs", "whole_step")
 """Families of the library's columns."""
 
 APART = ("copied", "per_microbatch")
-"""Destinations that keep every microbatch's gradient, and sum them at the end of the step."""
+"""
+Destinations that keep every microbatch's gradient and sum the gradients at the end of the step.
+"""
 
 
 def rounds_ms(column: Raw) -> list[float]:
@@ -52,12 +54,12 @@ def host_ms(column: Raw) -> list[float]:
 
 
 def usable_columns(columns: Mapping[str, Raw]) -> dict[str, Raw]:
-    """Columns that ran without failing."""
+    """Columns that did not fail."""
     return {name: c for name, c in columns.items() if not c["error"] and c["rounds"]}
 
 
 def fastest_column(columns: Mapping[str, Raw], family: str) -> str | None:
-    """The column of a family with the least median step."""
+    """The column of a family with the shortest median step."""
     own = {name: exact_median(rounds_ms(c)) for name, c in columns.items() if c["family"] == family}
     return min(own, key=own.__getitem__) if own else None
 
@@ -69,12 +71,14 @@ def kernel_ms(column: Raw) -> float | None:
 
 
 def sum_rule(column: Raw) -> str | None:
-    """The library's rule by which a column sums gradients, kernel for kernel; None without one."""
+    """
+    The library's rule with the same summing kernels as a column; None if there is no such rule.
+    """
     return None if column["options"].get("destination") in APART else str(column["rule"])
 
 
 def floors(columns: Mapping[str, Raw]) -> dict[str, dict[str, Any]]:
-    """For each rule, the least sum of kernel times of a library's column, and whose it is."""
+    """For each rule, the least total kernel time of a library column, and that column's name."""
     found: dict[str, dict[str, Any]] = {}
     for name, column in columns.items():
         ms = kernel_ms(column)
@@ -97,9 +101,9 @@ def paired_ratio(top: Raw, bottom: Raw) -> dict[str, float]:
 
 def break_even(column: Raw, native: Raw) -> int | None:
     """
-    The step at which a column has caught up with native, set-up and first step included.
+    The step at which a column has caught up with native, including set-up and first step.
 
-    None when it never does.
+    None if the column never catches up.
     """
     ours, theirs = (exact_median(rounds_ms(c)) for c in (column, native))
     if ours >= theirs:
@@ -110,11 +114,11 @@ def break_even(column: Raw, native: Raw) -> int | None:
 
 def memory_bytes(column: Raw) -> dict[str, int] | None:
     """
-    Peaks as the allocator and the driver saw them.
+    Memory peaks according to the allocator and the driver.
 
     The driver's peak is the rise of device memory since before the column was built. Between two
-    readings it can have been higher only by memory that the allocator has since returned, which is
-    added.
+    readings, the rise can have been higher only by memory that the allocator has since returned;
+    that memory is added.
     """
     memory = column["memory"]
     if memory is None or memory["allocated_peak"] is None:
@@ -131,7 +135,7 @@ def memory_bytes(column: Raw) -> dict[str, int] | None:
 
 
 def bytes_above(column: Raw, native: Raw) -> dict[str, int] | None:
-    """Peak memory above native's in bytes, by source, and the largest of these."""
+    """Peak memory minus native's in bytes, by source, and the largest of these differences."""
     own, base = memory_bytes(column), memory_bytes(native)
     if own is None or base is None:
         return None
@@ -152,7 +156,7 @@ def growth_bytes(column: Raw) -> dict[str, int] | None:
 
 
 def derive_cell(raw: Raw) -> dict[str, Any]:
-    """Everything that follows from one cell."""
+    """Derive all figures of one cell."""
     columns = usable_columns(raw["columns"])
     native, te = fastest_column(columns, "native"), fastest_column(columns, "te_graphs")
     whole = {c["rule"]: name for name, c in columns.items() if c["family"] == "whole_step"}
@@ -219,7 +223,7 @@ def construction(column: Raw) -> dict[str, float | None]:
     """
     Seconds of building a column before its first step, and of warm-up and capture within them.
 
-    Construction is all that only this column needs: for this runtime slots, destinations, the
+    Construction is all work that only this column needs: for this runtime, slots, destinations, the
     contract, compiled sums, warm-up and capture. Warm-up and capture are host times, which only
     this runtime's captured columns report.
     """
@@ -233,9 +237,9 @@ def construction(column: Raw) -> dict[str, float | None]:
 
 def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
     """
-    How far a column's step is behind native's, and the share of its copies between buffers.
+    How much longer a column's step is than native's, and the part due to copies between buffers.
 
-    Copies are device-to-device copies of the profiled steps, whose load differs from that of the
+    Copies are device-to-device copies in the profiled steps, whose load differs from that of the
     timed steps.
     """
     gap = exact_median(rounds_ms(column)) - exact_median(rounds_ms(native))
@@ -251,11 +255,11 @@ def gap_behind(column: Raw, native: Raw) -> dict[str, float | None]:
 
 def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
     """
-    How far a column's step exceeds its floor, by cause, in milliseconds.
+    How much longer a column's step is than its floor, by cause, in milliseconds.
 
-    The causes are the column's own kernels beyond the floor's, some of them copies between buffers,
-    and the time of the step beyond its own kernels. Kernels were profiled under another load than
-    steps were timed, so the same kernels can differ; on two streams they overlap.
+    The causes are the kernel time beyond the floor's, some of it copies between buffers, and the
+    step time beyond the column's own kernels. Kernels were profiled under another load than the
+    timed steps, so times of the same kernels can differ; on two streams, kernels overlap.
 
     Args:
         column: The column.
@@ -263,7 +267,7 @@ def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
     """
     ms, least = exact_median(rounds_ms(column)), kernel_ms(floor)
     kernels = kernel_ms(column)
-    assert least is not None, "a floor has kernel times"
+    assert least is not None, "expected kernel times of the floor, found none"
     found: dict[str, float | None] = {"step_ms": rounded(ms - least)}
     if kernels is None:
         return {**found, "kernels_ms": None, "copies_ms": None, "beyond_kernels_ms": None}
@@ -276,7 +280,7 @@ def excess_over_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
 
 
 def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
-    """The cost of the guards: the same captured step with guards on and off."""
+    """The cost of the guards, from the same captured step with guards on and off."""
     if not {"ours_accumulate", "ours_unguarded"} <= columns.keys():
         return None
     on, off = columns["ours_accumulate"], columns["ours_unguarded"]
@@ -294,7 +298,7 @@ def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
 def _copies(column: Raw, cell: Raw) -> dict[str, Any]:
     sizes = column["facts"]["unit_bytes"]
     found = matrix_copies(column["trace"], sizes)
-    # An activation of the same size would be counted as a gradient.
+    # A copy of an activation of this size would count as a copy of a gradient.
     activation = 2 * cell["sequence"] * cell["hidden"]
     return {**found, "ambiguous": activation in sizes}
 
@@ -321,13 +325,13 @@ def _over_whole_step(
 
 
 def derive_bench(raw: Raw) -> dict[str, Any]:
-    """Every cell of a step-table report, with the goals beside it."""
+    """Derive every cell of a step-table report, with its goals."""
     cells = [derive_cell(cell) for cell in raw["cells"]]
     return {"cells": cells, "targets": judge_cells(cells)}
 
 
 def derive_sweep(raw: Raw) -> dict[str, Any]:
-    """Resources against the number of microbatches, for each provisioning."""
+    """Resources by number of microbatches, for each provisioning."""
     points = []
     for cell in raw["cells"]:
         for name, column in usable_columns(cell["columns"]).items():
@@ -353,7 +357,8 @@ def rank_peak(order: str) -> int:
     """
     The largest number of tapes live at once in a rank, over all stages, from F to dW.
 
-    Slots belong to stages, so a rank needs the sum of its stages' peaks, which can be larger.
+    Slots belong to stages, so a rank needs as many slots as the sum of its stages' peaks, which can
+    be larger.
 
     >>> rank_peak("0F0 0I0 0W0 1F0 1I0 1W0")
     1
@@ -384,4 +389,4 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "second_runs": derive_second_runs,
     "curves": derive_curves,
 }
-"""What computes the derived part of each kind of report."""
+"""By kind of report, the function that computes its derived part."""

@@ -1,5 +1,5 @@
 """
-Totals of the bit comparisons, the stream table, the pools and the probes.
+Derived figures of the bit comparisons, the stream table, the pools and the probes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 REQUIREMENTS = ("addresses", "retained work", "growth")
-"""Categories of a comparison in which a guarded run is held against zero, not against native."""
+"""Categories in which a guarded run is compared with zero, not with native."""
 
 
 def derive_streams(raw: Raw) -> dict[str, Any]:
@@ -40,10 +40,10 @@ def derive_compare(raw: Raw) -> dict[str, Any]:
     """
     Totals of bit comparisons, by category and by reference.
 
-    `native_against_ours` is the evidence. `native_again` is the control: the library against itself
-    in another process. `eager_against_ours` has the orders whose sum the library cannot form, with
-    split eager as the reference. `requirements` compares counts of a guarded run with zero; its
-    `mismatched` must be 0.
+    `native_against_ours` is the evidence. `native_again` is the control: the library compared with
+    itself in another process. `eager_against_ours` covers the orders whose sum the library cannot
+    form, with split eager as the reference. `requirements` compares counts of a guarded run with
+    zero; its `mismatched` must be 0.
     """
     categories: dict[str, dict[str, int]] = {}
     by_reference: dict[str, dict[str, int]] = {
@@ -115,7 +115,7 @@ def _pool_problems(name: str, total: Raw) -> Iterable[str]:
         if refused != "capture.out-of-order":
             yield f"the kernel did not refuse a shared pool out of capture order ({refused})"
         if not total["mismatched"]:
-            yield "a shared pool did no harm, so the comparison shows nothing"
+            yield "the shared pool corrupted nothing, so the comparison proves nothing"
     else:
         if refused is not None:
             yield f"{name} was refused by {refused}"
@@ -124,7 +124,7 @@ def _pool_problems(name: str, total: Raw) -> Iterable[str]:
 
 
 def derive_probes(raw: Raw) -> dict[str, Any]:
-    """What each probe found, in a sentence, without a verdict."""
+    """The result of each probe in a sentence, without a verdict."""
     probes = []
     for run in raw["attention"]:
         attention = "fused attention" if run["fused_attention"] else "NVTE_FUSED_ATTN=0"

@@ -1,7 +1,7 @@
 """
 The goals of the speed and memory tables, and each measured number beside its goal.
 
-Missed goals are listed like met ones; `reports/README.md` has the reasons.
+Missed goals are listed like met goals; `reports/README.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Goal:
 
     def judge(self, cell: Mapping[str, Any], column: str) -> dict[str, Any] | None:
         """
-        The measured number beside the goal; None without a measurement.
+        The measured number beside the goal; None if it was not measured.
 
-        A column that never breaks even has missed the goal; its number is None.
+        A column that never breaks even misses the goal; its number is None.
         """
         measured = self.read(cell, column)
         if measured is None:
@@ -193,7 +193,7 @@ GOALS: tuple[Goal, ...] = (
         _break_even,
     ),
     Goal(
-        # In the third cell an activation has the bytes of a square matrix: its copies count.
+        # In the third cell an activation is as large as a square matrix, so its copies count too.
         "copies of a matrix gradient's size in a step",
         "at most",
         0.0,
@@ -206,7 +206,7 @@ GOALS: tuple[Goal, ...] = (
 
 
 def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every goal with a measurement."""
+    """Every goal that has a measurement."""
     by_name = {cell["cell"]: cell for cell in cells}
     found = (
         goal.judge(by_name[name], column)
@@ -220,7 +220,8 @@ def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    With live slots, resources must not grow with microbatches while the live tapes do not.
+    With live slots, resources must not grow with microbatches as long as the number of live tapes
+    does not.
 
     Graphs and arena bytes must be equal; peak memory may rise by at most a granule of the
     allocator (2 MiB).

@@ -1,13 +1,13 @@
 """
-Host times of single actions: each beyond its bare replay, and the mean over all.
+Host times of single actions: each minus its bare replay, and the mean over all actions.
 
 All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh. The calls
 between actions (bind, read and finish) are divided among the actions of the step.
 
-The same time is split into parts, each timed in steps in which no other part was timed. The launch
-is subtracted from the executor's part; time that no part explains is the action's own code. Parts
-are medians of single calls, which do not add up to the median of whole steps: the difference is
-listed as the rest.
+The same time is split into parts, each timed in separate steps. The launch is subtracted from the
+executor's part; time that no part explains is called the action's own code. Parts are medians of
+single calls, whose sum differs from the median of whole steps: the difference is listed as the
+rest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from typing import Any
 from .summary import Raw, exact_median, microseconds
 
 GOAL_US = 12.0
-"""Host time of a guarded action over the bare replay's, on the first cell, in microseconds."""
+"""
+Goal for the host time of a guarded action minus its bare replay's, in the first cell, in
+microseconds.
+"""
 
 
 def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
-    """The columns whose actions were timed one by one; empty without any."""
+    """Figures of the columns whose actions were timed one by one; empty if there are none."""
     return {
         name: derive_column(column["host_actions"])
         for name, column in columns.items()
@@ -32,7 +35,7 @@ def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
 
 def derive_column(raw: Raw) -> dict[str, Any]:
     """
-    Medians of each kind of call, and the cost of an action beyond its bare replay.
+    Medians of each kind of call, and the cost of an action minus its bare replay.
 
     Args:
         raw: The measurements of `runner.host_times`.
@@ -68,11 +71,11 @@ OWN = "own code"
 """An action's median minus the medians of all parts."""
 
 REST = "rest"
-"""The median of whole steps minus the summed medians of single calls."""
+"""The median over whole steps minus the sum of the medians of single calls."""
 
 
 def _parts(raw: Raw) -> dict[str, float]:
-    """Microseconds of each part of a mean action beyond its bare replay."""
+    """Microseconds of each part of a mean action, minus its bare replay."""
     steps, actions = raw["steps"], raw["actions"]
 
     def of_an_action(times: Mapping[str, Sequence[int]]) -> float:
@@ -88,7 +91,7 @@ def _parts(raw: Raw) -> dict[str, float]:
 
 
 def _by_step(times: Mapping[str, Sequence[int]], steps: int) -> list[int]:
-    """Time of all calls of each step; every step makes the same calls."""
+    """Total time of the calls of each step; every step makes the same calls."""
     totals = [0] * steps
     for ns in times.values():
         each = len(ns) // steps

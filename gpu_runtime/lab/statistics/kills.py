@@ -1,5 +1,5 @@
 """
-Figures of runs that were killed: what was compared with the undisturbed run, and what differs.
+Figures of killed runs: the values compared with the undisturbed run, and those that differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ __all__ = ["derive_kills"]
 
 def derive_kills(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Kills by place; distinct tensors and losses, and how many of them differ in any run.
+    Kills by place; the number of distinct tensors and losses, and how many of them differ in any
+    run.
 
     A tensor that differs in two runs counts once. `compared` counts each comparison.
     """

@@ -1,10 +1,10 @@
 """
 TFLOP/s of whole models, from the times of their steps.
 
-Counted are the products of the layers and of the head, two operations for each multiply and add,
-once forward and twice backward; of attention, half, since a token attends to those before it.
-Norms, activations, the embedding's lookup, the loss, the optimizer, and what is computed twice are
-not counted.
+The count includes the matrix products of the layers and of the head: two operations for each
+multiply and add, once forward and twice backward. Of attention's products, half count, because a
+token attends only to tokens before it. The count excludes norms, activations, the embedding's
+lookup, the loss, the optimizer, and recomputation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from .summary import Raw, busiest_ms, extremes, median, ratio, rounded, step_ms
 __all__ = ["FP8_TFLOPS", "derive_models", "step_flops"]
 
 FP8_TFLOPS = 1979
-"""Dense FP8 peak of an H100 (SXM) or H200 in TFLOP/s. A bf16 product counts against it too."""
+"""
+Dense FP8 peak of an H100 (SXM) or H200 in TFLOP/s. bf16 products are compared with this peak too.
+"""
 
 
 def step_flops(shape: Raw) -> int:
@@ -43,13 +45,13 @@ def step_flops(shape: Raw) -> int:
 
 def derive_models(raw: Raw) -> dict[str, Any]:
     """
-    Every row with its rate, its time beside native's, and its memory.
+    Derive every row's rate, its time relative to native's, and its memory.
 
     Returns:
-        `rows`, with whether the last rounds agree (None where none may be added), TFLOP/s a GPU,
-        share of the FP8 peak, tokens a second, the part of a step that the busiest GPU's kernels
-        and copies do not cover (messages left out), bytes at the peak, and how many tensors of
-        native's weights, moments and scales differ under native's schedule; and `errors`.
+        `rows` and `errors`. A row has: whether the last rounds agree (None if no rounds may be
+        added), TFLOP/s per GPU, share of the FP8 peak, tokens per second, the part of a step in
+        which the busiest GPU runs neither kernels nor copies (messages left out), peak bytes, and,
+        under native's schedule, how many tensors differ from native's weights, moments and scales.
     """
     rows, errors = [], []
     native: dict[str, Raw] = {}

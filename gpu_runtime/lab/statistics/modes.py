@@ -1,9 +1,10 @@
 """
-Figures of a sweep of modes: which rows ran, whose bits differ, and what the guard said.
+Figures of a sweep of modes: which rows ran, whose bits differ, and what the guard reported.
 
 A row's bits are compared with those of its reference. A row *agrees* if its bits are equal and the
-guard is silent, or if they differ and the guard reports a clause. A *false alarm* has equal bits
-and a clause; a *silent difference* has other bits and no clause.
+guard is silent, or if they differ and the guard reports a clause. In a *false alarm*, the bits are
+equal but the guard reports a clause; in a *silent difference*, the bits differ but the guard is
+silent.
 """
 
 from __future__ import annotations
@@ -16,21 +17,26 @@ __all__ = ["ENDS", "WRONG", "changed", "derive_modes", "numbers_of", "row_text"]
 
 ENDS = ("same", "found", "false alarm", "silent difference", "guard changes bits",
         "refused", "no reference")  # fmt: skip
-"""How a row can end; `refused` is the framework's own exception, or a row that did not end."""
+"""
+The possible ends of a row; `refused` means that the framework raised an exception, or that the row
+did not end.
+"""
 
 
 WRONG = ("false alarm", "silent difference", "guard changes bits", "no reference")
-"""The ends that need a remedy, or an explanation."""
+"""The ends that need a fix or an explanation."""
 
 
 def changed(row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]) -> str:
-    """What of a row is not the plainest value of its factor, in words."""
+    """The values of a row that are not the plainest value of their factor, in words."""
     found = {name: value for name, value in row.items() if value != factors.get(name, [None])[0]}
     return row_text(found) or "the plainest mode"
 
 
 def numbers_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The values that change numbers by themselves, as a key of the row's reference."""
+    """
+    The values of the factors that change numbers by themselves, as the key of the row's reference.
+    """
     return row_text({name: row[name] for name in names})
 
 
@@ -41,10 +47,10 @@ def row_text(row: Mapping[str, Any]) -> str:
 
 def derive_modes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    How each row ended, and how often each end came.
+    The end of each row, and the number of rows with each end.
 
-    `pairs` counts the pairs of values that ran to the end of a row of the cover, of all pairs in
-    these rows.
+    `pairs` is the number of pairs of values in the rows of the cover; `pairs_that_ran` counts those
+    in rows that ran to the end.
     """
     rows = [_row(one, raw["rows"]) for one in raw["rows"] if one["kind"] != "reference"]
     covered = [one for one in raw["rows"] if one["kind"] == "cover"]
@@ -100,7 +106,10 @@ def _row(one: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str,
 def _differs(
     own: Mapping[str, Sequence[str]], other: Mapping[str, Sequence[str]]
 ) -> list[list[Any]]:
-    """What differs, with the first step in which it does; what one of the two lacks is left out."""
+    """
+    The differing quantities, each with the first step in which it differs, without those that one
+    side lacks.
+    """
     found: list[list[Any]] = []
     for what in own.keys() & other.keys():
         steps = [

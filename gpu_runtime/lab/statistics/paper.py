@@ -1,8 +1,8 @@
 """
 Numbers printed in the paper (Sections IV and V), for tables that show ours beside them.
 
-They were measured on H800 PCIe or RTX 5880 Ada GPUs. Only ratios within the paper that it does not
-print are computed from them. Times are milliseconds of the slowest rank.
+They were measured on H800 PCIe or RTX 5880 Ada GPUs. Only ratios that the paper does not print are
+computed here from its numbers. Times are milliseconds of the slowest rank.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ SPEEDUP: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
         "replication": {"il": 1.884, "zbv": 1.819},
     },
 }
-"""Of the same table: medians of ratios within a trial, which are not the ratios of its medians."""
+"""
+From the same table: medians of ratios within a trial, which differ from the ratios of its medians.
+"""
 
 BREAK_EVEN: Final[Mapping[str, Mapping[str, float]]] = {
     "initial": {"il": 34.55, "zbv": 75.77},
     "replication": {"il": 38.53, "zbv": 91.02},
 }
-"""Steps, set-up and first step included, at hidden size 4,096."""
+"""Break-even steps, including set-up and first step, at hidden size 4,096."""
 
 ABOVE_NATIVE_GB: Final[Mapping[str, Mapping[str, float]]] = {
     SMALL: {"il": 0.438, "zbv": 0.978},
@@ -50,7 +52,7 @@ ABOVE_NATIVE_GB: Final[Mapping[str, Mapping[str, float]]] = {
 """Peak allocation above native eager."""
 
 GRAPHS, HANDOFFS = 48, 96
-"""Of a rank, at hidden size 4,096 with eight microbatches; handoffs of one step."""
+"""Figures of one rank, at hidden size 4,096 with eight microbatches; handoffs are per step."""
 
 ATTRIBUTION: Final[Mapping[str, float]] = {
     "native": 94.582,
@@ -62,7 +64,7 @@ ATTRIBUTION: Final[Mapping[str, float]] = {
 """The five configurations on H800 at hidden size 4,096, medians of five fresh processes."""
 
 COPIES: Final[Mapping[str, int]] = {"copied": 96, "direct": 0}
-"""Matrix-gradient copies of a rank and step, by a profiler."""
+"""Matrix-gradient copies per rank and step, counted by a profiler."""
 
 RESOURCES: Final[Mapping[int, Mapping[str, float]]] = {
     2: {"ms": 35.124, "graphs": 12, "live": 3, "delayed": 2, "capture_ms": 46.23},
@@ -70,7 +72,7 @@ RESOURCES: Final[Mapping[int, Mapping[str, float]]] = {
     8: {"graphs": 48, "live": 4, "delayed": 9, "capture_ms": 1593.84},
     16: {"ms": 175.589, "graphs": 96, "live": 4, "delayed": 17, "capture_ms": 3778.96},
 }
-"""ZB-V by microbatches on two RTX 5880; times of 4 and 8 are in a figure alone."""
+"""ZB-V by microbatches on two RTX 5880; times for 4 and 8 appear only in a figure."""
 
 TOKENS_PER_S: Final[Mapping[int, float]] = {2: 14600, 16: 23300}
 

@@ -1,10 +1,10 @@
 """
-Figures of the peers: speed beside native and Megatron, and whose gradients are right.
+Figures of the peers: speed relative to native and Megatron, and which gradients are right.
 
-A finite gradient can still be wrong. After steps that move no weight, each mode's gradients are
-compared bit for bit with those of its own framework without graphs, and with those of native.
-Megatron's arithmetic differs from native's (its head is bf16, its activation is rounded before it
-is quantized), so there the distance is reported.
+A finite gradient can still be wrong. After steps that change no weight, each mode's gradients are
+compared bit for bit with those of its own framework without graphs, and with native's. Megatron's
+arithmetic differs from native's (its head is bf16, its activation is rounded before it is
+quantized), so for Megatron the distance from native is reported.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ __all__ = ["FAR", "combine_distances", "derive_peers", "has_owed_bits", "verdict
 FAR: Final = 0.25
 """
 The distance, relative to the norm of native's gradients, above which gradients are wrong.
-Megatron's rounding and head move them by about a sixth (`from_native` in `reports/peers.json`);
-leaving out or repeating one microbatch of eight moves them by a third.
+Megatron's rounding and head change them by about a sixth (`from_native` in `reports/peers.json`);
+leaving out or repeating one microbatch of eight changes them by a third.
 """
 EAGER = "megatron none"
 GRAPHS = ("megatron transformer_engine", "megatron local", "megatron full_iteration")
 
 _WITHIN = {**dict.fromkeys(GRAPHS, EAGER), "replays": "native", "one launch": "replays"}
-"""The side whose bits a mode must have, under the same schedule."""
+"""For each mode, the side whose bits it must have under the same schedule."""
 
 
 def combine_distances(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
     """
-    How far two sets of gradients are apart, all ranks together.
+    The distance between two sets of gradients, over all ranks.
 
     Args:
         ranks: For each rank and tensor: `apart` (the squared distance), `own` and `theirs` (squared
-            norms), `product` (the scalar product), `same` (1 where all bits are), `odd` (numbers
-            that are not finite).
+            norms), `product` (the scalar product), `same` (1 if all bits are equal), `odd` (count
+            of numbers that are not finite).
 
     Returns:
-        `compared` and `different` tensors, `not_finite` numbers, `relative` (the distance over the
-        norm of theirs) and `cosine` of all together, and the tensor that is relatively farthest;
-        None where a number is not finite.
+        `compared` and `different` tensors, `not_finite` numbers, `relative` (distance divided by
+        the norm of theirs) and `cosine` over all tensors, and `worst`, the tensor with the largest
+        relative distance; None if a number is not finite.
     """
     tensors = {
         f"rank {n}: {name}": sums for n, rank in enumerate(ranks) for name, sums in rank.items()
@@ -79,8 +79,9 @@ def verdict(row: Raw) -> str:
     """
     Whether a mode's gradients are right.
 
-    `failed`, `not compared`, `same bits` (as its own framework without graphs, or native),
-    `close`, or `wrong` (not finite, or farther than `FAR` from either).
+    `failed`; `not compared`; `same bits` (equal to its own framework without graphs or, for our
+    modes, to native); `close`; or `wrong` (not finite, or farther than `FAR` from one of these
+    two).
     """
     if row["error"] is not None:
         return "failed"
@@ -97,11 +98,11 @@ def verdict(row: Raw) -> str:
 
 def has_owed_bits(row: Raw) -> bool:
     """
-    Whether a row of ours is right: the bits of its reference, or, under a schedule with other
-    scales, gradients that are close.
+    Whether one of our rows is right: it has the bits of its reference or, under a schedule with
+    other scales, gradients that are close.
 
     Args:
-        row: A derived row of ours or torch's.
+        row: A derived row of our pipeline or torch's.
     """
     another = row["side"] == "replays" and row["schedule"] != "il"
     return row["verdict"] in (("same bits", "close") if another else ("same bits",))
@@ -109,7 +110,7 @@ def has_owed_bits(row: Raw) -> bool:
 
 def derive_peers(raw: Raw) -> dict[str, Any]:
     """
-    Each cell's sides beside native and Megatron, which modes work, and goals.
+    Derive each cell's sides relative to native and Megatron, which modes work, and goals.
 
     Returns:
         `rows`, `capability` and `targets`.
@@ -176,7 +177,7 @@ _PATHS: tuple[tuple[str, str, str, str, str], ...] = (
 
 
 def _capability(rows: Sequence[Raw], raw: Raw) -> list[dict[str, Any]]:
-    """The paper's capability table from these runs; a mode that was not run has no row."""
+    """The paper's capability table, from these runs; a mode that was not run has no row."""
     found = []
     for side, holds, backward, name, theirs in _PATHS:
         own = [row for row in rows if row["side"] == side]
@@ -220,7 +221,7 @@ _GOALS: tuple[tuple[str, str, str, float, str], ...] = (
 
 
 def _targets(rows: Sequence[Raw]) -> list[dict[str, Any]]:
-    """Goals of the best of our sides; a side with wrong gradients does not count."""
+    """Goals, judged by the best of our sides with correct gradients."""
     found = []
     for goal, key, bound, value, cell in _GOALS:
         own = [

@@ -1,8 +1,9 @@
 """
-Projections to more ranks than were measured: the simulator over two ranks' times.
+Projections to more ranks than were measured, by a simulator with the measured times of two ranks.
 
-Nothing here is a measurement. Times of F, dI, dW, refreshes and updates are those of a report of
-``qeffect runtime report scale``, one layer a stage; messages are assumptions, stated in `Links`.
+The results are not measurements. Times of F, dI, dW, refreshes and updates come from a report of
+``qeffect runtime report scale``, with one layer per stage; times of messages are assumptions,
+stated in `Links`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Links:
 
     Args:
         ranks_a_host: Consecutive ranks that share a host.
-        inside_ms: Latency of a message inside of a host.
+        inside_ms: Latency of a message inside a host, in milliseconds.
         inside_gb_s: Bandwidth of a link inside a host, in GB/s.
-        between_ms: Latency of a message between hosts.
+        between_ms: Latency of a message between hosts, in milliseconds.
         between_gb_s: Bandwidth of a link between hosts, in GB/s; 25 is 200 Gb/s.
-        slower: Factor of the time of messages between hosts.
+        slower: Factor by which messages between hosts take longer.
     """
 
     ranks_a_host: int = 8
@@ -51,7 +52,7 @@ class Links:
     slower: float = 1.0
 
     def of(self, pp: int, size: int) -> dict[tuple[int, int], float]:
-        """Milliseconds of a message of `size` bytes between each two neighbours."""
+        """Milliseconds of a message of `size` bytes between each pair of neighbouring ranks."""
         found = {}
         for a in range(pp):
             for b in {(a + 1) % pp, (a - 1) % pp} - {a}:
@@ -70,12 +71,12 @@ class Measured:
 
     Args:
         first: Times of F, I, W and the refresh of the first stage, in milliseconds.
-        inner: Medians over the stages between them.
+        inner: The same for inner stages: medians over the stages between first and last.
         last: Times of the last stage, which has the loss.
         update: Time of a rank's update.
         replays_host: Host time of guarded replays per F, dI or dW.
-        launch_host: Host time of one launch per F, dI or dW, for a step by itself; back to back it
-            is less.
+        launch_host: Host time of one launch, divided by the number of F, dI and dW, for a single
+            step; steps back to back take less.
         message_bytes: Bytes of an activation between stages.
     """
 
@@ -89,7 +90,7 @@ class Measured:
 
     @classmethod
     def of(cls, report: Mapping[str, Any], cell: str, schedule: str) -> Measured:
-        """Read a report of `scale`; its host times are of single steps."""
+        """Read a report of `scale`, with the host times of single steps."""
         rows = {
             row["side"]: row
             for row in report["raw"]["timed"]
@@ -121,11 +122,11 @@ class Projected:
     Args:
         pp: Ranks.
         microbatches: Microbatches.
-        free: The step with messages that take no time.
-        step: The step with the assumed messages.
-        slow: The step with messages between hosts ten times slower.
+        free: The step time if messages take no time.
+        step: The step time with the assumed messages.
+        slow: The step time if messages between hosts are ten times slower.
         bubble: Idle share of the step with messages, over all ranks.
-        replays: The step with the measured host time of guarded replays before each action.
+        replays: The step time with the measured host time of guarded replays before each action.
         launch_host: Host time of one launch with that many actions.
         slots: Largest number of slots of a rank; None above `MOST_SLOTS` ranks, where planning
             takes minutes.
@@ -149,7 +150,7 @@ def _table(cls: str, pp: int, microbatches: int) -> Schedule:
 
 def project(measured: Measured, schedule: str, pp: int, links: Links | None = None) -> Projected:
     """
-    Simulate a step of more ranks, one layer a stage, `2 * pp` microbatches.
+    Simulate a step on more ranks, with one layer per stage and `2 * pp` microbatches.
 
     Args:
         measured: The times of two ranks.

@@ -11,7 +11,7 @@ __all__ = ["derive_restarts"]
 
 
 def derive_restarts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows by kind, totals of compared values, and the bytes of each checkpoint, once."""
+    """Rows by kind, totals of compared values, and the bytes of each checkpoint, listed once."""
     rows = raw["rows"]
     weighed = {row["saved_under"]: row["bytes"] for row in rows}
     return {

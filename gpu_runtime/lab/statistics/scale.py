@@ -28,9 +28,7 @@ MEMORY_GOALS_GB: Mapping[str, float] = {SMALL: 0.5, LARGE: 1.0}
 
 
 def derive_scale(raw: Raw) -> dict[str, Any]:
-    """
-    Comparisons with their totals, times with their ratios to native and to their bound, goals.
-    """
+    """Derive totals of comparisons, ratios of times to native and to the bound, and goals."""
     native = {row["cell"]: row for row in raw["timed"] if row["side"] == "native"}
     timed = [_timed(row, native.get(row["cell"])) for row in raw["timed"]]
     ranks = max((len(row["peak_bytes"]) for row in raw["timed"]), default=0)
@@ -51,7 +49,7 @@ def derive_scale(raw: Raw) -> dict[str, Any]:
 
 
 def _targets(timed: Sequence[Raw], ranks: int) -> list[dict[str, Any]]:
-    """Goals of every schedule that have a measurement."""
+    """The goals of every schedule that have a measurement."""
     found: list[dict[str, Any]] = []
 
     def judge(goal: str, row: Raw, bound: str, value: float | None, measured: float | None) -> None:
@@ -123,12 +121,13 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
 
 def _split(launch: Raw, row: Raw) -> dict[str, float]:
     """
-    A rank's profiled step compared with its own row as one graph without messages.
+    Compare a rank's profiled step with the rank's row as one graph without messages.
 
     Returns:
         In milliseconds: `step`, and its four parts: the profiled `row`; the extra time of `kernels`
-        beside messages, with kernels of no row; the extra time `between` kernels; the time
-        `awaited` for other ranks. `beside` is the time in which kernels and messages overlap.
+        next to messages, including kernels that the row lacks; the extra time `between` kernels;
+        the time `awaited` for other ranks. `beside` is the time in which kernels and messages
+        overlap.
     """
     found = {
         "step": launch["step"],

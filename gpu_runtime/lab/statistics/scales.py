@@ -1,5 +1,5 @@
 """
-Figures of runs whose scales move at every action, and of runs whose scales move once a step.
+Figures of runs whose scales move at every action, and of runs whose scales move once per step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ LAST = 50
 
 def derive_scales(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The end of each run's loss curves, and by seed how far the two recipes are apart.
+    The final losses of each run and, by seed, the difference between the two recipes.
 
-    A difference is that of scales that move once a step, less that of the default. A figure is None
-    if a loss was not finite, or if a run of the pair is missing.
+    A difference is the loss with scales that move once per step, minus the loss with the default. A
+    figure is None if a loss was not finite, or if a run of the pair is missing.
     """
     runs = [_end(run) for run in raw["runs"]]
     found = {(run["scales"], run["seed"]): run for run in runs}

@@ -1,5 +1,5 @@
 """
-Figures of steps that run twice: how flips ended, which must never happen, and the price.
+Figures of steps that run twice: how flips ended, the number of wrong ends, and the price.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["derive_second_runs"]
 
 def derive_second_runs(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Flips by where they were and how they ended, and the ratios of times.
+    Count flips by place and end, and compute the ratios of times.
 
-    A flip is `wrong` if it was neither stopped nor harmless, if a weight was updated all the same,
-    or if the step that was taken again has other bits than an undisturbed one. A choice that found
+    A flip is `wrong` if it was neither stopped nor harmless, if a weight was updated in spite of
+    the stop, or if the restarted step has other bits than an undisturbed step. A choice that found
     no memory to flip does not count.
     """
     flips = [one for one in raw["flips"] if one["flipped"]]

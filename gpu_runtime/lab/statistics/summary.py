@@ -1,7 +1,7 @@
 """
 The statistics that every report shares: medians, extremes, spreads, ratios, and goals.
 
-Numbers are rounded to four digits behind the point. A number that was not measured is None.
+Numbers are rounded to four decimal places. A number that was not measured is None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Raw = Mapping[str, Any]
-"""A part of a report, as JSON has it."""
+"""A part of a report, as plain JSON data."""
 DIGITS = 4
 
 
@@ -44,7 +44,7 @@ def rounded(value: float | None, digits: int = DIGITS) -> float | None:
 
 def exact_median(values: Iterable[float]) -> float:
     """
-    The median, not rounded, for figures that are still divided or subtracted.
+    The median without rounding, for further calculation.
 
     >>> exact_median([1, 2, 4]), exact_median([1, 2])
     (2, 1.5)
@@ -57,7 +57,7 @@ def exact_median(values: Iterable[float]) -> float:
 
 def median(values: Iterable[float]) -> float | None:
     """
-    The median, rounded; None without values.
+    The rounded median; None if there are no values.
 
     >>> median([1, 2, 4]), median([])
     (2, None)
@@ -67,13 +67,13 @@ def median(values: Iterable[float]) -> float | None:
 
 
 def largest(values: Iterable[float]) -> float | None:
-    """The largest value; None without values."""
+    """The largest value; None if there are no values."""
     return max(values, default=None)
 
 
 def ratio(top: float | None, bottom: float, digits: int = DIGITS) -> float | None:
     """
-    `top` over `bottom`, rounded; None without a top or with a bottom of zero.
+    `top` divided by `bottom`, rounded; None if `top` is None or `bottom` is zero.
 
     >>> ratio(2.0, 3.0), ratio(None, 3.0), ratio(2.0, 0.0)
     (0.6667, None, None)
@@ -94,7 +94,7 @@ def extremes(values: Sequence[float]) -> dict[str, float]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """
-    Median, extremes, and the distance between the extremes as a fraction of the median.
+    Median, extremes, and spread: the distance between the extremes as a fraction of the median.
 
     >>> spread([1.0, 2.0, 4.0])
     {'median': 2.0, 'min': 1.0, 'max': 4.0, 'spread': 1.5}
@@ -105,7 +105,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def microseconds(ns: Sequence[float]) -> dict[str, float]:
     """
-    Median, extremes and the width of the middle half, of nanoseconds, in microseconds.
+    Median, extremes and interquartile range in microseconds, from values in nanoseconds.
 
     >>> microseconds([1000, 2000, 4000, 5000])
     {'median': 3.0, 'min': 1.0, 'max': 5.0, 'middle_half': 2.0}
@@ -122,7 +122,7 @@ def microseconds(ns: Sequence[float]) -> dict[str, float]:
 
 def totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """
-    Counts of the same names added up.
+    Add up counts by name.
 
     >>> totals([{"a": 1}, {"a": 2, "b": 3}])
     {'a': 3, 'b': 3}
@@ -135,12 +135,14 @@ def totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def step_ms(row: Raw) -> float:
-    """The median step of a side over ranks in milliseconds, over its rounds."""
+    """The median step time in milliseconds of a side over ranks, over its rounds."""
     return float(exact_median(row["step_ms"]))
 
 
 def busiest_ms(row: Raw) -> float | None:
-    """Milliseconds of kernels and copies in a step on the busiest rank; None without a profile."""
+    """
+    Milliseconds of kernels and copies per step on the busiest rank; None if there is no profile.
+    """
     return largest(rank["kernels"] + rank["copies"] for rank in row.get("busy_ms", ()))
 
 
@@ -148,7 +150,7 @@ def goal_row(
     goal: str, cell: str, column: str, bound: str, value: float, measured: float
 ) -> dict[str, Any]:
     """
-    One goal beside what was measured.
+    One goal beside its measurement.
 
     Args:
         goal: What is measured, in words.

@@ -1,10 +1,10 @@
 """
-The device's work in a Chrome trace: kernel times, and copies with their sizes.
+Read the device's work from a Chrome trace: kernel times, and copies with their sizes.
 
-The profiler's Chrome trace is read, because it alone carries the bytes of a copy. A matrix-gradient
-copy is a device-to-device copy of exactly the bytes of one unit of deferred work; a graph's copy
-nodes show up like any other. Kernels whose name says that they copy are listed beside them, since a
-copy can also be a kernel, which has no size.
+The profiler's Chrome trace is read, because only this trace has the bytes of a copy. A
+matrix-gradient copy is a device-to-device copy of exactly the bytes of one unit of deferred work; a
+graph's copy nodes show up like any other. Kernels with a name for copying are listed separately,
+because a copy can also be a kernel, whose size is unknown.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 
 def _on_device(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Kernels, copies and fills of a trace, without annotations and calls of the host."""
+    """Kernels, copies and fills of a trace, without annotations and host calls."""
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES:
             yield event
 
 
 def _is_message(event: Mapping[str, Any]) -> bool:
-    """Whether a kernel is NCCL's, which also runs while it waits for the other rank."""
+    """Whether a kernel is one of NCCL's, which also run while they wait for the other rank."""
     return "nccl" in str(event["name"]).lower()
 
 
@@ -36,7 +36,7 @@ def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]
 
     Args:
         events: The trace's events.
-        steps: How many steps it covers; counts and times are of all of them.
+        steps: Number of steps in the trace; counts and times are totals over these steps.
 
     Returns:
         Plain data: `device_us` and `device_events` over kernels, copies and fills; `copies` by
@@ -86,7 +86,7 @@ def busy_times(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, flo
 
     Args:
         events: The events of a Chrome trace.
-        steps: How many steps it covers.
+        steps: Number of steps in the trace.
 
     Returns:
         `kernels`, `copies` (with fills) and `messages`: NCCL's kernels, which also run while they
@@ -111,7 +111,7 @@ def launch_shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[st
             begins.
 
     Returns:
-        Milliseconds per step: `busy`, while anything but a message runs; `awaited`, while only
+        Milliseconds per step: `busy`, while other work than messages runs; `awaited`, while only
         messages run; `between`, while nothing runs; `step`, their sum. `beside` is the part of
         `busy` in which a message runs too.
 
@@ -159,7 +159,7 @@ def matrix_copies(trace: Mapping[str, Any], unit_bytes: Iterable[int]) -> dict[s
     Copies of matrix gradients in a trace.
 
     Args:
-        trace: What `summarize` returned.
+        trace: The result of `summarize`.
         unit_bytes: Bytes of the gradient of each unit of deferred work.
 
     Returns:

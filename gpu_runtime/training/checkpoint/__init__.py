@@ -9,7 +9,7 @@ on every rank before any rank writes anything.
 The run that saved and the run that loads may differ in ranks, stages and table, and therefore in
 how microbatches are split and in which order F and dI update scaling state. `Checkpoints.changed`
 lists the differences. Weights, AdamW and the histories of each layer have the same bits after the
-load; the steps that follow are those of the new mapping.
+load; later steps run under the new mapping.
 """
 
 from .checkpoints import Checkpoints, EarlierSaveError

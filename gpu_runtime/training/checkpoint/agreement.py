@@ -1,5 +1,6 @@
 """
-All ranks before a checkpoint: one epoch, nothing live or in flight, and one cause when they stop.
+What all ranks agree on before a checkpoint: one epoch, nothing live or in flight, one cause if they
+stop.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def consent(worker: Worker) -> None:
     Raises:
         BackendError: An optimizer update failed half way on this rank.
         Exception: This rank's contract refuses, its device failed, or a rank is gone or at another
-            epoch. The caller stops all ranks with each of these (`stop`).
+            epoch. On each of these errors the caller stops all ranks (`stop`).
     """
     runtime = worker.runtime
     if runtime.actions.broken is not None:
@@ -79,14 +80,15 @@ def stop(
     worker: Worker, error: Exception, group: RankGroup | None, at: str = "checkpoint"
 ) -> Exception:
     """
-    Stop all ranks for one cause, and return what this rank raises.
+    Stop all ranks for one cause, and return the error that this rank raises.
 
     Args:
         worker: This rank.
-        error: What went wrong here. A `SharedError` is raised as it is: every rank has it.
+        error: The error on this rank. A `SharedError` is raised unchanged, because every rank has
+            it.
         group: The group to end, so that no rank waits for this one in it; None while an
             asynchronous save of an earlier epoch still uses it.
-        at: What the ranks were doing between two steps, for the cause.
+        at: What the ranks were doing between two steps; the cause names it.
     """
     if isinstance(error, SharedError):
         return error
@@ -108,7 +110,7 @@ def lost(error: Exception, at: str = "checkpoint", peer: int = -1) -> Exception:
     Turn the library's plain `RuntimeError` into a lost rank; return other errors unchanged.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
         at: What the ranks were doing.
         peer: The rank at the other end; -1 for a collective.
     """

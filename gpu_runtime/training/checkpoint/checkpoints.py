@@ -1,5 +1,5 @@
 """
-`Checkpoints`: the folder of a run's checkpoints, and the order of the steps of a save and a load.
+`Checkpoints`: the folder of a run's checkpoints; it saves and loads step by step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Checkpoints", "EarlierSaveError"]
 
 
 class EarlierSaveError(BackendError):
-    """An asynchronous save failed. The save that raises this was still started."""
+    """An earlier asynchronous save failed. The current save was still started."""
 
 
 class Checkpoints:
@@ -50,20 +50,20 @@ class Checkpoints:
 
     Args:
         folder: The folder; `prepare` or the first save makes it.
-        keep: How many checkpoints stay. The oldest is removed once a newer one is whole.
-        keep_every: Checkpoints of a multiple of this epoch stay too, for ever; 0 keeps none of
-            them.
-        asynchronous: Return from `save` once everything is copied to the host, and write the files
+        keep: How many checkpoints stay. The oldest is removed once a newer checkpoint is whole.
+        keep_every: Checkpoints whose epoch is a multiple of this number are never removed; 0 for no
+            such checkpoints.
+        asynchronous: `save` returns once everything is copied to the host; the files are written
             during the next steps. `failure`, `wait` or the next save reports a failure.
 
     Attributes:
-        changed: The differences that the last load found and accepted, in words.
-        run: Identity of the run, then those of the runs that it adopted; every manifest has them.
-            `load` carries on the checkpoint's. Rank 0's are written.
+        changed: The differences between the two runs that the last load accepted, in words.
+        run: The run's identity, then the identities of the runs that it adopted. `load` takes them
+            over from the checkpoint. Every manifest has rank 0's list.
         lock: The folder's lock, on rank 0 of a run that holds it; a save requires it.
-        told: Whether `failure` has returned the failure of the save under way.
-        untidy: What the last finished save could not remove, in words, on rank 0. The checkpoint is
-            still whole.
+        told: Whether `failure` has already reported that the save under way failed.
+        untidy: On rank 0, in words: the files that the last finished save could not remove. The
+            checkpoint is still whole.
 
     Raises:
         BackendError: `keep` is below 1, or `keep_every` below 0.
@@ -111,11 +111,11 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """
-        Return the newest checkpoint; None without one.
+        Return the newest checkpoint; None if there is none.
 
-        Its manifest is sound and every file has its size; `load` also reads the contents. A damaged
-        newest checkpoint is refused, not skipped: otherwise the run would silently go back to an
-        older checkpoint, and its saves up to the damaged checkpoint's epoch would be refused.
+        Its manifest and the size of every file are checked; `load` also compares the contents. A
+        damaged newest checkpoint is refused, not skipped: otherwise the run would silently go back
+        to an older checkpoint, and its saves up to the damaged checkpoint's epoch would be refused.
 
         Raises:
             BackendError: The newest checkpoint is not whole; the message says what is wrong with
@@ -156,19 +156,19 @@ class Checkpoints:
         Args:
             worker: This rank.
             naming: The model's names.
-            must: Plain data that must be equal at a load: dimensions, data, and all else that
+            must: Plain data that must be equal at a load: dimensions, data, and whatever else
                 decides the meaning of saved numbers.
             free: Plain data that `load` returns: positions, seeds, schedules.
             extra_tensors: Further tensors by name; tensors of one name are equal on all ranks.
 
         Returns:
-            The checkpoint's folder; an asynchronous save gives it that name later.
+            The checkpoint's folder; after an asynchronous save, the folder gets this name only
+            later.
 
         Raises:
             StoppedError: A rank has live, in-flight or spoiled state, cannot tell, or is gone. All
                 ranks raise it with one cause, and no checkpoint is written.
-            EarlierSaveError: The asynchronous save before this one failed. This save was still
-                started.
+            EarlierSaveError: An earlier asynchronous save failed. This save was still started.
             NonFiniteError: A weight, a moment or a scale is not finite on a rank. Earlier
                 checkpoints are unchanged.
             BackendError: A rank cannot write the checkpoint. Earlier checkpoints are unchanged, and
@@ -215,14 +215,14 @@ class Checkpoints:
             self._write(worker, writer, tensors)
         except Exception as error:
             if earlier and isinstance(error, SharedError) and not isinstance(error, NonFiniteError):
-                error = SharedError(f"{error}; and before it: {earlier}")
+                error = SharedError(f"{error}; before that, {earlier}")
             raise self._stopped(worker, lost(error)) from None
         if earlier:
             raise EarlierSaveError(f"{earlier}; {final.name} is being written")
         return final
 
     def _stopped(self, worker: Worker, error: Exception) -> Exception:
-        """Stop all ranks; a save of an earlier epoch keeps its group, and becomes whole."""
+        """Stop all ranks; a save of an earlier epoch keeps its group and is completed."""
         return stop(worker, error, self._group if self._under_way is None else None)
 
     def _write(self, worker: Worker, writer: Writer, tensors: dict[str, Tensor]) -> None:
@@ -250,7 +250,7 @@ class Checkpoints:
             self._group.end()
 
     def _failed(self, writer: Writer, error: BaseException) -> str:
-        """Say why a save failed; if all ranks have ended it, what it wrote is removed."""
+        """Say why a save failed; remove its files if the save has ended on all ranks."""
         final = writer.final
         if isinstance(error, CheckpointException):
             rank, (cause, _) = min(error.failures.items())
@@ -264,7 +264,7 @@ class Checkpoints:
         return f"{final} was not saved: {text}; {left}"
 
     def _awaited(self) -> str:
-        """Wait for the save under way and return its failure in words; empty without one."""
+        """Wait for the save under way and return its failure in words; empty if it succeeded."""
         if self._under_way is None:
             return ""
         (writer, future), self._under_way = self._under_way, None
@@ -274,10 +274,10 @@ class Checkpoints:
 
     def failure(self) -> str:
         """
-        Return in words why the asynchronous save under way failed; waits for nothing.
+        Return in words why the asynchronous save under way failed, without waiting for it.
 
         Returns:
-            Empty while it runs or if it succeeded, and if this failure was returned before.
+            Empty while the save runs, if it succeeded, or if this failure was returned before.
         """
         if self._under_way is None or self.told or not self._under_way[1].done():
             return ""
@@ -324,13 +324,13 @@ class Checkpoints:
                 checkpoint with another number of replicas.
 
         Returns:
-            The `free` of the save.
+            The `free` data of the save.
 
         Raises:
             BackendError: A file, a fact, a name, a size or a dtype is wrong on a rank. All ranks
                 raise it, and no rank has written anything.
             StoppedError: A rank is gone, is at another epoch after the load, or failed while it
-                wrote what it had read. Relaunch in new processes.
+                wrote loaded tensors. Relaunch in new processes.
         """
         path = Path(path)
         own: dict[str, Any] = {"problem": self._awaited(), "path": str(path)}

@@ -1,6 +1,6 @@
 """
-The facts of a checkpoint: what must be equal between the run that saved and the run that loads, and
-what may differ.
+The facts of a checkpoint: which must be equal in the run that saved and the run that loads, and
+which may differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "requirements",
 ]
 
-#: Which amax the scales come from, as facts spell it, by the setting of the runtime.
+#: By the runtime's setting, how the facts spell which amax the scales come from.
 AMAX = {"replica": "each replica its own", "replicas": "the largest of all replicas"}
 
 #: The beginning of the source of a torch table. torch's version is not part of a mapping.
@@ -49,7 +49,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise BackendError(f"{where} has the key {key!r}; keys of facts are strings")
+                raise BackendError(f"{where}: expected strings as keys, found {key!r}")
         return {key: plain(one, f"{where}.{key}") for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one, f"{where}[{n}]") for n, one in enumerate(value)]
@@ -66,7 +66,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def requirements(worker: Worker) -> dict[str, Any]:
-    """What must be equal in both runs, as it decides what saved numbers mean."""
+    """Facts that must be equal in both runs, because they decide what saved numbers mean."""
     domain, masters = worker.runtime.domain, worker.optimizer.master_dtype
     config = worker.runtime.config
     # With scales that move once an epoch, how gradients are summed belongs to the recipe.
@@ -82,7 +82,7 @@ def requirements(worker: Worker) -> dict[str, Any]:
 
 
 def mapping_of(worker: Worker) -> dict[str, Any]:
-    """How stages and microbatches are mapped to ranks; both runs may differ in it."""
+    """How stages and microbatches are mapped to ranks; the two runs may differ in this."""
     table = worker.table
     return {
         "schedule": _TORCH.sub("", Path(table.source).name),

@@ -1,12 +1,12 @@
 """
-A checkpoint's folder: hashed while it is written, named only when it is whole, compared when it is
-read.
+A checkpoint's folder: hashed while it is written, named once it is whole, and compared with its
+hashes when it is read.
 
 DCP writes the tensors (`*.distcp`, `.metadata`). Beside them are `facts.json`, with all plain data,
-and `manifest.json`, with the size and the SHA-256 of every other file, computed from what was
-handed to the file system. The folder is hidden until all files are on the disk; the rename makes it
-a checkpoint. DCP has no hash, does not sync its `.metadata`, and reads it as a pickle: here it is
-read only after its hash was compared.
+and `manifest.json`, with the size and the SHA-256 of every other file, computed from the bytes that
+were handed to the file system. The folder is hidden until all files are on the disk; the rename
+makes it a checkpoint. DCP itself has no hashes, does not sync `.metadata`, and unpickles it. Here
+`.metadata` is read only after its hash was compared.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file; a written file gets its mark when it is closed."""
+        """Open a file; the size and hash of a written file are recorded when it is closed."""
         if mode != "wb":
             with super().create_stream(path, mode) as raw:
                 yield raw
@@ -156,7 +156,7 @@ class _HashingFileSystem(FileSystem):
         self.marks[name] = FileDigest(stream.size, stream.hash.hexdigest())
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Rename a file, which keeps its mark."""
+        """Rename a file, and keep its recorded size and hash."""
         super().rename(path, new_path)
         if (mark := self.marks.pop(Path(path).name, None)) is not None:
             self.marks[Path(new_path).name] = mark
@@ -180,8 +180,9 @@ class Writer(FileSystemWriter):
         final: The folder's final name, which does not exist yet.
         facts: The plain data of the checkpoint; rank 0 writes it.
         keep: How many whole checkpoints stay.
-        words: What could not be removed before; rank 0 adds what it cannot remove at the end.
-        log: The rank log in which rank 0 writes that the checkpoint gets its name, just before.
+        words: In words, files that could not be removed before; rank 0 adds those that it cannot
+            remove at the end.
+        log: The rank log; rank 0 writes an event there just before the checkpoint gets its name.
         keep_every: As for `retain`.
         run: Identity of the run that saves, and of the runs that it adopted.
     """
@@ -205,12 +206,12 @@ class Writer(FileSystemWriter):
         self.fs = self.hashed = _HashingFileSystem()
 
     def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy all tensors to the host now: later writes have the values of this moment."""
+        """Copy all tensors to the host now, so that later writes have their present values."""
         self.per_thread_copy_ahead = 0
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's tensors; the marks of its files travel with the results."""
+        """Write this rank's tensors, and return the size and hash of each file with the results."""
         future = super().write_data(plan, planner)
         marks = {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
         told = WriteResult(index=MetadataIndex(f"marks of {id(self)}"), size_in_bytes=0,
@@ -235,7 +236,8 @@ class Writer(FileSystemWriter):
         found = {path.name for path in self.partial.iterdir()}
         if odd := sorted(found ^ marks.keys()):
             raise BackendError(
-                f"{odd[0]} is either in the folder or in the manifest; expected it in both"
+                f"{odd[0]}: expected the file in the folder and in the manifest, found it in only "
+                "one of them"
             )
         held = {"format": FORMAT, "epoch": self.facts["epoch"], "files": marks}
         if self.run:
@@ -322,7 +324,8 @@ def retain(folder: Path, keep: int, keep_every: int = 0) -> tuple[str, ...]:
     Args:
         folder: The folder of all checkpoints.
         keep: How many of the newest stay.
-        keep_every: Checkpoints of a multiple of this epoch stay too; 0 keeps none of them.
+        keep_every: Checkpoints whose epoch is a multiple of this number stay too; 0 for no such
+            checkpoints.
 
     Returns:
         What could not be removed, in words.
@@ -403,7 +406,7 @@ def runs_in(folder: Path) -> list[str]:
 
 
 def _sealed(path: Path) -> dict[str, Any]:
-    """The content of a sound manifest that stands in a folder of its epoch's name."""
+    """The content of a sound manifest; its folder must have the name of its epoch."""
     place = path / MANIFEST
     try:
         held = json.loads(place.read_bytes())
@@ -434,12 +437,12 @@ def _sealed(path: Path) -> dict[str, Any]:
 
 def problem_of(path: Path, marks: Mapping[str, FileDigest], hashed: Sequence[str]) -> str:
     """
-    Return in words what is wrong with a checkpoint's files; empty if nothing is.
+    Return in words the first problem with a checkpoint's files; empty if there is none.
 
     Args:
         path: The checkpoint.
         marks: The files of its manifest.
-        hashed: Names of the files whose content is compared; of the others only the size is.
+        hashed: Names of the files whose content is compared; only the size of the others is.
     """
     for name, mark in sorted(marks.items()):
         file = path / name
@@ -469,7 +472,7 @@ def read_facts(path: Path, marks: Mapping[str, FileDigest]) -> dict[str, Any]:
         BackendError: The facts are missing, damaged, or lack a part.
     """
     if FACTS not in marks:
-        raise BackendError(f"{path / MANIFEST} names no {FACTS}; {AWAY}")
+        raise BackendError(f"{path / MANIFEST} does not list {FACTS}; {AWAY}")
     if problem := problem_of(path, {FACTS: marks[FACTS]}, (FACTS,)):
         raise BackendError(problem)
     facts: dict[str, Any] = json.loads((path / FACTS).read_bytes())

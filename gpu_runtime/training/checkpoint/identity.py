@@ -1,8 +1,9 @@
 """
-Whose checkpoints a folder has: a run that resumes continues its own.
+Which run each checkpoint belongs to: a resumed run continues only its own checkpoints.
 
-A run draws its identity at its first start, or takes the identity that its file names. Every
-manifest has it, and a resume carries it on. A manifest also lists the runs that its run adopted.
+A run's identity is drawn at random at its first start, or named by its training file. Every
+manifest has the identity, and a resumed run keeps it. A manifest also lists the runs that its run
+adopted.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ def identity_of(
     folder: Path, newest: Path | None, name: str = "", *, adopt: bool = False
 ) -> tuple[list[str], str]:
     """
-    Return the identity of a run that begins or resumes in a folder, then those that it adopted.
+    Return the identity of a run that begins or resumes in a folder, then the runs that it adopted.
 
     Args:
         folder: The folder of checkpoints.
         newest: The checkpoint to resume from; None for a run that begins.
-        name: The identity that the run's file names; empty without one.
-        adopt: Continue also from another run's checkpoint, and beside another run's.
+        name: The identity that the training file names; empty if it names none.
+        adopt: Accept another run's checkpoint, and a folder that also has checkpoints of other
+            runs.
 
     Returns:
-        The identities, and a warning; empty without one.
+        The identities, and a warning; the warning may be empty.
 
     Raises:
         BackendError: The newest checkpoint belongs to another run than the file names, or the
@@ -44,13 +46,13 @@ def identity_of(
         remedy = "name another folder, or continue this checkpoint with --adopt"
         if own and name and own[0] != name:
             raise BackendError(
-                f"{newest} is of run {own[0]}, [checkpoint] run names {name}; {remedy}"
+                f"{newest} belongs to run {own[0]}, but [checkpoint] run is {name}; {remedy}"
             )
         if others:
             whose = f"run {own[0]}" if own else "a run without identity"
             raise BackendError(
-                f"{folder} has checkpoints of two runs: {newest.name} is of {whose}, others are of "
-                f"run {others[0]}; move those of one run away, or continue {newest.name} with "
+                f"{folder} has checkpoints of two runs: {newest.name} belongs to {whose}, others "
+                f"to run {others[0]}; move those of one run away, or continue {newest.name} with "
                 "--adopt"
             )
     warning = "" if own else f"{newest} has no run identity; an earlier version saved it"

@@ -1,5 +1,5 @@
 """
-The loading half of a checkpoint: compare it with this run, find each tensor, write what was read.
+The loading half of a checkpoint: compare it with this run, find each tensor, write the tensors.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 
 Replicas = Literal["same", "modulo"]
 """
-The replica whose scaling state a replica loads: its own, with the same number of replicas; or of
-any number N of saved replicas, replica r modulo N.
+Which saved replica's scaling state replica r loads: ``same``: that of replica r, if the number of
+replicas is equal; ``modulo``: that of replica r modulo N, for any number N of saved replicas.
 """
 
 
@@ -111,7 +111,7 @@ def sources(
     Find in the checkpoint each tensor that this rank loads.
 
     Returns:
-        Where each comes from, by this run's name.
+        The source of each tensor, by the tensor's name in this run.
 
     Raises:
         BackendError: The checkpoint lacks a tensor, has it with another shape or dtype, or has the
@@ -160,7 +160,7 @@ def write_loaded(
     found: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
 ) -> None:
-    """Write the tensors that were read into this rank; `sources` has checked all of them."""
+    """Copy the loaded tensors into this rank's tensors; `sources` has checked all of them."""
     runtime = worker.runtime
     worker.new = False
     runtime.drain()
@@ -194,7 +194,7 @@ def require_all_taken(
     Args:
         path: The checkpoint.
         facts: Its facts.
-        said: What each rank brings: ``path``, and the ``names`` that it loads.
+        said: Each rank's ``path``, and the ``names`` that it loads.
         replicas: Replicas of this run.
 
     Raises:
@@ -214,7 +214,7 @@ def require_all_taken(
 
 
 def _remedy(name: str) -> str:
-    """What to do about a tensor that only the checkpoint, or only this run has."""
+    """What to do about a tensor that only the checkpoint has, or only this run."""
     if name.startswith(f"{NUMERICAL}.") and name.split(".")[2].startswith("process"):
         return "this state belongs to a rank: resume with the pp that it was saved with"
     return "build the model that it was saved from"

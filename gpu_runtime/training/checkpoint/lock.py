@@ -3,12 +3,13 @@ The lock of a folder of checkpoints: one run at a time writes there.
 
 The process of rank 0 holds an advisory lock (`flock`) on a file in the folder while it trains. The
 kernel releases the lock when that process ends, however it ends, so a lock never outlives its
-owner. The file's text names the owner, for the message of a run that comes second; the text alone
-locks nothing.
+owner. The file's text names the owner, for the error message of a second run; the text alone locks
+nothing.
 
 The lock is on the file, not on its name. If the folder is moved away or the file is removed while
-the run trains, another run could lock a new file of the same name. So the owner compares both
-before each save (`FolderLock.require`), and before it replaces the status file (`FolderLock.lost`).
+the run trains, another run could lock a new file of the same name. So the owner checks that the
+name still leads to the locked file: before each save (`FolderLock.require`), and before it replaces
+the status file (`FolderLock.lost`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class FolderLock:
     The lock of one folder of checkpoints, held by this process.
 
     Args:
-        folder: The folder; it is made.
+        folder: The folder; created if missing.
 
     Attributes:
-        began: Whether the training began, and since then tells by itself how it ends.
-        problem: Why the folder could not be locked though no other run holds it, in words: another
-            run is then not noticed. Empty if the lock is held.
+        began: Whether the training has begun; from then on the trainer writes how it ends.
+        problem: Why the folder could not be locked though no other run holds the lock. A second run
+            in the folder is then not noticed. Empty if this process holds the lock.
 
     Raises:
         BackendError: Another process holds the lock; the message names it.
@@ -92,7 +93,7 @@ class FolderLock:
         moved away or removed.
 
         Raises:
-            BackendError: The file of this name is another one, and another process holds its lock.
+            BackendError: Another file now has the lock's name, and another process has locked it.
         """
         if self._handle is None or self._same() is True:
             return
@@ -105,7 +106,7 @@ class FolderLock:
         os.close(former)
 
     def lost(self) -> bool:
-        """Whether the file of this name is another one, which another process may hold."""
+        """Whether another file now has the lock's name; another process may have locked it."""
         return self._handle is not None and self._same() is False
 
     def _same(self) -> bool | None:

@@ -26,12 +26,12 @@ class NonFiniteError(SharedError):
     A weight, a moment or a scale is not finite, so nothing is saved.
 
     Args:
-        said: What each rank found, by rank.
+        said: Each rank's tensors that are not finite, by rank.
     """
 
     def __init__(self, said: list[list[NonFinite]]) -> None:
         rank, first = next((rank, found[0]) for rank, found in enumerate(said) if found)
-        super().__init__(f"rank {rank}: {first}; such a state is not saved")
+        super().__init__(f"rank {rank}: {first}; a state that is not finite is not saved")
         self.said = said
 
 
@@ -57,8 +57,8 @@ def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
     for epoch, path in checkpoint_folders(folder):
         if epoch >= int(final.name.rpartition("-")[2]):
             raise BackendError(
-                f"{path} is of this epoch or a later one: it belongs to another run, or to this "
-                "run before it went back to an earlier checkpoint; move it away, or name another "
+                f"{path} is of this epoch or a later one: it was saved by another run, or by this "
+                "run before it resumed from an earlier checkpoint; move it away, or name another "
                 "folder"
             )
     return left
@@ -94,7 +94,7 @@ def tensors_of(worker: Worker, naming: Naming, extra: Mapping[str, Tensor]) -> d
 
 def facts_of(worker: Worker, must: Mapping[str, Any], free: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Collect the facts that this rank brings to a save: ``facts``, ``contract`` and ``made_by``.
+    Collect this rank's facts for a save: ``facts``, ``contract`` and ``made_by``.
 
     Raises:
         BackendError: A fact is not plain data.
@@ -118,7 +118,7 @@ def require_same(said: list[dict[str, Any]]) -> None:
     Require that all ranks save the same facts, and the same bits under one name.
 
     Args:
-        said: What each rank brings, by rank.
+        said: Each rank's facts and tensor checksums, by rank.
 
     Raises:
         NonFiniteError: A rank has a tensor that is not finite.
@@ -131,13 +131,13 @@ def require_same(said: list[dict[str, Any]]) -> None:
     for rank, one in enumerate(said):
         if (odd := first_difference(said[0]["facts"], one["facts"], "")) is not None:
             raise SharedError(
-                f"{odd[0]} is {odd[1]} on rank 0 and {odd[2]} on rank {rank}; every rank has "
-                "to save the same facts"
+                f"{odd[0]} is {odd[1]} on rank 0 and {odd[2]} on rank {rank}; all ranks must save "
+                "the same facts"
             )
         for name, mark in one["sums"].items():
             first, other = held.setdefault(name, (rank, mark))
             if mark != other:
                 raise SharedError(
-                    f"{name} is not the same on ranks {first} and {rank}, and is written once: "
-                    "the replicas drifted apart, or the name needs the rank in it"
+                    f"{name} differs between ranks {first} and {rank}, but is saved only once: "
+                    "the replicas drifted apart, or the name must contain the rank"
                 )

@@ -1,5 +1,5 @@
 """
-The bytes of a checkpoint by what they hold.
+The size of a checkpoint in bytes, by kind of content.
 """
 
 from __future__ import annotations

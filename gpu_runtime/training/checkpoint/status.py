@@ -1,6 +1,6 @@
 """
-How a run stands: whether it ended, what ended it, whether to resume. The status file beside the
-checkpoints says it, and so does the last line of a run that was stopped.
+The status of a run: whether it ended, what ended it, whether to resume. It is written to a file
+beside the checkpoints, and to the last line of output of a run that was stopped.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def facts_of_run(
     resume: bool = False,
 ) -> dict[str, Any]:
     """
-    How a run stands, as plain data.
+    The status of a run, as plain data.
 
     Args:
-        folder: The folder of checkpoints; None without one.
+        folder: The folder of checkpoints; None if the run has none.
         state: ``"running"`` or ``"ended"``.
         run: The run's identity, if it is known.
         steps: Steps of the whole run.
-        step: Steps taken; None if the run ended in its start.
+        step: Steps taken; None if the run ended before its first step.
         mismatches: Steps whose two runs differed.
         by: What ended the run, in one word.
         cause: What ended the run, in a sentence.
-        resume: Whether the run may be resumed without a look.
+        resume: Whether the run may be resumed without a person's decision.
     """
     return {
         "state": state,
@@ -68,8 +68,8 @@ def next_start(facts: Mapping[str, Any], folder: Path | None) -> str:
     Say whether a run that was stopped may be resumed, and from what.
 
     Args:
-        facts: How it stands, from `facts_of_run`.
-        folder: The folder of checkpoints; None without one.
+        facts: The run's status, from `facts_of_run`.
+        folder: The folder of checkpoints; None if the run has none.
     """
     newest = facts["checkpoint"]
     if not facts["resume"]:
@@ -78,7 +78,7 @@ def next_start(facts: Mapping[str, Any], folder: Path | None) -> str:
     if folder is None:
         return "Start it again; nothing was saved, because [checkpoint] folder is empty"
     if newest is None:
-        return "Start it again, also with --resume; nothing was saved yet"
+        return "Start it again, with or without --resume; nothing was saved yet"
     return f"Resume it with --resume; the newest checkpoint is {newest}"
 
 
@@ -86,15 +86,15 @@ def write_status(folder: Path, facts: Mapping[str, Any]) -> str:
     """
     Replace the status file in one step: a reader finds the old facts or the new ones.
 
-    On a full disk there is no room for a second file: the new facts are then written over the old
-    ones, in the space that the file has.
+    On a full disk, which has no room for a second file, the new facts overwrite the old ones in
+    place.
 
     Args:
         folder: The folder of the checkpoints.
         facts: Plain data.
 
     Returns:
-        Why it could not be written, in words; empty if it was.
+        Why the file could not be written, in words; empty if it was.
     """
     hidden, text = folder / f".{STATUS}", json.dumps(facts).encode()
     try:
