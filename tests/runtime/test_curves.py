@@ -259,7 +259,10 @@ class TestWords:
         for said, where in (
             ("No loss differs by a bit", [True, True, True, False]),
             ("rolls only the histories of the layers that ran", [True, True, False, False]),
-            ("entries, a whole number of steps of 16 F", [True, False, False, False]),
+            (
+                "entries, a whole number of steps (a step has 16 F per rank)",
+                [True, False, False, False],
+            ),
             ("not a whole number of steps", [False, True, False, False]),
         ):
             assert [said in text for text in told] == where
