@@ -1,4 +1,4 @@
-"""The table of what was found in others' software says what its texts for upstream say."""
+"""The README's table of defects in other software agrees with the texts written for upstream."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_run_over_two_ranks_of_a_cpu(tmp_path: Path) -> None:
     assert 0 == guarded["different"] < 100 < guarded["compared"]
     assert 6 == sum(guarded["cut"])
     assert guarded["tflops"]["median"] > 0
-    assert "TFLOP/s a GPU" in said
+    assert "TFLOP/s per GPU" in said
 
 
 @pytest.mark.ci

@@ -163,7 +163,7 @@ def test_progress_is_a_line() -> None:
     run(pool_scope(3, 3, 2), progress=lines.append, witnesses=False)
 
     assert lines
-    assert all(line.startswith("Exploring. states=") for line in lines)
+    assert all(line.startswith("Exploring: states=") for line in lines)
     assert "transitions=" in lines[0]
     assert "depth=" in lines[0]
 

@@ -146,7 +146,7 @@ class TestRun:
         machine.run(5, progress=told.append)
 
         assert len(told) == 5
-        assert told[-1].startswith("Checking. 5 of 5 random schedules: ")
+        assert told[-1].startswith("Checking: 5 of 5 random schedules: ")
 
 
 class TestTargets:

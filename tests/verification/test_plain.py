@@ -94,9 +94,9 @@ def test_both_explorers_have_the_same_edges(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.xfail(
-    reason="each combination of configured flags has its own paths, and no scope has some of the "
-    "combinations: reported fills without reported updates, live scales with messages or with a "
-    "declared order. No reachable state takes some paths, such as a message in a free slot"
+    reason="the scopes lack some combinations of configured flags, each of which has its own paths: "
+    "reported fills without reported updates; live scales with messages or with a declared "
+    "order. Other paths are unreachable, such as a message in a free slot"
 )
 def test_every_accepting_path_is_taken() -> None:
     """Over the standard scopes each accepting path that can be taken is, with a witness."""

@@ -109,7 +109,7 @@ class TestProofs:
         monkeypatch.setattr(ranks_prove, "prove", lambda **_: iter([PROVED, OPEN, OPEN]))
         report = run_proofs(note=told.append)
 
-        assert ["First finding. start: ranks.one-name: unknown"] == told
+        assert ["First finding: start: ranks.one-name: unknown"] == told
         assert [OPEN, OPEN] == report.open
 
 

@@ -54,11 +54,12 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("cell", "bound_to", "covered", values="opaque", initial=None),
     # Whether a read of the cell's output, and of its input gradient, began since then.
     **_each("cell", "output_read", "gradient_read", values="flag"),
-    # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
-    # did, then those whose F did, then the others.
+    # The same counts per stage. Below, `placed` lists a stage's cells: first those whose dW ran,
+    # then those whose dI ran, then those whose F ran, then the rest.
     **_each("stage", "num_forwards", "num_dgrads", "num_wgrads", "num_skipped"),
     **_each("one", "left_out"),
-    # The weights of the epoch's gradients, and the parts in which they were counted.
+    # The sum of the weights that dI reported since the last update, and the number of parts that
+    # the latest dI reported with its weight.
     **_each("stage", "weighed", "counted_in"),
     # The F of the epoch, over all its walks; and the walks of the epoch that are over.
     **_each("stage", "forwards_of_epoch"),
@@ -69,11 +70,11 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
     # was lost, and the scaling updates that the fill had seen.
     **_each("one", "weights"),
-    # The updates that ended whole since the last restore.
+    # Number of updates since the last restore that were completed.
     **_each("one", "commits"),
     # Evaluations in flight of each stage.
     **_each("stage", "evaluating"),
-    # Updates in flight, and whether one failed half way since the last restore.
+    # Number of updates in flight; whether an update failed half way since the last restore.
     **_each("one", "optimizing"),
     **_each("one", "half_updated", values="flag"),
     **_each("stage", "cached", "fill_of_epoch", initial=NEVER),

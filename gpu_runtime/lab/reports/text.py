@@ -269,8 +269,8 @@ def model_lines(derived: Raw) -> list[str]:
         for row in derived["rows"]
     ]
     header = (
-        "cell", "schedule", "side", "ms", "TFLOP/s a GPU", "of FP8 peak", "native/this", "idle",
-        "peak GB", "layers a stage", "differ",
+        "cell", "schedule", "side", "ms", "TFLOP/s per GPU", "of FP8 peak", "native/this", "idle",
+        "peak GB", "layers per stage", "differ",
     )  # fmt: skip
     failed = [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
               for error in derived["errors"]]  # fmt: skip

@@ -46,7 +46,7 @@ def derive_models(raw: Raw) -> dict[str, Any]:
     Every row with its rate, its time beside native's, and its memory.
 
     Returns:
-        `rows`, with whether the last rounds agree (None where none may be added), TFLOP/s a GPU,
+        `rows`, with whether the last rounds agree (None where none may be added), TFLOP/s per GPU,
         share of the FP8 peak, tokens a second, the part of a step that the busiest GPU's kernels
         and copies do not cover (messages left out), bytes at the peak, and how many tensors of
         native's weights, moments and scales differ under native's schedule; and `errors`.
