@@ -249,8 +249,8 @@ class Prove:
         data: dict[str, Any] = report.asdict()
         taken = len(data["witnesses"]) - data["covered"]
         lines = [
-            f"the solver answered {data['questions']:,} distinct queries in {data['seconds']:.1f} s, "
-            f"{data['unknown']} with unknown",
+            f"{data['questions']:,} distinct queries to the solver in {data['seconds']:.1f} s, "
+            f"{data['unknown']} without an answer",
             f"{data['unsat']} of {len(data['obligations'])} obligations are proved: "
             f"{data['implied']:,} of these follow from another proof; {data['same_term']:,} need "
             "no solver, since the transition leaves their values unchanged",

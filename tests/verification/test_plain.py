@@ -94,8 +94,8 @@ def test_both_explorers_have_the_same_edges(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.xfail(
-    reason="the scopes lack some combinations of configured flags, each of which has its own paths: "
-    "reported fills without reported updates; live scales with messages or with a declared "
+    reason="the scopes lack some combinations of configured flags, each of which has its own "
+    "paths: reported fills without reported updates; live scales with messages or with a declared "
     "order. Other paths are unreachable, such as a message in a free slot"
 )
 def test_every_accepting_path_is_taken() -> None:
