@@ -1,5 +1,5 @@
 """
-The way back: abort what is out, fail what reduces, drain, restore; none of it is ever refused.
+Recovery: aborts, failed reductions, drains and then a restore are never refused.
 """
 
 from __future__ import annotations
