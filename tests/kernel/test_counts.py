@@ -175,7 +175,7 @@ class TestCommit:
         ],
     )
     def test_two_exchanged(self, exchanged: tuple[int, int]) -> None:
-        """Two graphs in each other's place run as often as they should; the order tells."""
+        """Two swapped graphs run the right number of times; only the order shows the fault."""
         a, b = exchanged
         step = Step(instead={a: b, b: a})
         step.run()
