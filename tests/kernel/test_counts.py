@@ -560,7 +560,7 @@ def test_a_restore_begins_at_zero_whoever_was_told() -> None:
 
 
 def test_a_stage_config_is_unchanged() -> None:
-    """A checkpoint may come from a contract that does not count."""
+    """A contract that does not count can restore a checkpoint of a contract that counts."""
     configs = [StageConfig(0, microbatches=1, slots=1)]
     checkpoint = Contract(configs, counted=True).checkpoint()
 
